@@ -1,4 +1,4 @@
-"""The load of the machine itself: CPU, memory, disks and network. It is only read while it is shown."""
+"""The load of the machine itself: CPU, memory, disks and network. It is read only while it is shown."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from trainer.contract.machine_memory import machine_memory
 
-# A CPU share over a shorter interval is noise.
+# A CPU share measured over a shorter interval is mere noise.
 LEAST_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """One reading: percentages of all cores, bytes, and bytes per second; None if unknown."""
+    """One reading of the load in percentages of all cores, bytes, and bytes per second; unknown values are None."""
 
     cpu_percent: float | None = None
     load: float | None = None
@@ -30,7 +30,7 @@ NOT_READ = HostLoad()
 
 
 class Host:
-    """Reads the machine's load at most about once a second; rates cover the time since the previous reading."""
+    """Reads the machine's load at most about once per second; rates cover the time since the previous reading."""
 
     def __init__(self) -> None:
         self._load = HostLoad()
@@ -38,7 +38,7 @@ class Host:
         self._moved: tuple[int | None, int | None] = (None, None)
 
     def load(self) -> HostLoad:
-        """Return the newest reading; take a new one if the last is old enough."""
+        """Return the latest reading; take a new one if it is old enough."""
         now = time.monotonic()
         if now - self._read_at >= LEAST_S:
             self._load = self._read(now - self._read_at if self._read_at else None)
@@ -46,7 +46,7 @@ class Host:
         return self._load
 
     def _read(self, elapsed_s: float | None) -> HostLoad:
-        # Import it with the first reading, after the first frame: it takes 15 ms.
+        # Imported with the first reading, after the first frame, since the import takes 15 ms.
         import psutil
 
         before, self._moved = self._moved, _bytes_moved()
@@ -65,7 +65,7 @@ class Host:
 
 
 def _bytes_moved() -> tuple[int | None, int | None]:
-    """Return the bytes moved by disks and networks since boot, without the loopback interface."""
+    """Return the bytes moved by disks and network interfaces since boot, excluding the loopback interface."""
     import psutil
 
     disk = network = None

@@ -18,21 +18,21 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 
 SHOWN_S = 3.0
-# A key pressed this soon after an error arrived was pressed before anyone could have read the error.
+# A key pressed this soon after an error appeared was pressed before anyone could have read the error.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
 _LETTERS_PER_S = 25
-# Colour is never the only sign.
+# A symbol for each severity, since colour is never the only sign.
 _MARKS = {"information": "", "warning": "! ", "error": "✗ "}
 _STYLES = {"information": "text", "warning": "warn", "error": "bad"}
 
 
 class Notice(Notification):
-    """A notification that never expires for the widget that shows it.
+    """A notification that never expires for the widget that displays it.
 
-    Textual 8.2 checks first if a notification has expired and then how long to show it. If it expires in between, the
-    timer gets a negative time and blocks the event loop.
+    Textual 8.2 first checks whether a notification has expired, and then how long to show it. If it expires in between,
+    the timer gets a negative time and blocks the event loop.
     """
 
     @property
@@ -42,7 +42,7 @@ class Notice(Notification):
 
     @property
     def has_expired(self) -> bool:
-        """True if its time is over."""
+        """True if the display time is over."""
         return super().time_left <= 0
 
 
@@ -70,7 +70,7 @@ class Notices(App[None]):
         self.post_message(Notify(Notice(text, severity=severity, timeout=shown_s)))
 
     def _on_notify(self, event: Notify) -> None:
-        """Record a notification and drop all earlier ones except errors; Textual's own handler then shows it."""
+        """Record a notification and drop all earlier ones except errors; Textual's own handler then displays it."""
         self.notices.append(event.notification)
         for old in list(self._notifications):
             if old.severity != "error":
@@ -94,7 +94,7 @@ class Notices(App[None]):
 
 
 def notice_lines(notices: Sequence[Notification], width: int) -> list[Line]:
-    """Return the notifications as lines of `width` cells, newest first, each with its time."""
+    """Return the notifications as lines of `width` cells, latest first, each with its time."""
     if not notices:
         return [(("No messages yet.", "dim"),)]
     lines: list[Line] = []

@@ -1,4 +1,4 @@
-"""What the app costs the machine, and how many bytes it sends to the terminal."""
+"""The app's load on the machine, and the number of bytes it sends to the terminal."""
 
 from __future__ import annotations
 

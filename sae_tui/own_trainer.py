@@ -1,4 +1,4 @@
-"""Checks that `import trainer` finds the package of this project, before another module imports it; `sae-train`."""
+"""Checks, before another module imports it, that `import trainer` finds this project's package; also `sae-train`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
 
 
 def sae_train() -> int:
-    """Run `sae-train`: the command line of the trainer, if it is ours."""
+    """Run `sae-train`, the trainer's command line, if the trainer is ours."""
     refuse_another("sae-train")
-    # By name: the app imports only the contract of the trainer.
+    # Imported by name, since the app itself imports only the trainer's contract.
     code: int = import_module("trainer.cli").main()
     return code
 
 
 def refuse_another(program: str = "sae-tui") -> None:
-    """Exit with a sentence if another package or file named trainer would be imported instead."""
+    """Exit with a message if another package or file named trainer would be imported instead."""
     fault = "".join(char if char.isprintable() else "\ufffd" for char in _fault())
     if fault and "--json" in sys.argv:
         import json
@@ -32,7 +32,7 @@ def refuse_another(program: str = "sae-tui") -> None:
 
 
 def _fault() -> str:
-    """Return why `import trainer` would not find the package of this project; "" if it would.
+    """Return why `import trainer` would not find this project's package; "" if it would.
 
     The name is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files replace ours.
     The check does not run any of that code.

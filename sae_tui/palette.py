@@ -26,7 +26,7 @@ _KEY_WIDTH = 5
 
 
 class Palette(CommandPalette):
-    """The list of commands. It works with fast repeated opening and in a window of any size."""
+    """The command palette, which supports repeated fast opening and windows of any size."""
 
     # A magnifying glass is missing in many fonts.
     DEFAULT_CSS = """
@@ -50,7 +50,7 @@ class Palette(CommandPalette):
 
 
 class Commands(Provider):
-    """Provides the commands that are available now, each with its key."""
+    """Provides the currently available commands, each with its key."""
 
     async def discover(self) -> Hits:
         keys = _keys(self.screen)
@@ -68,7 +68,7 @@ class Commands(Provider):
 
 
 class JobCommands(Provider):
-    """Provides actions on jobs that the query names by id or by part of the name, ranked after the commands."""
+    """Provides actions on jobs that the query names by id or part of the name, ranked after the commands."""
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()
@@ -116,7 +116,7 @@ def commands(
 
 
 def _of_keys(screen: Screen[object], listed: Iterable[str]) -> Iterable[SystemCommand]:
-    """Yield a command for each active key that has an id and a tooltip; leave out the titles in `listed`."""
+    """Yield a command for each active key that has an id and a tooltip, unless its title is in `listed`."""
     titles = set(listed)
     for node, binding, enabled, tooltip in screen.active_bindings.values():
         if enabled and tooltip and binding.id and binding.description not in titles:
@@ -140,7 +140,7 @@ def _keys(screen: Screen[object]) -> Mapping[str, str]:
 
 
 def _display(title: Content, key: str | None) -> Content:
-    """Return the title after its key, which is padded to a fixed width."""
+    """Return the title preceded by its key, which is padded to a fixed width."""
     return Content.assemble((f"{key or '':>{_KEY_WIDTH}}  ", "$text-accent"), title)
 
 

@@ -1,4 +1,4 @@
-"""Reads NVIDIA GPUs through NVML. Only `open` loads pynvml, since that takes 70 ms."""
+"""Reads NVIDIA GPUs through NVML. Only `open` loads pynvml, since loading takes 70 ms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
     from sae_tui.gpu.ring import RingReading
 
-# If reading the four main sensors of a GPU takes longer, the other sensors are not read.
+# If reading the four main sensors of a GPU takes longer than this, its other sensors are not read.
 SLOW_S = 0.1
 LARGEST_PID = 1 << 22  # Linux's limit; drivers 535.43 to 535.86 return pids like 4294967295
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
@@ -30,7 +30,7 @@ ENERGY_EVERY = 10
 # If an unlisted process uses a GPU, its process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# An upper limit: the app opens the driver in only a few places.
+# An upper limit on openings: the app opens the driver in only a few places.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -40,8 +40,8 @@ POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagem
 ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # mJ; not supported before Volta
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
-# NVML's codes for the path between two GPUs, and for queries about a pair; in pynvml, the first query constant is
-# a tuple by mistake.
+# NVML's codes for the path between two GPUs, and for queries about a pair of GPUs; in pynvml, the first query constant
+# is a tuple by mistake.
 PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 PEER_READ, PEER_NVLINK = 0, 2
 MOST_NVLINKS = 36
@@ -49,7 +49,7 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA GPUs of this machine, with NVML's indices, which stay the same when a GPU fails.
+    """All NVIDIA GPUs of this machine, indexed like NVML, whose indices do not change when a GPU fails.
 
     MIG slices are numbered after the last GPU.
     """
@@ -126,7 +126,7 @@ class Nvml:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's answer; None if this driver, pynvml or GPU does not support the call."""
+        """Return NVML's result; None if this driver, pynvml or GPU does not support the call."""
         if None in arguments:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
@@ -139,11 +139,11 @@ class Nvml:
 
     @property
     def must_reopen(self) -> bool:
-        """True if the driver was reloaded, or its GPUs or slices have changed since it was opened."""
+        """True if the driver was reloaded, or if its GPUs or slices have changed since it was opened."""
         return any(gpu.is_stale for gpu in self._gpus)
 
     def close(self) -> None:
-        """Close the driver. If it must be reopened, undo every opening in this process, since NVML counts them."""
+        """Close the driver. If it must be reopened, undo all openings by this process, since NVML counts them."""
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
                 self._nvml.nvmlShutdown()
@@ -158,23 +158,23 @@ class _GpuFault(Exception):
 
 
 class _NvmlGpu:
-    """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can come back.
+    """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can recover.
 
-    UUID, power limit and MIG mode seldom change; they are read again when the processes are read. If `is_stale`, the
-    GPU can be read again only after the driver is reopened.
+    UUID, power limit and MIG mode rarely change; they are read again whenever the processes are read. If `is_stale`,
+    the GPU can be read again only after the driver is reopened.
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
-        # The index here, and the index of the whole GPU, which differs for a slice.
+        # The index in this source, and the index of the entire GPU, which differs for a slice.
         self.index = self.gpu = index
-        # True if reads skip optional values, because the driver will be closed.
+        # True if reads skip optional values, because the driver is about to be closed.
         self.is_hurried = False
         self.is_stale = False
         self.slices = list(slices)
         self._nvml, self._has_slices = nvml, bool(slices)
         self._handle: Any = None
         self._static: dict[str, Any] = {}
-        # UUID and name as last read, kept while the GPU cannot be read.
+        # The last UUID and name that were read, kept while the GPU cannot be read.
         self._identity: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
         self._failed: dict[str, str] = {}
@@ -212,13 +212,13 @@ class _NvmlGpu:
         return {} if self._handle is None else self._details.sm_percents(self._handle)
 
     def buffered(self) -> tuple[RingReading, ...]:
-        """Return the readings that the driver has buffered; empty if the GPU cannot be read."""
+        """Return the readings that the driver has buffered; return none if the GPU cannot be read."""
         from sae_tui.gpu.nvml_buffer import buffered
 
         return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a healthy sample, from four calls and up to six more for values that seldom change.
+        """Return the fields of a healthy sample, from four calls and up to six more for values that rarely change.
 
         Raise `_GpuFault` if the GPU cannot be read.
         """
@@ -243,7 +243,8 @@ class _NvmlGpu:
         processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # The driver also reports memory and processes for the whole GPU; they count once, for the slices.
+            # The driver also reports memory and processes for the entire GPU, but they are counted only once, for its
+            # slices.
             **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
             "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,
@@ -257,20 +258,20 @@ class _NvmlGpu:
     def _identify(self, *, again: bool) -> None:
         """Look up the handle if needed; read UUID and name with each new handle, or if `again`.
 
-        If another GPU now has this index, drop everything known about the old one.
+        If another GPU now has this index, discard everything known about the old one.
         """
         is_new = self._handle is None
         if is_new:
             self._static, self._condition_due = {}, 0.0
             self._handle = self._look_up()
         elif again:
-            # `nvidia-smi -pl` and `-mig` change the first two while the app runs.
+            # `nvidia-smi -pl` and `-mig` change the power limit and the MIG mode while the app runs.
             for field in ("power_limit_w", "mig", *(("uuid",) if time.monotonic() >= self._condition_due else ())):
                 self._static.pop(field, None)
         before = self._identity.get("uuid")
         self._once("uuid", UUID)
         if not is_new and before is not None:
-            # With the same handle, one failed read of the UUID does not mean another GPU.
+            # A single failed read of the UUID through the same handle does not mean that the GPU was replaced.
             self._failed.pop("uuid", None)
         if before is not None and self._static.get("uuid", None if is_new else before) != before:
             self._static.pop("name", None)
@@ -280,12 +281,12 @@ class _NvmlGpu:
         self._identity = self._identity | {key: self._static[key] for key in ("uuid", "name") if key in self._static}
 
     def _look_for_slices(self, is_split: bool) -> None:
-        """Notice slices that were created or destroyed since the driver was opened."""
+        """Detect slices that were created or destroyed since the driver was opened."""
         if is_split or self._has_slices:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
     def _read_condition(self, handle: Any, *, whole: bool) -> Condition:
-        """Return the condition, read again if due; if not `whole`, read only the health of the GPU, not its clocks."""
+        """Return the condition, reading it again if due; if not `whole`, read only the GPU's health, not its clocks."""
         if self._condition is None or time.monotonic() >= self._condition_due:
             self._condition = self._details.condition(handle, whole=whole)
             self._condition_due = time.monotonic() + (CONDITION_EVERY_S if whole else SLOW_CONDITION_EVERY_S)
@@ -298,7 +299,7 @@ class _NvmlGpu:
         return self._memory
 
     def _energy(self) -> int | None:
-        """Return the energy counter in mJ with every `ENERGY_EVERY`th list of processes, otherwise None.
+        """Return the energy counter in mJ with every `ENERGY_EVERY`th process list, otherwise None.
 
         No energy is lost in between, since the counter accumulates.
         """
@@ -306,14 +307,14 @@ class _NvmlGpu:
         return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _look_up(self) -> Any:
-        """Return the handle of the GPU, or raise `_GpuFault`."""
+        """Return the handle of the GPU; raise `_GpuFault` if it cannot be read."""
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
             raise _GpuFault(error.value) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
-        """Return a field that seldom changes; it is read until a read succeeds, or shows that it is not supported."""
+        """Return a field that rarely changes; read it until a read succeeds or shows that it is not supported."""
         if field not in self._static:
             answer = self._get(field, variants)
             if field in self._failed:
@@ -322,7 +323,7 @@ class _NvmlGpu:
         return self._static[field]
 
     def _get(self, field: str, variants: Variants) -> Any:
-        """Return the answer of the first variant that this driver supports; None if none does, or if the call fails."""
+        """Return the result of the first variant that this driver supports; None if none is, or if the call fails."""
         for position in range(self._variant.get(variants, 0), len(variants)):
             self._variant[variants] = position
             function, *arguments = variants[position]
@@ -346,7 +347,7 @@ class _NvmlGpu:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID, or a placeholder, which is marked in `failed`, and which no job can be pinned to."""
+        """Return the UUID, or a placeholder that is marked in `failed` and to which no job can be pinned."""
         uuid = text(self._identity.get("uuid"))
         if uuid is None:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._identity else "unknown")
@@ -365,9 +366,9 @@ class _NvmlGpu:
 
 
 class _Slice(_NvmlGpu):
-    """A slice of a GPU, with its own memory and processes. The driver measures everything else for the whole GPU.
+    """A slice of a GPU, with its own memory and processes. The driver measures everything else for the entire GPU.
 
-    Errors and the compute mode of the whole GPU also decide whether the slice may be used.
+    The entire GPU's errors and compute mode also determine whether the slice may be used.
     """
 
     def __init__(self, nvml: ModuleType, index: int, place: SliceLocation) -> None:
@@ -387,7 +388,7 @@ class _Slice(_NvmlGpu):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        # After a fault, another slice may have this index.
+        # After a fault, another slice may have taken this index.
         self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
@@ -405,12 +406,12 @@ class _Slice(_NvmlGpu):
 
 
 def _signed(degrees: int | None) -> int | None:
-    """Return the signed temperature: NVML returns values below 0 as huge ones. All bits set is not a temperature."""
+    """Return the signed temperature, since NVML returns values below 0 as huge ones; None if all bits are set."""
     is_negative = degrees is not None and 1 << 31 <= degrees < (1 << 32) - 1
     return degrees - (1 << 32) if degrees is not None and is_negative else degrees
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger of two amounts of memory; None if both are unknown (None, or all bits set)."""
+    """Return the larger of two amounts of memory, ignoring unknown ones (None, or all bits set)."""
     sizes = [each for each in (one, other) if each is not None and each < (1 << 64) - 1]
     return max(sizes, default=None)

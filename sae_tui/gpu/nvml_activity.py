@@ -1,6 +1,6 @@
 """Measures how busy the multiprocessors of an NVIDIA GPU are, through NVML's GPM (Hopper and later).
 
-Utilisation cannot show this: it is the share of time in which any kernel ran, even on one multiprocessor of 132.
+Utilisation does not show this: it is the share of time in which any kernel ran, even on a single multiprocessor of 132.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _METRICS = (2, 3, 5)
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Percent of the multiprocessors that were busy, of the maximum warps, and of the time with busy tensor cores.
+    """Percentages of busy multiprocessors, of the maximum number of warps, and of the time with busy tensor cores.
 
-    None if unknown.
+    A value is None if it is unknown.
     """
 
     sm: float | None = None
@@ -28,14 +28,14 @@ class Activity:
 
 
 class ActivityReader:
-    """Measures between two reads; if a GPU does not support this, it is queried only once."""
+    """Measures the activity between two reads; a GPU that does not support this is queried only once."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
         self._samples: list[Any] | None = None
 
     def read(self, handle: Any) -> Activity:
-        """Return the activity since the last read; empty at the first read, and if the GPU does not support it."""
+        """Return the activity since the last read; it is empty at the first read and on GPUs without support."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._samples is None:
                 self._samples = []

@@ -1,4 +1,4 @@
-"""The details of an NVIDIA GPU from NVML: five calls with each list of processes, two dozen while its page is open."""
+"""The details of an NVIDIA GPU from NVML: five calls with each process list, two dozen while the GPU's page is open."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
 _SENT, _RECEIVED = 0, 1
 _MEMORY_V2 = 0x2000028
 _MOST_NVLINKS = 18
-# The reason "idle" is not listed: an idle GPU lowers its clocks because it has no work.
+# The reason "idle" is omitted, since an idle GPU lowers its clocks merely because it has no work.
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",
@@ -38,10 +38,10 @@ SLOWED_BY = {
     0x100: "clocks follow the display",
 }
 _IDLE = 0x001
-# Memory errors and the compute mode seldom change.
+# Memory errors and the compute mode rarely change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
-# The number of the field for the action that the driver requires after an error, and its values; 0 means none.
+# The number of the field that holds the action required by the driver after an error, and its values; 0 means none.
 _RECOVERY_FIELD = 230
 RECOVERIES: Mapping[int | None, str] = {
     0: "",
@@ -53,14 +53,14 @@ RECOVERIES: Mapping[int | None, str] = {
     6: "a reset of its PCIe bus",
     7: "a reboot of the machine",
 }
-# The union member that holds a field's value, by the type of the value.
+# The union member that holds the value of a field, by the type of the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
-_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere have instead
+_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere offer instead
 
 
 class NvmlDetails:
-    """Reads one GPU, in that GPU's thread."""
+    """Reads the details of one GPU, on that GPU's thread."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -68,13 +68,13 @@ class NvmlDetails:
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
         self._health, self._health_due = Condition(), 0.0
-        # Functions that this GPU lacks, which are not called again.
+        # Functions that this GPU does not support, and that are not called again.
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
-        """Return the health of the GPU and, if `whole`, its clocks, with up to ten calls.
+        """Return the GPU's health and, if `whole`, its clocks, using up to ten calls.
 
-        The first whole call also reads the slowdown temperature.
+        The first call with `whole` also reads the slowdown temperature.
         """
         if time.monotonic() >= self._health_due:
             self._health, self._health_due = self._read_health(handle), time.monotonic() + HEALTH_EVERY_S
@@ -105,7 +105,7 @@ class NvmlDetails:
         )
 
     def _read_field(self, handle: Any, field: int) -> int | None:
-        """Return the value of a field by its number; a field that the driver or the GPU lacks is read only once."""
+        """Return the value of a field by its number; do not read a field again that the driver or the GPU lacks."""
         name = f"field {field}"
         if name in self._missing:
             return None
@@ -118,7 +118,7 @@ class NvmlDetails:
         return None if kind is None else int(getattr(answer.value, kind))
 
     def read(self, handle: Any) -> GpuDetails:
-        """Return the details of the GPU; None for each sensor that does not answer."""
+        """Return the details of the GPU; a sensor that does not respond is None."""
         from sae_tui.gpu.details import GpuDetails
         from sae_tui.gpu.nvml_activity import ActivityReader
 
@@ -164,12 +164,12 @@ class NvmlDetails:
 
     @functools.cached_property
     def _versions(self) -> tuple[str | None, tuple[int, int] | None]:
-        """The driver's version, and the newest CUDA version that it supports."""
+        """Return the driver's version, and the latest CUDA version that it supports."""
         newest = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         return text(self._ask("nvmlSystemGetDriverVersion")), cuda_version(newest)
 
     def _instances(self, handle: Any) -> tuple[Instance, ...]:
-        """Return the slices of a GPU; empty if it is not split."""
+        """Return the slices of a GPU; return none if it is not split."""
         from sae_tui.gpu.details import Instance
 
         parts = []
@@ -192,7 +192,7 @@ class NvmlDetails:
         return (*known, f"for an unknown reason ({unknown:#x})") if unknown else known
 
     def _pcie(self, handle: Any, direction: int) -> float | None:
-        """Return the bytes per second in one direction; NVML blocks for 20 ms to count them."""
+        """Return the bytes per second in one direction; NVML blocks for 20 ms while it counts them."""
         kilobytes: int | None = self._ask("nvmlDeviceGetPcieThroughput", handle, direction)
         return None if kilobytes is None else kilobytes * 1024.0
 
@@ -201,14 +201,14 @@ class NvmlDetails:
         return None if states[0] is None else states.count(1)
 
     def sm_percents(self, handle: Any) -> dict[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid; drop impossible values."""
+        """Return the percentage of multiprocessors that each process uses, by pid; omit impossible values."""
         samples = sorted(
             self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp
         )
         return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
 
     def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
-        """Return NVML's answer; call a function that the driver or the GPU lacks only once."""
+        """Return NVML's result; do not call a function again that the driver or the GPU lacks."""
         if function in self._missing:
             return None
         try:
@@ -221,18 +221,18 @@ class NvmlDetails:
         return None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's answer; None if this driver, pynvml or GPU does not support the call."""
+        """Return NVML's result; None if this driver, pynvml or GPU does not support the call."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return getattr(self._nvml, function)(*arguments)
         return None
 
 
 def text(answer: str | bytes | None) -> str | None:
-    """Decode a text from NVML and replace unprintable characters; return None for None."""
+    """Decode text from NVML and replace unprintable characters; return None for None."""
     words = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
     return words and printable(words)
 
 
 def cuda_version(number: int | None) -> tuple[int, int] | None:
-    """Convert NVML's CUDA version, like 12040, to (12, 4)."""
+    """Convert NVML's CUDA version, such as 12040, to (12, 4)."""
     return None if number is None else divmod(number // 10, 100)

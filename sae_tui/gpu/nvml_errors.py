@@ -1,4 +1,4 @@
-"""Errors that an NVIDIA driver reports by number (Xid). Errors from before listening began are not reported."""
+"""Errors that an NVIDIA driver reports by number (Xid). Errors from before the start of listening are not reported."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ WORDS = {
 }
 
 
-# Xids that require a reset, a repair or a new GPU according to NVIDIA's list.
+# Xids that, according to NVIDIA's list, require a reset, a repair or a new GPU.
 FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
 
 
 def in_words(number: int) -> str:
-    """Return `Xid 79: the GPU has fallen off the bus`."""
+    """Return the error as text, like `Xid 79: the GPU has fallen off the bus`."""
     words = WORDS.get(number)
     return f"Xid {number}: {words}" if words else f"Xid {number}, see NVIDIA's list of Xid errors"
 
@@ -55,21 +55,21 @@ class XidListener:
         self._last: Xid | None = None
 
     def poll(self, handle: Any) -> Xid | None:
-        """Return the newest error since the first call, without waiting for one."""
+        """Return the latest error since the first call, without waiting for one."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._listens_to is not handle:
                 self._listen(handle)
-            # Each answer is one event; without an event, NVML raises a timeout error, which ends the loop.
+            # Each call returns one event; if there is none, NVML raises a timeout error, which ends the loop.
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 number = int(event.eventData)
-                # A later error that is not fatal must not hide a fatal one.
+                # A later non-fatal error must not hide a fatal one.
                 if number in FATAL or not (self._last and self._last.is_fatal):
                     self._last = Xid(number, time.time(), in_words(number), number in FATAL)
         return self._last
 
     def _listen(self, handle: Any) -> None:
-        """Register for the errors of the GPU; if that fails, it is not tried again with the same handle."""
+        """Register for the GPU's errors; after a failure, do not try again with the same handle."""
         self._listens_to, before, self._events = handle, self._events, None
         if before is not None:
             self._nvml.nvmlEventSetFree(before)

@@ -1,7 +1,7 @@
 """Messages for faults of an NVIDIA GPU, its sensors or the driver.
 
-NVIDIA's own two texts for the same code differ ("GPU requires restart" and "GPU requires reset"), and neither names a
-remedy.
+NVIDIA's own two messages for the same code differ ("GPU requires restart" and "GPU requires reset"), and neither gives
+a remedy.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from sae_tui.gpu.faults import LOST
 NOT_SUPPORTED = 3
 NO_LIBRARY = 12
 MISMATCH = 18  # the versions of the library and the driver differ
-# Codes for a function that this driver or pynvml lacks, or whose arguments have another layout.
+# Codes for a function that this driver or pynvml lacks, or whose arguments have a different layout.
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which count as separate GPUs"
 UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
-# Codes after which NVML must be reopened: the driver was reloaded, or does not know a handle or an index.
+# Codes after which NVML must be reopened: the driver was reloaded, or does not recognise a handle or an index.
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
 # Codes for a GPU that only other users may use.
 WITHHELD = frozenset({4, 17})
-# Messages for a code that the look-up of a GPU returns, or that all its sensors return.
+# Messages for a code returned by the look-up of a GPU or by all of its sensors.
 CARD = {
     1: "the driver was unloaded",
     2: "the driver no longer knows this GPU",
@@ -65,7 +65,7 @@ SOURCE = {
         " start sae-tui again",
     ),
 }
-# GPU makers by their PCI vendor id.
+# GPU manufacturers by PCI vendor id.
 _NVIDIA = "0x10de"
 _OTHER_MAKERS = {"0x8086": "Intel", "0x106b": "Apple", "0x1ed5": "Moore Threads", "0x19e5": "Huawei"}
 # Why one GPU cannot read the memory of another.
@@ -89,7 +89,7 @@ def sensor(code: int) -> str:
 
 
 def _unsupported_vendors(drm: Path) -> list[str]:
-    """Return the unsupported makers of this machine's GPUs; none if one GPU is NVIDIA's."""
+    """Return the unsupported manufacturers of this machine's GPUs; return none if one of its GPUs is from NVIDIA."""
     ids = set()
     for file in drm.glob("card*/device/vendor"):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def _unsupported_vendors(drm: Path) -> list[str]:
 
 
 def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
-    """Return the error for a machine without NVIDIA's library; name unsupported GPUs if it has any."""
+    """Return the error for a machine without NVIDIA's library; mention any unsupported GPUs it has."""
     reason, remedy = SOURCE[NO_LIBRARY]
     if makers := _unsupported_vendors(drm):
         remedy = f"the GPU here is made by {' and '.join(makers)}; only GPUs of NVIDIA and AMD are supported"
@@ -114,7 +114,7 @@ def source(code: int) -> SourceUnavailable:
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error for a driver that sees no GPUs."""
+    """Return the error for a driver that finds no GPUs."""
     return SourceUnavailable(
         "the NVIDIA driver sees no GPUs", "compare with `nvidia-smi -L`; start a container with --gpus all"
     )

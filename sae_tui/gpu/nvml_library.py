@@ -31,7 +31,7 @@ def load_pynvml() -> Any:
 def has_renewed(pynvml: Any) -> bool:
     """Replace the loaded library with the installed one; return False if they are the same.
 
-    A driver update replaces the file, and the library in memory does not match the new driver. The new file is loaded
+    A driver update replaces the file, but the library in memory does not match the new driver. The new file is loaded
     as a second library in this process. Call this only while the library is not initialised.
     """
     for path in _installed():
@@ -45,9 +45,9 @@ def has_renewed(pynvml: Any) -> bool:
 
 
 def _installed() -> Iterator[str]:
-    """Yield the library's path in each folder where this process found it, even if the file was replaced later."""
+    """Yield the library's path in each folder where this process found it, even if the file was replaced since."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
-    # For a path that it has seen before, the loader returns the library in memory, so spell the path differently.
+    # For a path that it has seen before, the loader returns the library in memory, so write the path differently.
     same = "./" * next(_spellings)
     yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})

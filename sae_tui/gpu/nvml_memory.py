@@ -1,4 +1,4 @@
-"""The memory of an NVIDIA GPU. GB10 and Jetson use the host's memory, and Grace shares both memories.
+"""The memory of an NVIDIA GPU. GB10 and Jetson use the host's memory, and Grace shares its memory with the host.
 
 The page cache in such memory counts as free, since the kernel drops it as soon as a program needs memory.
 """
@@ -13,22 +13,23 @@ from typing import Any, NamedTuple
 
 from trainer.contract.machine_memory import machine_memory
 
-# Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
+# Version 1 of the call counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# For a slice; not every driver supports the newer call for slices.
+# Used for slices, since not every driver supports the newer call for them.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
-# Chips without their own memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
+# Chips without separate GPU memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
 _INTEGRATED_CAPABILITIES = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0), (12, 1)})
-# Chips whose own memory the kernel also uses as host memory: Grace Hopper and Grace Blackwell.
+# Chips whose GPU memory the kernel also uses as host memory: Grace Hopper and Grace Blackwell.
 _COHERENT = re.compile(r"\b(GH\d{3}|GB[23]\d{2}|Grace)", re.IGNORECASE)
 _NODES = Path("/sys/devices/system/node")
 
 
 class MemoryKind(NamedTuple):
-    """The memory type of the GPU with this name, and the NUMA node of its memory.
+    """The memory type of a GPU, and the NUMA node of its memory.
 
-    `is_integrated`: it uses the host's memory. `is_coherent`: the kernel also uses the GPU's memory as host memory.
+    If `is_integrated`, the GPU uses host memory. If `is_coherent`, the kernel also uses the GPU's memory as host
+    memory.
     """
 
     name: str | bytes | None = None
@@ -38,7 +39,7 @@ class MemoryKind(NamedTuple):
 
     @classmethod
     def of(cls, nvml: ModuleType, handle: Any, name: str | bytes | None, memory: Any) -> MemoryKind:
-        """Return the memory kind of a GPU; `memory` is NVML's answer, or None."""
+        """Return the memory kind of a GPU; `memory` is NVML's memory information, or None."""
         words = name.decode("utf-8", "replace") if isinstance(name, bytes) else name or ""
         if _INTEGRATED.search(words):
             return cls(name, is_integrated=True)
@@ -53,7 +54,7 @@ OWN = MemoryKind()
 
 
 def sizes(memory: Any, kind: MemoryKind = OWN) -> dict[str, Any]:
-    """Return the memory fields of a sample from NVML's answer; unknown sizes are None.
+    """Return the memory fields of a sample from NVML's memory information; unknown sizes are None.
 
     Some chips with unified memory report a total of 0.
     """
@@ -78,7 +79,7 @@ def _cached_bytes(node: int | None) -> int:
     """Return the bytes of page cache on a NUMA node that the kernel can drop; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (_NODES / f"node{node}" / "meminfo").read_text().splitlines()
-        # Node 1 FilePages:  1234 kB
+        # The file contains lines like `Node 1 FilePages:  1234 kB`.
         parts = {words[2].rstrip(":"): 1024 * int(words[3]) for words in map(str.split, lines) if len(words) > 3}
         return max(0, parts["FilePages"] - parts.get("Shmem", 0) + parts.get("SReclaimable", 0))
     return 0

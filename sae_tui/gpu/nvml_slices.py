@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# A GPU that hangs in the driver must not prevent the others from being shown.
+# A time limit, so that a GPU that hangs in the driver does not prevent the others from being shown.
 _LIMIT_S = 2.0
 
 
 class SliceLocation(NamedTuple):
-    """The location of a slice: NVML's index of its GPU, and its slice number, which need not be consecutive."""
+    """The location of a slice: NVML's index of its GPU, and its slice number. Slice numbers may have gaps."""
 
     gpu: int
     number: int
@@ -25,7 +25,7 @@ class SliceLocation(NamedTuple):
 
 
 def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
-    """Return the slices of all GPUs that answer in time, in the order of the GPUs."""
+    """Return the slices of all GPUs that respond in time, in GPU order."""
     found: dict[int, list[SliceLocation]] = {}
 
     def ask(gpu: int) -> None:
@@ -41,7 +41,7 @@ def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
 
 
 def places_of(nvml: ModuleType, gpu: int) -> list[SliceLocation]:
-    """Return the slices of a GPU; may block, like every call to the driver."""
+    """Return the slices of a GPU; may block, like any driver call."""
     return list(_slices_of(nvml, gpu))
 
 

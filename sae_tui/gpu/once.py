@@ -1,4 +1,4 @@
-"""Calls a driver that may never answer: every call runs on its own thread and has a timeout."""
+"""Calls a driver that may never respond: every call runs on a separate thread and has a timeout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def on_thread(call: Callable[[], T]) -> Future[T]:
-    """On a new thread, start a call that may never return; return the future of its result."""
+    """Start a call that may never return on a new thread; return a future for its result."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -35,7 +35,7 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def is_stuck() -> bool:
-    """Return whether a call of `on_thread` has not returned yet, so that only `os._exit` is sure to end the process."""
+    """Return whether a call of `on_thread` is still running, so that only `os._exit` reliably ends the process."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
@@ -48,14 +48,14 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
 
 
 def close_source(source: GpuSource, limit_s: float = CLOSE_LIMIT_S) -> None:
-    """Close the driver, since a GPU whose driver is open cannot be reset; give up after `limit_s` seconds."""
+    """Close the driver, since a GPU cannot be reset while its driver is open; give up after `limit_s` seconds."""
     with contextlib.suppress(Exception):
         on_thread(source.close).result(limit_s)
 
 
 @contextlib.contextmanager
 def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell`, on a thread, if the context lasts longer than `SLOW_AFTER_S`."""
+    """Call `tell` on a thread if the context lasts longer than `SLOW_AFTER_S`."""
     timer = threading.Timer(SLOW_AFTER_S, tell)
     timer.daemon = True
     timer.start()
@@ -75,7 +75,7 @@ def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tup
 
 
 def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: float, vendor: str) -> GpuSample:
-    """Return the sample, or an unhealthy one if the GPU failed or did not answer before the deadline."""
+    """Return the sample, or an unhealthy one if the GPU failed or did not respond before the deadline."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:

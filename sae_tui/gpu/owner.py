@@ -1,4 +1,4 @@
-"""The user and command line of a process on a GPU; the drivers of all vendors report only its pid."""
+"""The user and command line of a process on a GPU; the vendors' drivers report only its pid."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Seconds before an answer is read again. Without reuse, each process on each GPU would cost 0.4 ms and a thread every
-# second.
+# How long a result is cached, in seconds. Without the cache, each process on each GPU would cost 0.4 ms and a thread
+# every second.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
-# Answers by pid and start time, each with the monotonic time when it expires.
+# Cached results by pid and start time, each with the monotonic time when it expires.
 _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
 def owner(pid: int) -> Owner:
-    """Return user and command line of a process; None for each that is hidden (ended, or outside the container)."""
+    """Return a process's user and command line; each is None if hidden (process ended, or outside the container)."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -54,7 +54,7 @@ def _read(process: psutil.Process) -> Owner:
 
 
 def command_line(arguments: Iterable[str], most: int | None = 200) -> str:
-    """Return the command line without secrets and without the program's folder, cut to `most` characters."""
+    """Return the command line without secrets and without the program's folder, truncated to `most` characters."""
     program, *rest = (*arguments,) or ("",)
-    # Mask before cutting, since a partial secret is not recognised.
+    # Mask before truncating, since a partial secret would not be recognised.
     return " ".join(masked_arguments([os.path.basename(program), *rest]))[:most]

@@ -1,6 +1,6 @@
-"""Aligns the samples of all GPUs to one grid of clock intervals.
+"""Aligns the samples of all GPUs to a common grid of clock intervals.
 
-Otherwise a GPU that answers slowly would be drawn at a different time than the others.
+Otherwise a GPU that responds slowly would be drawn at a different time from the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sae_tui.gpu.period import Period
 from sae_tui.gpu.ring import Ring, RingReading
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
 
-# A reading; `BLANK` if nothing is known; None if a reading was due but is missing.
+# A reading, `BLANK` if nothing is known, or None if a reading was due but is missing.
 Slot = RingReading | None
 BLANK = RingReading(0.0)
 
@@ -27,7 +27,7 @@ class RecentHistory:
     is_period: bool = False  # True if all of it is drawn, scaled to the available columns
 
     def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
-        """Return the last `n` values of a GPU, or all values of a period, newest last; None for a missing value."""
+        """Return the last `n` values of a GPU, or all values of a period, latest last; a missing value is None."""
         if self.is_period:
             return Period(slot and getattr(slot, name) for slot in self.slots[index])
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
@@ -36,7 +36,7 @@ class RecentHistory:
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> RecentHistory:
     """Return the last `n` intervals of these GPUs.
 
-    The newest interval is the current one, or the previous one while no GPU has a reading in the current one.
+    The latest interval is the current one; it is the previous one if no GPU has a reading in the current one yet.
     """
     rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)
@@ -51,9 +51,9 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
 def merge(
     stored: Sequence[RingReading], remembered: Sequence[RingReading], interval_s: float, now: float
 ) -> list[RingReading]:
-    """Return a GPU's stored readings, with the gaps filled by the readings that its driver has buffered.
+    """Return a GPU's stored readings, with gaps filled by readings that its driver has buffered.
 
-    Leave out buffered readings after `now`, since the driver's clock may differ from the system's.
+    Omit buffered readings after `now`, since the driver's clock may differ from the system's.
     """
     known = {interval_of(reading.timestamp, interval_s) for reading in stored}
     fresh = [one for one in remembered if one.timestamp <= now and interval_of(one.timestamp, interval_s) not in known]
@@ -61,7 +61,7 @@ def merge(
 
 
 def on_grid(newest_first: Iterable[RingReading], last: int, n: int, interval_s: float) -> list[Slot]:
-    """Return the readings of a GPU in the `n` intervals up to `last`; the newest reading of an interval counts.
+    """Return a GPU's readings in the `n` intervals up to `last`; the latest reading in an interval counts.
 
     A reading is repeated for as long as a GPU may be silent (`SILENT_AFTER_S`).
     """
@@ -90,9 +90,9 @@ def _bridge(
     after: tuple[int, RingReading] | None,
     reach: int,
 ) -> None:
-    """Fill the intervals between two readings: repeat the first one in a short gap, otherwise mark the silence as None.
+    """Fill the intervals between two readings: repeat the first reading in a short gap, mark a longer one as None.
 
-    The intervals are None near a reading of the GPU; the middle of a long gap stays `BLANK`.
+    In a long gap, only the intervals near a reading are None; those in the middle remain `BLANK`.
     """
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1

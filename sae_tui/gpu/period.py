@@ -1,10 +1,10 @@
-"""A history that is scaled to the available columns; for other histories only the newest values are drawn."""
+"""A history that is scaled to the available columns; for other histories, only the latest values are drawn."""
 
 from __future__ import annotations
 
 
 class Period(tuple[float | None, ...]):
-    """The values of a period in equal steps, oldest first; None if unknown."""
+    """Values over a period in equal steps, oldest first; unknown values are None."""
 
     def in_columns(self, n: int) -> tuple[float | None, ...]:
         """Return at most `n` columns, each the mean of the known values in its part of the period."""

@@ -1,7 +1,7 @@
-"""Reads files of a process in /proc with a time limit.
+"""Reads the files of a process in /proc with a time limit.
 
-The kernel locks the memory of a process while it reads its command line or environment. A process that hangs in a
-driver may hold that lock forever and block the reader.
+The kernel locks the memory of a process while its command line or environment is read. A process that hangs in a driver
+may hold that lock forever and so block the reader.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 LIMIT_S = 0.5
 _MOST_BYTES = 1 << 18
 _THREAD_NAME = "proc-file"
-# Reads that have not returned, each with the monotonic time until which callers wait for it.
+# Reads that have not returned yet, each with the monotonic time until which callers wait for it.
 _under_way: dict[Path, tuple[Future[bytes], float]] = {}
 _guard = threading.Lock()
 
@@ -23,7 +23,7 @@ _guard = threading.Lock()
 def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
     """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, `TimeoutError` if the read hangs.
 
-    Simultaneous calls for a file share one read and its limit, so there is at most one thread per file.
+    Simultaneous calls for a file share one read and its time limit, so there is at most one thread per file.
     """
     with _guard:
         is_new = path not in _under_way
@@ -49,7 +49,7 @@ def _read(path: Path, answer: Future[bytes]) -> None:
 
 
 def arguments_of(pid: int) -> list[str]:
-    """Return the command line of a process; if it cannot be read, the program's name (15 characters)."""
+    """Return the command line of a process or, if it cannot be read, the program's name (up to 15 characters)."""
     folder = Path(f"/proc/{pid}")
     try:
         text = os.fsdecode(read_file(folder / "cmdline")).rstrip("\0")
@@ -57,5 +57,5 @@ def arguments_of(pid: int) -> list[str]:
         text = ""
     if not text:
         return [os.fsdecode((folder / "comm").read_bytes()).rstrip("\n")]
-    # A program that sets its own title separates the words by spaces, not by NUL.
+    # A program that sets its own title separates the words with spaces instead of NUL.
     return text.split("\0") if "\0" in text else text.split(" ")

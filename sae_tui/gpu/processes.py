@@ -1,4 +1,4 @@
-"""The processes on the GPUs with data from the operating system; read only while the list of processes is shown."""
+"""The processes on the GPUs, with data from the operating system; read only while the process list is shown."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MOST_ANCESTORS = 32
 
 @dataclass(frozen=True, slots=True)
 class ProcessDetails:
-    """A process on one or more GPUs, given by their indices; `started` is seconds since the epoch.
+    """A process on one or more GPUs; `started` is in seconds since the epoch.
 
-    `cpu_percent` is relative to one core. `sm_percent` is the share of all multiprocessors of a GPU; for several GPUs,
-    the highest share. `identity` is None for a process that the driver lists but that is not visible here: it has
-    ended, or its pid belongs to another container. `container` is empty if the app runs in the same one; `ancestors`
-    are its parent, grandparent and so on.
+    `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors that the process uses;
+    for several GPUs, the highest share. `identity` is None if the driver lists the process but it is not visible here:
+    it has ended, or its pid belongs to another container. `container` is empty if the app runs in the same one;
+    `ancestors` are its parent, grandparent and so on.
     """
 
     pid: int
@@ -66,7 +66,7 @@ class Ancestor:
 
 
 class ProcessReader:
-    """Reads the processes on GPUs, and remembers them, since CPU usage needs two reads."""
+    """Reads the processes on GPUs and remembers them, since CPU usage is computed from two reads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _OsProcess] = {}
@@ -96,7 +96,7 @@ class ProcessReader:
         shares = [sm_percents[index][pid] for index, _ in on_gpus if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
-        # The driver uses the pids of another container; here this pid belongs to another user's process.
+        # The driver's pid is from another container, while in this one it belongs to another user's process.
         if host is not None and None is not listed.user != host.user:
             host = None
         return ProcessDetails(
@@ -122,8 +122,8 @@ class _OsProcess:
 
     @classmethod
     def of(cls, pid: int) -> _OsProcess | None:
-        """Return the process that has this pid now, or None."""
-        # Read the identity first, so that later reads cannot silently belong to another process with the same pid.
+        """Return the process that currently has this pid, or None."""
+        # Read the identity first, so that later reads cannot unnoticed belong to another process with the same pid.
         identity = ProcessRef.of(pid)
         with _unless_gone():
             host = cls(_process(pid), identity) if identity else None
@@ -149,14 +149,14 @@ def _process(pid: int) -> Any:
 
 
 def _unless_gone() -> contextlib.AbstractContextManager[None]:
-    """Suppress the errors raised when the process has ended, or may not be read."""
+    """Suppress the errors that occur if the process has ended or may not be read."""
     import psutil
 
     return contextlib.suppress(psutil.Error, OSError)
 
 
 def _owner(process: Any) -> tuple[str | None, str | None]:
-    """Return user and command line of a process; None for each that cannot be read."""
+    """Return the user and command line of a process; each is None if it cannot be read."""
     user = command = None
     with _unless_gone():
         user = printable(str(process.username()))
@@ -165,7 +165,7 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
 
 
 def _ancestors(pid: int) -> Iterable[Ancestor]:
-    """Yield the ancestors of a process, its parent first, without process 1."""
+    """Yield the ancestors of a process, starting with its parent and excluding process 1."""
     for _ in range(_MOST_ANCESTORS):
         parent = parent_of(pid)
         if parent is None or parent <= 1:
@@ -178,7 +178,7 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job of a process; "" without one, or if the app runs in the same one."""
+    """Return the container or cluster job of a process; return "" if there is none or if the app runs in it too."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
@@ -195,7 +195,7 @@ def _group(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The working folder, program and environment of a process; empty if they may not be read."""
+    """The working folder, program and environment of a process; empty if this user may not read them."""
 
     folder: str = ""
     program: str = ""
@@ -207,9 +207,9 @@ class Surroundings:
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read folder, program and environment of a process, which only its user and root may do.
+    """Read a process's folder, program and environment, which only its user and root may do.
 
-    `Surroundings.shown` hides secrets.
+    The result still contains secrets; `Surroundings.shown` hides them.
     """
     if process.identity is None:
         return Surroundings()
@@ -242,8 +242,9 @@ SIGNALS = {
 def send_signal(process: ProcessDetails, number: signal.Signals, source_name: str) -> str:
     """Send a signal to exactly the process that was shown; return a message about the result.
 
-    Raise `UserError` if it has ended, belongs to another user or is not visible here. In a container, also raise it
-    if the process with this pid does not have the GPU driver open: the driver then means another process.
+    Raise `UserError` if the process has ended, belongs to another user or is not visible here. In a container, also
+    raise it if the process with this pid does not have the GPU driver open, since the driver then means another
+    process.
     """
     what = f"process {process.pid}"
     if process.identity is None:
@@ -264,7 +265,7 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 
 def _driver_files(source_name: str) -> frozenset[str]:
-    """Return the device files of the GPU drivers; empty for simulated GPUs."""
+    """Return the device files of the GPU drivers; return none for simulated GPUs."""
     if source_name == "simulated":
         return frozenset()
     vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()

@@ -1,4 +1,4 @@
-"""`python -m sae_tui.gpu.read SOURCE`: prints each GPU once as JSON, in a separate process since a driver may hang."""
+"""`python -m sae_tui.gpu.read SOURCE`: prints each GPU once as JSON; a separate process, since a driver may hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# Seconds from the loss of a GPU to the first probe. The pause doubles after each probe, which takes 0.3 s of CPU time.
+# Seconds from the loss of a GPU to the first probe. The delay doubles after each probe, which takes 0.3 s of CPU time.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 
@@ -69,12 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    # The newline ends the answer, since a process that hangs in the driver keeps the pipe open.
+    # The newline terminates the output, since a process that hangs in the driver keeps the pipe open.
     sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0
 
 
 if __name__ == "__main__":
-    # A thread that hangs in the driver would prevent the process from ending.
+    # A thread that hangs in the driver would prevent the process from exiting.
     os._exit(main(sys.argv[1:]))

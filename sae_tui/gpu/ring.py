@@ -1,4 +1,4 @@
-"""The recent history of one GPU: a ring buffer of samples, written by the sampler and read by many threads."""
+"""The recent history of one GPU: a ring buffer of samples, written by the sampler and read by several threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPACITY = 600
 
 
 class RingReading(NamedTuple):
-    """The fields of a sample that the history keeps; None if the sensor did not answer."""
+    """The fields of a sample that are kept in the history; None if the sensor did not respond."""
 
     timestamp: float
     utilization: float | None = None
@@ -26,7 +26,7 @@ class RingReading(NamedTuple):
 
     @property
     def is_blank(self) -> bool:
-        """True if it has no values, for example because the GPU could not be read."""
+        """True if the reading has no values, for example because the GPU could not be read."""
         return all(value is None for value in self[1:])
 
 
@@ -48,10 +48,10 @@ class Readable(Protocol):
 
 
 class Ring:
-    """The newest samples of one GPU. Its lock is held only for microseconds."""
+    """The latest samples of one GPU. Its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self.power_limit_w: float | None = None  # from the newest sample that has it
+        self.power_limit_w: float | None = None  # from the latest sample that has it
         self._lock = threading.Lock()
         self._readings: deque[RingReading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
@@ -78,9 +78,9 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
-        """Put stored readings of a GPU, oldest first, before the live ones; replace any stored readings added earlier.
+        """Insert stored readings of a GPU, oldest first, before the live ones; replace any inserted earlier.
 
-        Only readings older than the first live one are kept; none are added if another GPU now has this index.
+        Keep only readings older than the first live one; insert none if another GPU now has this index.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -91,22 +91,22 @@ class Ring:
             self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
-        """Return the newest live sample, or None before the first one."""
+        """Return the latest live sample; None before the first one."""
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[RingReading]:
-        """Return up to `n` of the last readings, newest first."""
+        """Return up to `n` of the last readings, latest first."""
         with self._lock:
             return list(islice(reversed(self._readings), n))
 
     def column(self, name: str, n: int = CAPACITY) -> list[float | None]:
-        """Return up to `n` of the last values of a field, newest last."""
+        """Return up to `n` of the last values of a field, latest last."""
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
     def since(self, position: int | None, uuid: str) -> tuple[list[RingReading], int]:
         """Return the live readings after a position, oldest first, and the new position; None returns all readings.
 
-        Return no readings if the GPU at this index is not `uuid`. A position is a count of readings and not a time,
+        Return no readings if the GPU at this index is not `uuid`. A position is a count of readings rather than a time,
         since a clock may be set back.
         """
         with self._lock:

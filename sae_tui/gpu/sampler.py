@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
-# Minimum time between two openings of a driver that can be opened but no longer knows its GPUs.
+# The minimum time between two openings of a driver that can be opened but does not recognise its GPUs.
 _REOPEN_AFTER_S = 5.0
 SILENT_AFTER_S = 5.0
-# If a read takes longer, the samples that the driver has buffered are not read, which would take four more calls.
+# If a read takes longer than this, the samples buffered by the driver are not read, which would take four more calls.
 _QUICK_S = 0.3
 
 
 class SamplerStatus(StrEnum):
-    """The state of the sampler; with UNAVAILABLE, `Sampler.problem` says why."""
+    """The state of the sampler; if UNAVAILABLE, `Sampler.problem` explains why."""
 
     OPENING = "opening"
     READY = "ready"
@@ -49,11 +49,11 @@ class SamplerStatus(StrEnum):
 
 @dataclass(slots=True)
 class _SampledGpu:
-    """The newest sample and the ring of a GPU; written only by its own thread."""
+    """The latest sample and the ring of a GPU; only the GPU's own thread writes them."""
 
     sample: GpuSample
     ring: Ring
-    answered: float  # monotonic time of the last answer
+    answered: float  # monotonic time of the last response
     took_s: float = 0.0  # duration of the last read
     buffered: tuple[RingReading, ...] | None = None  # the driver's buffer at the first healthy read
     details: GpuDetails | None = None
@@ -61,7 +61,7 @@ class _SampledGpu:
 
 
 class Sampler:
-    """Keeps the newest sample and the recent history of each GPU of a source."""
+    """Keeps the latest sample and the recent history of each GPU of a source."""
 
     def __init__(
         self,
@@ -91,22 +91,22 @@ class Sampler:
 
     @property
     def count(self) -> int:
-        """Number of GPUs; 0 until the source is open."""
+        """The number of GPUs; 0 until the source is open."""
         return len(self._gpus)
 
     def start(self) -> None:
-        """Start sampling and return at once, since opening the source may hang; a second call does nothing."""
+        """Start sampling and return immediately, since opening the source may hang; a second call does nothing."""
         if not self._threads:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """End all threads; return False if one is stuck in the driver, so that only `os._exit` ends the process."""
+        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` can end the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # The first thread is the source's; after it has ended, no more threads are added.
+        # The first thread is the source's; once it has ended, no further threads are added.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -114,7 +114,7 @@ class Sampler:
         return ended
 
     def pause(self, timeout: float) -> bool:
-        """Close the driver until `resume`, since a GPU whose driver is open cannot be reset.
+        """Close the driver until `resume` is called, since a GPU cannot be reset while its driver is open.
 
         Return False if it is not closed within `timeout` seconds.
         """
@@ -129,13 +129,13 @@ class Sampler:
             self.source.hurry()
 
     def resume(self) -> None:
-        """Open the driver again, in the sampler's own thread."""
+        """Reopen the driver, on the sampler's own thread."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the newest sample of each GPU, by index; an unhealthy one if the GPU has not answered for long."""
+        """Return the latest sample of each GPU, by index; an unhealthy one if the GPU has not responded for long."""
         now = time.monotonic()
         return tuple(self._current(gpu, now) for gpu in self._gpus)
 
@@ -150,7 +150,7 @@ class Sampler:
         return (self._gpus[index].buffered or ()) if index < len(self._gpus) else ()
 
     def readings_s(self) -> dict[int, float]:
-        """Return how long the last read of each GPU took, in seconds."""
+        """Return the duration of each GPU's last read, in seconds."""
         return {index: gpu.took_s for index, gpu in enumerate(self._gpus)}
 
     def want_shares(self, wanted: bool) -> None:
@@ -166,7 +166,7 @@ class Sampler:
         return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
 
     def look_at(self, index: int | None) -> None:
-        """Read the details of this GPU, and of no other, from now on; None stops reading details."""
+        """Read the details of this GPU only, from now on; None stops reading details."""
         if index == self._looked_at:
             return
         with self._changed:
@@ -174,7 +174,7 @@ class Sampler:
             self._changed.notify_all()
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the newest details of the GPU chosen by `look_at`; None if there are none yet, or for another GPU."""
+        """Return the latest details of the GPU selected by `look_at`; None for another GPU, or if not yet read."""
         return self._gpus[index].details if index < len(self._gpus) and index == self._looked_at else None
 
     def _run(self) -> None:
@@ -192,9 +192,9 @@ class Sampler:
             self._close()
 
     def _open(self) -> int | None:
-        """Open the source and return the number of GPUs; None when the sampler stops.
+        """Open the source and return the number of GPUs; return None if the sampler stops first.
 
-        Try again every `REOPEN_EVERY_S`, so that a driver that comes back is noticed.
+        Try again every `REOPEN_EVERY_S`, so that a driver that becomes available is detected.
         """
         while self._may_open():
             try:
@@ -205,7 +205,7 @@ class Sampler:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, SamplerStatus.UNAVAILABLE
             self._now_closed()
-            # If the driver is broken, the GPUs still exist, but cannot be read.
+            # Although the driver is broken, the GPUs still exist but cannot be read.
             self._gpus = tuple(self._unread(gpu, problem.reason) for gpu in self._gpus if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
@@ -215,7 +215,7 @@ class Sampler:
         with self._changed:
             if self._paused:
                 self._status = SamplerStatus.OPENING
-                # After the pause, the last readings are too old.
+                # After the pause, the last readings are outdated.
                 self._gpus = tuple(self._unread(gpu, faults.NO_ANSWER_YET) for gpu in self._gpus)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
             self._is_open = not self._stopping
@@ -232,7 +232,7 @@ class Sampler:
         return False
 
     def _must_reopen(self) -> bool:
-        """Return whether the driver has lost GPUs, has other GPUs now, or can read none of them."""
+        """Return whether the driver has lost GPUs, has different GPUs now, or can read none of them."""
         now = time.monotonic()
         if now - self._opened < _REOPEN_AFTER_S:
             return False
@@ -243,13 +243,13 @@ class Sampler:
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in (AUTO, *VENDORS):
             return False
-        # Consider only GPUs that could be read before; the reset of one GPU does not affect the others.
+        # Consider only GPUs that could be read before, since the reset of one GPU does not affect the others.
         lost = [gpu.sample.index for gpu in unread if gpu.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
     def _close(self) -> None:
-        """End the GPU threads that are not stuck and close the driver, so that it can be reopened."""
-        # Each thread ends when its entry is no longer in `_gpus`, so replace all entries with copies.
+        """Stop the GPU threads that are not stuck, and close the driver so that it can be reopened."""
+        # Each thread ends once its entry is no longer in `_gpus`, so replace all entries with copies.
         self._gpus = tuple(replace(gpu) for gpu in self._gpus)
         with self._changed:
             self._changed.notify_all()
@@ -260,18 +260,18 @@ class Sampler:
         self._now_closed()
 
     def _watch(self, gpu: _SampledGpu) -> None:
-        """Sample one GPU once per clock interval; missed intervals are not made up for."""
+        """Sample one GPU once per clock interval, without making up for missed intervals."""
         index = gpu.sample.index
         deadline = processes_due = time.monotonic()
         while self._is_current(gpu):
-            # Half an interval of tolerance, since sums of floats are not exact.
+            # Tolerate half an interval, since sums of floats are not exact.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Identify a process immediately when it begins to use the GPU.
+            # Identify a process as soon as it begins to use the GPU.
             due = due or gpu.sample.is_used_unseen
             try:
                 self._turn(gpu, due)
             except Exception as error:
-                # This thread must survive any answer of a driver.
+                # This thread must survive any response from a driver.
                 blank = _blank(gpu.sample, f"reading it failed: {error!r}")
                 gpu.sample, gpu.answered = _lost(gpu.sample, blank), time.monotonic()
             if due:
@@ -281,7 +281,7 @@ class Sampler:
             deadline = min(deadline, time.monotonic())
 
     def _turn(self, gpu: _SampledGpu, due: bool) -> None:
-        """Read a GPU once, with its processes if `due`."""
+        """Read a GPU once, including its processes if `due`."""
         index, begun = gpu.sample.index, time.monotonic()
         sample = self._read(gpu.sample, processes=due)
         if not self._is_current(gpu):
@@ -290,7 +290,7 @@ class Sampler:
             sample = _lost(gpu.sample, sample)
         if sample.uuid != gpu.sample.uuid:
             gpu.buffered = None  # another GPU has this index now
-        # Update the ring first, so that it never lags behind the newest sample after a change of GPU.
+        # Update the ring first, so that it never lags behind the latest sample after a change of GPU.
         gpu.ring.append(sample)
         gpu.sample, gpu.answered = sample, time.monotonic()
         gpu.took_s = gpu.answered - begun
@@ -301,7 +301,7 @@ class Sampler:
         gpu.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, gpu: _SampledGpu) -> bool:
-        """Return whether a GPU is still sampled; False once the sampler stops or the driver is reopened."""
+        """Return whether a GPU is still sampled, which ends when the sampler stops or the driver is reopened."""
         index = gpu.sample.index
         return not self._stopping and index < len(self._gpus) and self._gpus[index] is gpu
 
@@ -314,7 +314,8 @@ class Sampler:
             return sample
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
         failed = {**failed, **sample.failed}
-        # Values read only with the processes are kept until the next such read, unless this is another GPU.
+        # Values that are read only with the processes are kept until the next such read, unless this is a different
+        # GPU.
         kept = last if last.uuid == sample.uuid else sample
         return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 
@@ -349,7 +350,7 @@ class Sampler:
         return _blank(gpu.sample, f"has not answered for {now - gpu.answered:.0f} s")
 
     def _is_silent(self, gpu: _SampledGpu, now: float) -> bool:
-        """Return whether the current read takes too long; False for a GPU that is already known to be unreadable."""
+        """Return whether the current read is taking too long; False for a GPU already known to be unreadable."""
         if self._status is SamplerStatus.OPENING:
             return False
         waiting = gpu.sample.healthy or gpu.sample.reason == faults.NO_ANSWER_YET
@@ -377,10 +378,7 @@ class Sampler:
         return _SampledGpu(sample, gpu.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, gpu: _SampledGpu | None = None) -> None:
-        """Wait until the deadline, or earlier if the sampler stops or pauses, the interval changes or the GPU needs it.
-
-        A GPU needs it when the user opens its page or the list of processes, or when it is no longer sampled.
-        """
+        """Wait until the deadline, or less if the sampler stops or pauses, or the interval or the GPU requires it."""
         interval, was, shares = self._interval, self._looked_at, self._shares_wanted
         with self._changed:
             self._changed.wait_for(
@@ -410,8 +408,8 @@ def interval_of(timestamp: float, interval_s: float) -> int:
 def until_next(now: float, interval_s: float) -> float:
     """Return the seconds until the next clock interval has begun.
 
-    It adds a tenth of an interval, so that a thread that wakes a little early, or while the clock is being adjusted,
-    does not still see the previous interval.
+    Add a tenth of an interval, so that a thread that wakes slightly early, or while the clock is being adjusted, is not
+    still in the previous interval.
     """
     return (interval_of(now, interval_s) + 1.1) * interval_s - now
 
@@ -423,12 +421,12 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Return an unhealthy sample with `unread_since` set: the time when a readable GPU became unreadable."""
+    """Return an unhealthy sample whose `unread_since` is the time when a readable GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 
 def _blank(last: GpuSample, reason: str) -> GpuSample:
-    """Return a sample for a GPU that cannot be read: it has the GPU's identity, but no values."""
+    """Return a sample for a GPU that cannot be read, with the GPU's identity but without values."""
     failed = {key: words for key, words in last.failed.items() if key == "uuid"}
     return GpuSample(
         last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed, vendor=last.vendor

@@ -1,4 +1,4 @@
-"""Masks secrets in command lines and environment variables, which screens, browsers and other hosts receive."""
+"""Masks secrets in command lines and environment variables before they reach screens, browsers and other hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "…"
-# Variables with harmless values. All others are hidden, since a secret may have any name.
+# Variables whose values are harmless. All others are hidden, since a secret may have any name.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"
@@ -16,26 +16,26 @@ _HARMLESS = re.compile(
     r"|MASTER_(ADDR|PORT)|HF_(HOME|HUB_OFFLINE|HUB_CACHE|DATASETS_CACHE)|TRANSFORMERS_(CACHE|OFFLINE)|TOKENIZERS_PARALLELISM"
     r"|WANDB_(MODE|PROJECT|DIR)|SAE_TUI_(DATA_DIR|JOB_ID)"
 )
-# Words in the name of an option or key whose value is a secret.
+# Words that, in the name of an option or key, indicate a secret value.
 _SECRET_WORD = re.compile(
     "key|token|secret|password|passwd|passphrase|pass|pwd|pw|pin|pat|credentials?|cookie|auth|authorization|bearer"
     "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Prefixes of the tokens that services issue.
+# Prefixes of tokens that services issue.
 _TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN[\s\S]*")
-# Greedy, since a password may hold a slash, a space or an @.
+# Greedy, since a password may contain a slash, a space or an @.
 _IN_ADDRESS = re.compile(r"(\w://)[^\"']*@")
 _HOOK = re.compile(r"(hooks?\.[\w.-]+/)\S+", re.IGNORECASE)
-# A name and its value inside a text, such as JSON, a query or a header.
+# A name and its value within a text, such as JSON, a query or a header.
 _PAIR = re.compile(
     r"([\w.-]+)([\"']?\s*(?:=|:(?!//))\s*(?:(?:Bearer|Basic|Token)\s+)?)(\"[^\"]*\"?|'[^']*'?|[^\s&;,\"']+)"
 )
-# The same in a shell command or in a process title.
+# A name and its value within a shell command or a process title.
 _OPTION = re.compile(r"(?<!\S)(--?[A-Za-z][\w-]*)(\s+)(?!-)(\S+)")
 _BEHIND_PROGRAM = re.compile(
     r"\b((?:mysql|mysqldump|mariadb)\b[^|;&]*?\s-p|(?:sshpass|login)\b[^|;&]*?\s-p\s*|smbclient\b[^|;&]*?\s-U\s*"
@@ -43,29 +43,29 @@ _BEHIND_PROGRAM = re.compile(
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]+")
 _SCHEMES = ("Bearer", "Basic", "Token")
-# Options for a password, or for a user name and password, by program or subcommand (`docker login`).
+# Options whose value is a password, or a user name and password, by program or subcommand (`docker login`).
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
     "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
 }  # fmt: skip
-# These programs take a password only directly after -p: the word after a separate -p is a database.
+# These programs accept a password only directly after -p: the word after a separate -p is a database.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
-# Longer texts are cut, since searching them would take seconds.
+# Longer texts are truncated, since searching them would take seconds.
 _LONGEST = 4096
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of an option, key or variable suggests a secret value."""
+    """Return whether the name of an option, key or variable suggests that its value is a secret."""
     return any(_SECRET_WORD.fullmatch(word.lower()) for word in _WORD.findall(name))
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether the value of a variable may be shown."""
+    """Return whether the value of the variable with this name may be shown."""
     return bool(_HARMLESS.fullmatch(name)) and (name in ("PWD", "OLDPWD") or not is_secret_name(name))
 
 
 def masked(text: str) -> str:
-    """Mask everything in a text that looks like a secret; cut long texts to keep this fast."""
+    """Mask everything in a text that looks like a secret; truncate long texts to keep this fast."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
@@ -78,9 +78,10 @@ def masked(text: str) -> str:
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Mask the secrets in a command line, by the names of options and the form of tokens.
+    """Mask the secrets in a command line, recognised by option names and token formats.
 
-    A program may start another one (`sudo curl -u …`), so any argument may name the program whose options follow.
+    A program may start another one (`sudo curl -u …`), so any argument may name the program to which the following
+    options belong.
     """
     program, hides, previous, shown = "", False, "", []
     for argument in arguments:
@@ -104,7 +105,7 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def _secret_option(program: str, argument: str) -> str:
-    """Return the option at the start of an argument if its value is a secret for this program; "" otherwise."""
+    """Return the option at the start of an argument if its value is a secret for this program, otherwise ""."""
     for option in _OPTIONS.get(program, ()):
         if argument == option or argument.startswith(f"{option}=" if option.startswith("--") else option):
             return option
@@ -112,6 +113,6 @@ def _secret_option(program: str, argument: str) -> str:
 
 
 def _announces_secret(argument: str) -> bool:
-    """Return whether the next argument is a secret: after `--hf-token`, `token:` or `aws_secret_access_key`."""
+    """Return whether the next argument is a secret, such as after `--hf-token`, `token:` or `aws_secret_access_key`."""
     is_name = argument.startswith("-") or argument.endswith(":") or re.fullmatch(r"\w+_\w+", argument)
     return bool(is_name) and "=" not in argument and is_secret_name(argument)

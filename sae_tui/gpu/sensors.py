@@ -1,7 +1,7 @@
-"""The sensors of a GPU: each is declared once, at its field of a reading, and every view and answer follows from it.
+"""The sensors of a GPU: each is declared once, at a field of a reading, and all views and JSON output follow from that.
 
-Drivers sometimes return nonsense: all bits set, or a negative number as unsigned. Readings of all vendors are checked,
-since one impossible value would spoil the sums, stores and plots of all GPUs.
+Drivers sometimes return nonsense: all bits set, or a negative number as unsigned. Readings from all vendors are
+checked, since a single impossible value would spoil the sums, stores and plots of all GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JOULES = (0.0, 1e13)  # 10 kW for 30 years
 
 
 class Unit(NamedTuple):
-    """A unit, and the base unit of Prometheus, which is `times / per` of it."""
+    """A unit, and the corresponding base unit of Prometheus, which is `times / per` of it."""
 
     words: str
     base: str
@@ -32,7 +32,7 @@ class Unit(NamedTuple):
     per: float = 1
 
 
-# By the end of a field's name. The utilisation has no unit in its name.
+# Units by the ending of the field name. Utilisation has no unit in its name.
 UNITS: Mapping[str, Unit] = {
     "utilization": Unit("%", "utilization_ratio", per=100),
     "percent": Unit("%", "ratio", per=100),
@@ -46,13 +46,13 @@ UNITS: Mapping[str, Unit] = {
 
 @dataclass(frozen=True, slots=True)
 class Sensor:
-    """What is declared about a value.
+    """The declaration of a measured value.
 
-    `words` describe it in the JSON reference and for Prometheus; a value without words is not exported. JSON calls it
-    `public`, and `null` is the meaning of null there. `limits` are the lowest and the highest possible value,
-    inclusive. A sensor with a `heading` is a column of every list of GPUs, and a figure of the cards and of the map; a
-    narrow terminal drops the column with the highest `drop` first. A sensor with a `title` is an entry of a `group` on
-    the page of a GPU.
+    `words` describe it in the JSON reference and for Prometheus; a value without words is not exported. `public` is its
+    name in JSON, and `null` explains what null means there. `limits` are the lowest and the highest possible values,
+    inclusive. A sensor with a `heading` is a column of every list of GPUs, and also appears on the cards and in the
+    map; a narrow terminal drops the column with the highest `drop` first. A sensor with a `title` is an entry of a
+    `group` on the page of a GPU.
     """
 
     words: str = ""
@@ -92,7 +92,7 @@ _FOUND: dict[type[Any], Mapping[str, Sensor]] = {}
 
 
 def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
-    """Return the sensors of a kind of reading, by field."""
+    """Return the sensors of a class of readings, by field."""
     if kind not in _FOUND:
         hints = get_type_hints(kind, include_extras=True)
         _FOUND[kind] = {
@@ -105,17 +105,17 @@ def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
 
 
 def exported(kind: type) -> Mapping[str, Sensor]:
-    """Return the sensors that are part of answers, by field."""
+    """Return the sensors that JSON output contains, by field."""
     return {name: one for name, one in sensors_of(kind).items() if one.words}
 
 
 def public_values(reading: Any) -> dict[str, Any]:
-    """Return the values of a reading under the names that JSON answers use."""
+    """Return the values of a reading under the names used in JSON."""
     return {one.public: getattr(reading, name) for name, one in exported(type(reading)).items()}
 
 
 def is_possible(value: object, limits: Limits | None) -> bool:
-    """Return whether a sensor with these limits can have this value; None (unknown) always can."""
+    """Return whether a sensor with these limits can have this value; None (unknown) is always possible."""
     if value is None or limits is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,12 +125,12 @@ def is_possible(value: object, limits: Limits | None) -> bool:
 
 
 def drop_impossible(reading: Any) -> dict[str, str]:
-    """Set impossible fields of a reading to None; return each with the reason."""
+    """Set impossible fields of a reading to None; return the reason for each."""
     sensors = sensors_of(type(reading))
     names = [name for name, one in sensors.items() if not is_possible(getattr(reading, name), one.limits)]
     failed = {name: _words(getattr(reading, name)) for name in names}
     for name in names:
-        # Readings are frozen; this is called only during their construction.
+        # Readings are frozen, but this is called only during their construction.
         object.__setattr__(reading, name, None)
     return failed
 

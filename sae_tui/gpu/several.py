@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# Less than the limit for opening this source, so that the drivers which answer can still be used.
+# Shorter than the limit for opening this source, so that drivers that respond can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 
 class Several:
-    """Reads each vendor's GPUs through its own source, and marks each sample with its vendor.
+    """Reads each vendor's GPUs through that vendor's source, and marks each sample with its vendor.
 
-    If a driver fails while another one works, its GPUs are left out, and its fault is listed in the facts.
+    If one driver fails while another works, its GPUs are omitted, and its fault is listed in the facts.
     """
 
     name = AUTO
@@ -33,14 +33,14 @@ class Several:
     def __init__(self, sources: Sequence[GpuSource]) -> None:
         self.cuda = any(source.cuda for source in sources)
         self._sources = sources
-        # For each GPU, its source and its index there.
+        # Each GPU's source, and its index there.
         self._gpus: list[tuple[GpuSource, int]] = []
         self._faults: list[SourceUnavailable] = []
 
     def open(self) -> int:
         gpus: list[tuple[GpuSource, int]] = []
         self._faults = []
-        # Open each source on its own thread: a driver that never answers must not hide the GPUs of the others.
+        # Open each source on a separate thread, so that a driver that never responds does not hide the others' GPUs.
         counts = [(source, on_thread(source.open)) for source in self._sources]
         deadline = time.monotonic() + LIMIT_S
         for source, count in counts:
@@ -86,10 +86,10 @@ class Several:
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
-        """Return the facts of all vendors, with the indices of this source."""
+        """Return the facts from all vendors, with the indices of this source."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._gpus) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
-        # Since one vendor's GPUs work, software that is missing for another vendor is not a fault.
+        # If one vendor's GPUs work, missing software for another vendor is not a fault.
         unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
         capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
         nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}

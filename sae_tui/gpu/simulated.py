@@ -1,4 +1,4 @@
-"""Simulated GPUs for the demo, tests and pictures; jobs on them are CPU processes."""
+"""Simulated GPUs for the demo, tests and screenshots; jobs on them are CPU processes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 
 
 class Simulated:
-    """Simulates a machine with four GPUs, one of them in use by another user; the four repeat for larger counts.
+    """Simulates a machine with four GPUs, one of them in use by another user; larger counts repeat these four.
 
-    `occupied` returns the GPUs that run our jobs now (UUID to pid and bytes); any thread may call it. All values of a
-    GPU are determined by `occupied` and the clock.
+    `occupied` returns the GPUs on which our jobs run now (UUID to pid and bytes); any thread may call it. All values of
+    a GPU follow from `occupied` and the clock.
     """
 
     name = "simulated"
@@ -92,7 +92,7 @@ class Simulated:
         return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
 
     def facts(self) -> GpuFacts:
-        """Return facts in which every four GPUs share a CPU socket, and the first two of them are linked by NVLink."""
+        """Return facts in which every four GPUs share a CPU socket, and the first two of these are linked by NVLink."""
         n_gpus = len(self._gpus)
         pairs = tuple(starmap(_pair, combinations(range(n_gpus), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
@@ -120,7 +120,7 @@ def is_simulated(uuid: str) -> bool:
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Parse a text like "1:lost,2:no_power" into faults by index; raise `UserError` if it is wrong."""
+    """Parse a text like "1:lost,2:no_power" into faults by index; raise `UserError` if it is invalid."""
     fault_by_index: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         index, _, fault = part.partition(":")
@@ -196,7 +196,7 @@ class _SimulatedGpu:
         return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
-        """Return percent: 0 when idle, slow waves between 80 and 95 when busy, near 97 if another user's job runs."""
+        """Return a percentage: 0 when idle, slow waves between 80 and 95 when busy, near 97 for another user's job."""
         if not busy:
             return 0.0
         wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)
@@ -222,7 +222,7 @@ class _Heat:
 
 
 def _condition(busy: float) -> Condition:
-    """Return the condition of a GPU with a utilisation of `busy`, 0 to 1; from 0.98 it is at its power limit."""
+    """Return the condition of a GPU for a utilisation of `busy`, 0 to 1; from 0.98 up, it is at its power limit."""
     return Condition(
         sm_clock_mhz=round(1485 * busy) + 210,
         performance_state=2 if busy else 8,

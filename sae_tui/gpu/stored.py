@@ -1,4 +1,4 @@
-"""Reads `gpu.db`: the samples of a GPU, identified by its UUID since its index may change, and their means per step."""
+"""Reads `gpu.db`: samples and means per step of a GPU, identified by UUID since its index may change."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
-# History is read in windows of this many seconds, each completely before its rows are yielded: a statement that stays
-# open while a user pages through the output would prevent the write-ahead log from being truncated.
+# History is read in windows of this many seconds. Each is read completely before its rows are yielded, since a
+# statement that stays open while a user pages through the output would prevent the truncation of the write-ahead log.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_GPUS = 100_000
-# Rows that are further in the future, from a clock that was ahead, are not read.
+# Rows further in the future, written while a clock was ahead, are not read.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The index is part of the primary key, since at any time only one GPU has it; the UUID identifies that GPU. A place is
-# an index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each place becomes a range
-# of the primary key.
+# The index is part of the primary key, since only one GPU has it at any time; the UUID identifies that GPU. A place is
+# an index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each place becomes a range of
+# the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
     " json_extract(value, '$[2]') AS sample_end, json_extract(value, '$[3]') AS minute_begin,"
@@ -51,7 +51,7 @@ ROWS = PLACES + "SELECT * FROM samples UNION ALL SELECT * FROM minutes ORDER BY 
 
 
 def _mean(name: str) -> str:
-    """Return SQL for the mean of a column, weighted by the number of samples `n`."""
+    """Return SQL for the mean of a column, weighted by the number `n` of samples."""
     return f"sum(1.0 * n * {name}) / sum(1.0 * n * ({name} IS NOT NULL))"
 
 
@@ -73,7 +73,7 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A row of the history: one sample, or the means of several `samples` from `timestamp` on."""
+    """A row of the history: one sample, or the mean of several `samples` from `timestamp` on."""
 
     gpu_index: FewAtOnce
     timestamp: Time
@@ -87,20 +87,20 @@ class StoredSample(NamedTuple):
     job_id: JobId | None
 
 
-# The sensors of a sample that are stored.
+# The sensors whose values are stored.
 STORED = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTotals(GpuSummary):
-    """One time step of all GPUs; `gpus_counted` have a sample."""
+    """One time step over all GPUs; `gpus_counted` is the number of GPUs with a sample."""
 
     timestamp: float
     gpus_counted: int
 
 
 def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]]:
-    """Return the samples of the last `seconds` of each GPU, by UUID, to fill the rings."""
+    """Return the samples of the last `seconds` for each GPU, by UUID, to fill the rings."""
     if not path.exists():
         return {}
     now = time.time()
@@ -142,7 +142,7 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
             timestamp=timestamp,
             gpus_counted=len(gpus),
             total_memory_used_bytes=sum(used) if (used := _not_none(gpu.memory_used_bytes for gpu in gpus)) else None,
-            # Sum the total memory only of GPUs whose used memory is in the sum.
+            # Include the total memory of a GPU in the sum only if its used memory is included too.
             total_memory_total_bytes=sum(
                 _not_none(gpu.memory_total_bytes for gpu in gpus if gpu.memory_used_bytes is not None)
             )
@@ -154,9 +154,9 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """Return when the utilisation of a GPU was last above `above` percent, or `after` if it has not been since then.
+    """Return when a GPU's utilisation was last above `above` percent; return `after` if it has not been since then.
 
-    Return None if this is unknown: there is no history since then, or none of the last minutes, or none of the
+    Return None if this is unknown: there is no history since then, none of the last minutes, or none of the
     utilisation, which a slice does not report.
     """
     if not path.exists():
@@ -184,7 +184,7 @@ def energy_readings(
 
 
 def indices(db: sqlite3.Connection, host: str) -> list[int]:
-    """Return all GPU indices of a host, with one key lookup for each instead of a scan of the tables."""
+    """Return all GPU indices of a host, using one key lookup per index instead of a scan of the tables."""
     all_indices: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
         query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_GPUS}"
@@ -197,9 +197,9 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """Return, as JSON, the indices that one GPU (or any) has had, each with its time ranges of samples and of minutes.
+    """Return as JSON the indices of one GPU (or any), each with its time ranges of samples and of minute means.
 
-    If both tables cover a time, samples are read or, with `minutes`, the minute means, which are sixty times fewer.
+    If both tables cover a time, samples are read; with `minutes`, minute means are read, which are sixty times fewer.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []
@@ -216,7 +216,7 @@ def _places(
 
 
 def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
-    """Return the times of the oldest and the newest row; the newest is at most `AHEAD_S` in the future."""
+    """Return the times of the oldest and the latest row; the latest is at most `AHEAD_S` in the future."""
     host_indices = indices(db, host)
     tables = (("gpu_minutes", "minute", MINUTE_S), ("gpu_metrics", "timestamp", 1))
     oldest = [_end(db, host, i, "min", table, key, NEVER) * unit for table, key, unit in tables for i in host_indices]
@@ -226,7 +226,7 @@ def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
     """Return the smallest or largest key ("min" or "max") of the rows at an index; `default` if there are none."""
-    # The key has an upper bound, since SQLite sorts text after all numbers.
+    # Limit the key from above, since SQLite sorts text after all numbers.
     query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
     key_value: float | None = db.execute(query, (host, index)).fetchone()[0]
     return default if key_value is None else key_value

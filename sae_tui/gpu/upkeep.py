@@ -14,17 +14,18 @@ from pathlib import Path
 from sae_tui.gpu.stored import MINUTE_S, indices
 from trainer.contract.store.database import transaction
 
-# A batch takes about 20 ms, and adds about 2 MB to the write-ahead log, which is checkpointed between batches.
+# A batch takes about 20 ms and adds about 2 MB to the write-ahead log, which is checkpointed between batches.
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# Pages freed in one minute are reused in the next: only free pages beyond these limits are returned to the file system.
+# Pages freed in one minute are reused in the next, so only free pages beyond these limits are returned to the file
+# system.
 SLACK, SLACK_PAGES = 0.1, 1000
-# Rewriting a file of this size takes a second, and temporarily needs twice its size on the disk.
+# Rewriting a file of this size takes a second and temporarily needs twice its size on disk.
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# Seconds: the smallest clock jump, and how long a jump is distrusted; the smallest gap without rows that counts as a
+# In seconds: the smallest clock jump, and how long a jump is distrusted; the smallest gap without rows that counts as a
 # jump, and how much history must be stored after it.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
@@ -39,7 +40,7 @@ class Retention:
 
 
 class Upkeep:
-    """Deletes old rows once a minute and frees their space; used only by the process that writes the file."""
+    """Deletes old rows once a minute and frees their space; only the process that writes the file uses it."""
 
     def __init__(self, path: Path, host: str, retention: Retention) -> None:
         self._path = path
@@ -48,17 +49,17 @@ class Upkeep:
         self._begun = 0.0
         self._first = True
         self._made_anew = False
-        # Wall-clock time and time since boot, from when the wall clock was last trusted.
+        # Wall-clock time and time since boot when the wall clock was last trusted.
         self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
 
     @property
     def busy(self) -> bool:
-        """True if work is left for later turns."""
+        """True if work remains for later turns."""
         return self._work is not None
 
     def turn(self, db: sqlite3.Connection, now: float) -> None:
-        """Work for up to `TURN_S`, 0.2 s; leave the rest for later turns."""
+        """Work for up to `TURN_S` (0.2 s), leaving the rest for later turns."""
         if self._work is None or self._work[0] is not db:
             if abs(now - self._begun) < MINUTE_S:
                 return
@@ -73,13 +74,13 @@ class Upkeep:
     def _pieces(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
         first, self._first = self._first, False
         yield from self._delete(db, now)
-        if not first:  # keep the first minute of an app free of this work
+        if not first:  # keep the first minute of an app free from this work
             yield from self._shrink(db)
 
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
-        """Delete old rows index by index, by primary-key range: otherwise each pass would read the entire table.
+        """Delete old rows index by index, by primary-key range, since otherwise each pass would read the entire table.
 
-        Delete only complete minutes, so that minute means and samples join without a gap or an overlap.
+        Delete only complete minutes, so that minute means and samples join without gaps or overlaps.
         """
         now = self._believable(db, now)
         raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
@@ -92,8 +93,8 @@ class Upkeep:
         """Return the reference time for ages: `now`, unless the clock has jumped ahead.
 
         While this process runs, a comparison with the time since boot reveals a jump; the new time is accepted after a
-        day. A jump before the start looks like hours without stored rows; the new time is accepted once half an hour
-        is stored after it.
+        day. A jump before the start looks like hours without stored rows; the new time is accepted once half an hour of
+        rows is stored after it.
         """
         boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         wall, at = self._clocks or (now, boot)
@@ -109,7 +110,7 @@ class Upkeep:
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int
     ) -> Iterator[None]:
-        """Delete rows, one transaction per batch: a single one would make the log as large as the deleted rows."""
+        """Delete rows in several transactions, since a single one would make the log as large as the deleted rows."""
         rows = f"FROM {table} WHERE host = ? AND gpu_index = ? AND {key} < ?"
         far = f"SELECT {key} {rows} ORDER BY {key} LIMIT 1 OFFSET {BATCH_ROWS}"
         more = True
@@ -122,7 +123,7 @@ class Upkeep:
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Return free pages to the file system, if there are more than will soon be reused."""
+        """Return free pages to the file system if there are more than will soon be reused."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)
@@ -139,7 +140,7 @@ class Upkeep:
         _empty_log(db)
 
     def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
-        """Rewrite a file of an earlier version, once, so that its pages can be freed; leave it unchanged on failure."""
+        """Rewrite a file from an earlier version once, so that its pages can be freed; on failure, do not change it."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
         if self._made_anew or not worth or not _has_space(self._path.parent, n_bytes):
@@ -161,7 +162,7 @@ def _empty_log(db: sqlite3.Connection) -> None:
 
 
 def _has_space(folder: Path, n_bytes: int) -> bool:
-    """Return whether the folder of the file and SQLite's temporary folder each have space to rewrite it."""
+    """Return whether the file's folder and SQLite's temporary folder each have enough space to rewrite it."""
     places = [os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp", "."]
     temporary = next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
     space = min(shutil.disk_usage(folder).free, shutil.disk_usage(temporary).free)

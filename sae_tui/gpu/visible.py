@@ -1,4 +1,4 @@
-"""Leaves out the GPUs that CUDA_VISIBLE_DEVICES, or another vendor's equivalent variable, hides.
+"""Hides the GPUs that CUDA_VISIBLE_DEVICES, or another vendor's equivalent variable, excludes.
 
 Hidden GPUs are sampled and stored, but not shown.
 """
@@ -25,7 +25,7 @@ def visible(
 def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
     """Return the indices of the GPUs (index, UUID, vendor) that each vendor's variable leaves visible.
 
-    A variable counts the GPUs of its vendor from 0. GPUs without a vendor, such as simulated ones, stay visible.
+    A variable numbers the GPUs of its vendor from 0. GPUs without a vendor, such as simulated ones, remain visible.
     """
     by_vendor: dict[str, list[tuple[int, str]]] = {}
     for index, uuid, name in gpus:
@@ -49,7 +49,7 @@ def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:
 
 
 def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the message for the case that all GPUs are hidden, with a remedy."""
+    """Return the message shown if all GPUs are hidden, with a remedy."""
     variable = _variables(source_name, environ)
     limit = environ.get(variable)
     value = "" if limit is None else f'="{limit}"'
@@ -57,10 +57,10 @@ def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.en
 
 
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the names of the set variables that can hide GPUs of this source, joined with "and".
+    """Return the names of the variables that are set and can hide GPUs of this source, joined by "and".
 
-    A source with several vendors has the variables of all vendors. If no variable is set, return the first vendor's
-    main variable.
+    A source with several vendors has the variables of all of them. If no variable is set, return the main variable of
+    the first vendor.
     """
     vendors = [VENDORS[source_name]] if source_name in VENDORS else list(VENDORS.values())
     names = dict.fromkeys(name for vendor in vendors for name in vendor.limits(environ))

@@ -1,4 +1,4 @@
-"""History in a given number of columns: the newest intervals of one GPU, or a stored time span of one GPU or all."""
+"""History in a given number of columns: a GPU's latest intervals, or a stored time span of one or all GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sae_tui.gpu.ring import reading_of
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
-# Time spans that can be shown in addition to the newest intervals, in seconds.
+# Time spans in seconds that can be shown in addition to the latest intervals.
 SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
 # For longer spans, minute means are read, which are sixty times fewer than samples.
 _MINUTES_FROM_S = 3600
@@ -22,7 +22,7 @@ _MINUTES_FROM_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Columns of `step_s` seconds each from `begin` on: a value or None for each field, and the job that ran then."""
+    """Columns of `step_s` seconds each from `begin` on: for each field a value or None, and the job that ran then."""
 
     begin: float
     step_s: float
@@ -39,7 +39,7 @@ class Window:
 
 
 def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job: int | None) -> Window:
-    """Return the newest `n` intervals of a GPU, on which `job` runs now."""
+    """Return the latest `n` intervals of a GPU, on which `job` currently runs."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
     begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s

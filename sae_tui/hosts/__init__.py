@@ -1,1 +1,1 @@
-"""The GPUs and jobs of other hosts, over the user's own ssh. It contains no UI code."""
+"""Shows the GPUs and jobs of other hosts over the user's own ssh. This package contains no UI code."""

@@ -1,4 +1,4 @@
-"""Reasons why ssh, or `sae-tui` on the other host, has ended, each in one sentence with a remedy."""
+"""Reasons why ssh, or `sae-tui` on the other host, has ended, each as one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from sae_tui.ssh import NO_SAE_TUI
 
 SSH_FAILED = 255  # ssh's exit code if it cannot connect, or if the connection breaks
-# The wait after a refusal: servers block an address after a few refused logins.
+# The wait after a refusal, since servers block an address after a few refused logins.
 _REFUSED_AGAIN_S = 300.0
 
 
 class Cause(NamedTuple):
-    """A sentence that follows the name of a host, and the wait before the next try; 0 leaves it to the caller."""
+    """A sentence that follows a host's name, and the wait before the next attempt; if 0, the caller chooses it."""
 
     sentence: str
     wait_s: float = 0.0
@@ -33,7 +33,7 @@ def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause
 
 
 def other_protocol(theirs: int, version: str, ours: int) -> Cause:
-    """Return the cause for a host whose protocol version differs, with a remedy."""
+    """Return the cause for a host with a different protocol version, including a remedy."""
     older, where = ("too old", "there") if theirs < ours else ("newer than the one here", "here")
     return Cause(f"has sae-tui {version}, which is {older}; update it {where}")
 

@@ -1,4 +1,4 @@
-"""Actions on the jobs of another host: run a `sae-tui` command there and return its answer."""
+"""Actions on the jobs of another host: runs a `sae-tui` command there and returns its output."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from trainer.contract.printable import printable
 
 LIMIT_S = 60.0
 _MOST_BYTES = 16 << 10
-_LEAVE_S = 1.0  # wait for the exit code after the output has ended or is too long
+_LEAVE_S = 1.0  # wait for the exit code once the output has ended or is too long
 
 
 class Errands:
-    """Runs `sae-tui` commands on other hosts, each on the thread of its caller; all can be ended at once."""
+    """Runs `sae-tui` commands on other hosts, each on the caller's thread; all can be stopped together."""
 
     def __init__(self, ssh: Sequence[str]) -> None:
         self._ssh = tuple(ssh)
-        # Held while a process starts, so that `end_all` does not miss it.
+        # Held while a process starts, so that `end_all` cannot miss it.
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_over = False
 
     def run(self, host: str, words: Sequence[str], given: str = "") -> str:
-        """Run `sae-tui` with these arguments on a host and return its last line; raise `UserError` if that fails.
+        """Run `sae-tui` with these arguments on a host and return the last output line; raise `UserError` on failure.
 
-        `given` is its standard input.
+        `given` is the standard input of the command.
         """
         process = self._start(host, words, given)
         late = threading.Timer(LIMIT_S, signal_all, (process, signal.SIGKILL))
@@ -65,7 +65,7 @@ class Errands:
         return process
 
     def end_all(self) -> None:
-        """End all running commands, which then fail, and refuse new ones."""
+        """Stop all running commands, which then fail, and refuse new ones."""
         with self._lock:
             self._is_over = True
             for process in tuple(self._running):

@@ -1,4 +1,4 @@
-"""Threads that start ssh and process messages: one per host, which reconnects after a failure, and one per log."""
+"""Threads that start ssh and process its messages: one per host, which reconnects after failures, and one per log."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.printable import printable
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-# A connection that lasted this long was good, so that the next wait is short again.
+# A connection that lasted this long was good, so the next wait is short again.
 _STEADY_S = 30.0
-# The host writes every second. A host that sends nothing for longer is shown as silent; later the connection is cut
-# and opened again. The greeting may take longer, since a login may be slow.
+# The host writes every second. A host that sends nothing for longer is shown as silent, and later its connection is cut
+# and reopened. The greeting may take longer, since a login may be slow.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 # The number of lines that a login script may print before the greeting.
 _MOST_NOISE = 50
 
 
 class Refused(Exception):
-    """Raised for a host that cannot be followed; `cause` says why."""
+    """Raised for a host that cannot be followed; `cause` explains why."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.sentence)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 def messages(link: Link) -> Iterator[Message]:
-    """Yield the greeting and the messages after it; raise `Refused` for another protocol or an invalid message."""
+    """Yield the greeting and the messages that follow; raise `Refused` for another protocol or an invalid message."""
     lines = link.lines()
     try:
         hello = _greeting(lines)
@@ -49,7 +49,7 @@ def messages(link: Link) -> Iterator[Message]:
 
 
 def _greeting(lines: Iterator[bytes]) -> Hello | None:
-    """Return the greeting, and skip the output of login scripts; return None if the output ends before the greeting."""
+    """Return the greeting, skipping the output of login scripts; return None if the output ends before the greeting."""
     for _, line in zip(range(_MOST_NOISE), lines, strict=False):
         try:
             hello = decode(line)
@@ -66,9 +66,9 @@ def _greeting(lines: Iterator[bytes]) -> Hello | None:
 
 
 class HostFollower:
-    """Keeps the `view` of a host and the history of its GPUs up to date; calls `on_change` on its thread.
+    """Keeps a host's `view` and the history of its GPUs up to date; calls `on_change` from its thread.
 
-    `on_change` is called when the state or the jobs change, but not for every sample; screens poll those.
+    It calls `on_change` when the state or the jobs change, but not for every sample; screens poll for samples.
     """
 
     def __init__(self, name: str, argv: Sequence[str], on_change: Callable[[], object]) -> None:
@@ -85,12 +85,12 @@ class HostFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End ssh and the thread; there is no need to wait for them."""
+        """Stop ssh and the thread; there is no need to wait for them."""
         self._stopped.set()
         self.cut()
 
     def cut(self) -> None:
-        """End ssh; the thread then starts it again."""
+        """Stop ssh; the thread then starts it again."""
         if link := self._link:
             link.stop()
 
@@ -105,7 +105,7 @@ class HostFollower:
             try:
                 cause = self._follow()
             except Exception as error:
-                # This thread must survive anything that another host sends.
+                # This thread must survive anything that the other host sends.
                 cause = Cause(printable(f"cannot be followed: {error!r}"))
             if self._stopped.is_set():
                 return
@@ -115,7 +115,7 @@ class HostFollower:
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
     def _follow(self) -> Cause:
-        """Follow one connection to its end, and return why it ended."""
+        """Follow one connection until it ends, and return why it ended."""
         try:
             self._silence = None
             link = self._link = Link(self._argv, self._judge_silence)
@@ -137,10 +137,10 @@ class HostFollower:
         return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
 
     def _judge_silence(self) -> None:
-        """Mark a host that sends nothing for 5 s as silent, and cut a connection that is silent for 30 s.
+        """Mark a host that sends nothing for 5 s as silent, and cut a connection that has been silent for 30 s.
 
-        ssh notices a broken connection, but not a host that hangs behind a working one. Any byte counts as a sign of
-        life, since a message with many jobs takes more than 30 s over a slow connection.
+        ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a sign
+        of life, since a message with many jobs takes more than 30 s over a slow connection.
         """
         if (link := self._link) is None:
             return
@@ -162,7 +162,7 @@ class HostFollower:
             case RemoteGpus():
                 self._take_gpus(message)
             case Jobs():
-                # Keep each id once, since an untrusted host may send an id several times.
+                # Keep each id only once, since an untrusted host may send an id several times.
                 jobs = tuple({job.id: job.view(self.view.name) for job in message.jobs}.values())
                 now = {"jobs": jobs, "more": message.more, "jobs_problem": message.problem}
                 if any(getattr(self.view, name) != value for name, value in now.items()):
@@ -172,7 +172,8 @@ class HostFollower:
 
     def _take_gpus(self, message: RemoteGpus) -> None:
         now = time.time()
-        # Keep rings only for the indices of this message: otherwise a host could fill the memory with new indices.
+        # Keep rings only for the indices in this message, since otherwise a host could fill the memory with new
+        # indices.
         self._rings = {gpu.index: self._rings.get(gpu.index) or Ring() for gpu in message.gpus}
         for gpu in message.gpus:
             self._rings[gpu.index].append(gpu.sample(now))
@@ -182,7 +183,7 @@ class HostFollower:
             self._on_change()
 
     def _tell_end(self, cause: Cause) -> None:
-        """Show why there is no connection and, if it was cut, since when."""
+        """Show why there is no connection and, if the connection was cut, since when."""
         if self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT):
             since = time.time() if self.view.is_connected else self.view.since
             self._change(stage=ConnectionStage.CUT, sentence=cause.sentence, since=since, gpus=())
@@ -196,7 +197,7 @@ class HostFollower:
 
 
 class FarLogReader:
-    """A thread that passes the lines of a log to `on_lines`; the last line says why there are no more."""
+    """A thread that passes the lines of a log to `on_lines`; the last line explains why there are no more."""
 
     def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
         self._host, self._argv, self._on_lines = host, argv, on_lines
@@ -221,7 +222,7 @@ class FarLogReader:
             self._on_lines([f"({self._host} {end})"])
 
     def _follow(self) -> str:
-        """Pass lines to `on_lines` until there are no more, and return why they ended."""
+        """Pass lines to `on_lines` until there are no more, and return why they have ended."""
         try:
             link = self._link = Link(self._argv)
         except OSError as error:

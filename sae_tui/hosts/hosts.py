@@ -1,4 +1,4 @@
-"""All monitored hosts, and the actions on them."""
+"""All monitored hosts, and actions on them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.contract.settings.toml import table_of
 
 
 class Hosts:
-    """A follower for each host; any thread may read their views.
+    """One follower for each host; any thread may read their views.
 
-    With `demo`, the hosts show simulated GPUs and the jobs of their demo.
+    With `demo`, the hosts show simulated GPUs and their demo jobs.
     """
 
     def __init__(self, names: Sequence[str], ssh: Sequence[str] = ("ssh",), *, demo: bool = False) -> None:
@@ -37,13 +37,13 @@ class Hosts:
             follower.start()
 
     def stop(self) -> None:
-        """End all connections and running commands, so that the app does not wait for a host when it ends."""
+        """Stop all connections and running commands, so that the app does not wait for a host when it exits."""
         for follower in self._followers.values():
             follower.stop()
         self._errands.end_all()
 
     def cut(self) -> None:
-        """Close the connections, so that the hosts close their GPU drivers; followers reconnect soon."""
+        """Close the connections, so that the hosts close their GPU drivers; the followers soon reconnect."""
         for follower in self._followers.values():
             follower.cut()
 
@@ -61,15 +61,16 @@ class Hosts:
         return ssh_argv(name, [*words, *self._flags], self._ssh)
 
     def run(self, name: str, *words: str) -> str:
-        """Run `sae-tui` with these arguments on a host; return its answer, or raise `UserError`."""
+        """Run `sae-tui` with these arguments on a host and return its output; raise `UserError` on failure."""
         return self._errands.run(name, [*words, *self._flags])
 
     def launch(self, name: str, job_file: str, gpus: str) -> str:
-        """Launch a job on a host, which also checks it; return its answer, or raise `UserError`.
+        """Launch a job on a host, which also checks it, and return the output; raise `UserError` on failure.
 
-        `gpus` chooses GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
+        `gpus` selects GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
-        # The user has allowed the job's code in the form. Send the flag only if needed, since older versions lack it.
+        # The user has allowed the job's code in the form. The flag is sent only if needed, since older versions lack
+        # it.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

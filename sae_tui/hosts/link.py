@@ -16,7 +16,7 @@ from trainer.contract.printable import printable
 
 # A busy host writes 2 lines and 150 kB per second.
 _BYTES_S, _BURST = 256 << 10, 2 << 20
-# The minimum cost of a line in bytes, so that short lines are limited too: 16 lines/s in the long run.
+# The minimum cost of a line in bytes, so that short lines are limited too: to 16 lines/s in the long run.
 _LEAST_COST = 16 << 10
 _CHUNK = 64 << 10
 _LOOK_S = 0.5
@@ -40,15 +40,15 @@ class Allowance:
 
 
 class Link:
-    """A subprocess and its output; used by one thread, but any thread may call `stop`.
+    """A subprocess and its output; used by one thread, although any thread may call `stop`.
 
-    Its standard input is a pipe that closes when this process ends, even if it is killed.
+    Its standard input is a pipe that closes when this process ends, even if this process is killed.
     """
 
     def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
         """Start the process; raise `OSError` if it cannot start.
 
-        `on_wait` is called at least twice a second while the link is read.
+        `on_wait` is called at least twice per second while the link is read.
         """
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
@@ -56,7 +56,7 @@ class Link:
         self._stopped = threading.Event()
         self._errors = b""
         self._on_wait = on_wait
-        # When standard output last had bytes, or when the process started: monotonic time and wall-clock time.
+        # When bytes last arrived on standard output, or when the process started: monotonic time and wall-clock time.
         self.heard = (time.monotonic(), time.time())
 
     @property
@@ -66,12 +66,12 @@ class Link:
         return [printable(line.strip()) for line in lines if line.strip()]
 
     def stop(self) -> None:
-        """End the process, which also ends `lines`."""
+        """Stop the process, which also ends `lines`."""
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that the process writes, without line ends; raise `ValueError` if a line is too long."""
+        """Yield the lines that the process writes, without line endings; raise `ValueError` if a line is too long."""
         partial = b""
         for chunk in self._chunks():
             *whole, partial = (partial + chunk).split(b"\n")
@@ -84,14 +84,14 @@ class Link:
                 raise ValueError(f"a line is longer than {LONGEST_LINE >> 20} MiB")
 
     def close(self) -> int:
-        """End the process if it is still running, and return its exit code."""
+        """Stop the process if it is still running, and return its exit code."""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream:
                 stream.close()
         return end(self._process, _LEAVE_S)
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield standard output until it ends; keep the end of standard error."""
+        """Yield chunks of standard output until it ends; keep the last lines of standard error."""
         out, err = self._process.stdout, self._process.stderr
         assert out is not None
         assert err is not None
@@ -118,14 +118,14 @@ class Link:
 
 def signal_all(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to the process group of a process that leads its own session."""
-    # After the exit code is collected, the pid may belong to another process.
+    # Once the exit code has been collected, the pid may belong to another process.
     if process.returncode is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, number)
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
-    """Wait up to `patience_s` for a process to end, kill its process group, and return its exit code."""
+    """Wait up to `patience_s` for a process to end, then kill its process group and return its exit code."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and not _has_ended(process.pid):
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The messages that `sae-tui stream` writes on another host, one line of JSON each; readers treat them as untrusted."""
+"""The messages that `sae-tui stream` writes on another host, one line of JSON each; readers must not trust them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trainer.contract.store.states import JobState
 PROTOCOL = 1
 LONGEST_LINE = 1 << 20  # bytes
 LONGEST_TEXT, LONGEST_LOG_LINE = 300, 1000  # characters
-MOST_PROCESSES = 8  # of a GPU
+MOST_PROCESSES = 8  # per GPU
 _NOT_OF_SAMPLES = ("holder", "use", "processes", "sensors")
-MOST_SENSORS = 50  # of a GPU
+MOST_SENSORS = 50  # per GPU
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
 _MOST_AFTER, _MOST_TAGS = 100, 20
 
@@ -50,7 +50,7 @@ class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The newest sample of a GPU, its holder in words, and the processes that use most of its memory."""
+    """The latest sample of a GPU, its holder in words, and the processes that use most of its memory."""
 
     index: FewAtOnce
     uuid: str
@@ -65,7 +65,7 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     holder: str = ""
     use: Use = "dim"
-    # The other sensors that a list of GPUs shows, by field; a reader leaves out sensors that it does not know.
+    # The other sensors that a GPU list shows, by field; a reader ignores sensors that it does not know.
     sensors: Annotated[dict[str, Reading], Meta(max_length=MOST_SENSORS)] = {}
     processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 
@@ -81,15 +81,15 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
-    """All GPUs of the host; `problem` says why there are none."""
+    """All GPUs of a host; `problem` explains why there are none."""
 
-    # `cards` on the wire, as in earlier versions.
+    # The name on the wire is `cards`, as in earlier versions.
     gpus: Annotated[tuple[RemoteGpu, ...], Meta(max_length=MOST_GPUS)] = msgspec.field(default=(), name="cards")
     problem: str = ""
 
 
 class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a job that the list of jobs shows, named as in `JobView`."""
+    """The fields of a job that the jobs list shows, named as in `JobView`."""
 
     id: JobId
     name: str
@@ -130,7 +130,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     imported: bool = False
 
     def view(self, host: str) -> JobView:
-        """Return the job as a job of `host`; fields that were not sent are empty."""
+        """Return the job as a job on `host`; fields that were not sent are empty."""
         device: Literal["cuda", "cpu"] = "cuda" if self.gpu_ids else "cpu"
         fields = msgspec.structs.asdict(self)
         if fields.pop("imported"):
@@ -139,7 +139,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
-    """The newest jobs of the host; `more` counts the older ones, and `problem` says why jobs cannot be read."""
+    """The latest jobs of a host; `more` counts the older ones, and `problem` explains why jobs cannot be read."""
 
     jobs: Annotated[tuple[FarJob, ...], Meta(max_length=MOST_JOBS)] = ()
     more: Count = 0
@@ -155,7 +155,7 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 Message = Hello | RemoteGpus | Jobs | Log
 
 
-# The sensors that a list of GPUs shows and that are not fields of `RemoteGpu`.
+# The sensors that a GPU list shows but that are not fields of `RemoteGpu`.
 OTHERS = frozenset(one.name for one in columns()) - frozenset(RemoteGpu.__struct_fields__)
 
 
@@ -181,7 +181,7 @@ def far_job(job: JobView) -> FarJob:
 
 
 def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
-    """Return a message with all jobs that fit, in the given order; unfinished jobs take precedence."""
+    """Return a message with as many jobs as fit, in the given order; unfinished jobs take precedence."""
     first = [job.id for job in jobs if not job.state.is_final] + [job.id for job in jobs if job.state.is_final]
     count = MOST_JOBS
     while True:
@@ -199,7 +199,7 @@ def log_messages(lines: Sequence[str]) -> Iterator[Log]:
 
 
 def decode(line: bytes) -> Message:
-    """Decode a line into a message with printable, truncated texts; raise `ValueError` if it is invalid."""
+    """Decode a line into a message with printable, truncated text; raise `ValueError` if it is invalid."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"a line is longer than {LONGEST_LINE >> 20} MiB")
     message: Message = decode_as(line, Message)  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def decode(line: bytes) -> Message:
 
 
 def _clean(of: S, longest: int) -> S:
-    """Make every text of a message printable, and truncate it to `longest` characters."""
+    """Make all text in a message printable, and truncate each string to `longest` characters."""
     changed = {}
     for name in of.__struct_fields__:
         before = getattr(of, name)

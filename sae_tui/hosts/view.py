@@ -11,7 +11,10 @@ from sae_tui.jobs.view.reader import JobView
 
 
 class ConnectionStage(StrEnum):
-    """State of the connection. SILENT: connected, but no messages; CUT: was connected; FAILED: was never connected."""
+    """The state of a connection.
+
+    SILENT: connected, but without messages. CUT: was connected. FAILED: was never connected.
+    """
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
@@ -21,9 +24,9 @@ class ConnectionStage(StrEnum):
 
 
 class HostView(msgspec.Struct, frozen=True):
-    """A host with its latest GPUs and jobs; `sentence` follows its name and says why it is not connected.
+    """A host with its latest GPUs and jobs; `sentence` follows its name and explains why it is not connected.
 
-    `since` (seconds since the epoch) is when the stage began; for SILENT, when the last data arrived. `problem` and
+    `since` (seconds since the epoch) is when the stage began; for SILENT, it is when data last arrived. `problem` and
     `jobs_problem` are reported by the host.
     """
 

@@ -1,1 +1,1 @@
-"""Chooses GPUs for jobs, and launches, supervises and reads jobs; independent of the screens."""
+"""Chooses GPUs for jobs, and launches, supervises and reads jobs, independently of the screens."""

@@ -12,10 +12,10 @@ from trainer.contract.process import take_back_signals
 
 
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
-    """Fork; in the first process, return 0 once `begin` has succeeded in the second, 1 if it failed.
+    """Fork. In the parent, return 0 once `begin` has succeeded in the child, and 1 if it failed.
 
-    The second process calls the function that `begin` returned, then exits; it never returns. If there is an error, it
-    writes the error to stderr and exits with 1.
+    The child calls the function that `begin` returned, then exits without returning. On an error, it writes the error
+    to stderr and exits with 1.
     """
     take_back_signals()
     reading, writing = os.pipe()
@@ -35,6 +35,6 @@ def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        # A sampling thread may hang in the driver and would keep the process alive.
+        # A sampling thread that hangs in the driver would keep the process alive.
         os._exit(code)
     return 0

@@ -1,4 +1,4 @@
-"""Starts a job's supervisor or evaluation on this host, in its own session, so that it outlives app and terminal."""
+"""Starts a job's supervisor or evaluation on this host in a new session, so that it outlives app and terminal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
 class SlowStart(UserError):
-    """A program has not started in time."""
+    """Raised if a program has not started in time."""
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Start the supervisor of a job; return once it has recorded itself in the job's row (0.1 s).
+    """Start the supervisor of a job; return once it has registered itself in the job's row (0.1 s).
 
     Raise `UserError` if it does not start.
     """
@@ -34,9 +34,9 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
 
 
 def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
-    """Start a background program that writes to a log; error messages begin with `who`, the program's name.
+    """Start a background program that writes to a log; error messages begin with its name, `who`.
 
-    Raise `UserError` if it does not start. The process started here forks the actual program and ends, so that the
+    Raise `UserError` if it does not start. The process started here forks the actual program and exits, so that the
     caller has no child to wait for, and the program can never get a controlling terminal.
     """
     outside = _scope_prefix()
@@ -45,17 +45,17 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
             _start([*outside, *arguments], log_file, who)
             return
         except UserError as error:
-            # A slow supervisor may still start, and a job must not get two.
+            # A slow supervisor may still start, and a job must not get two supervisors.
             if isinstance(error, SlowStart):
                 raise
     _start(arguments, log_file, who)
 
 
 def _scope_prefix() -> tuple[str, ...]:
-    """Return a command prefix for programs that must outlive the login session; () if impossible or not needed.
+    """Return a command prefix for programs that must outlive the login session; () if impossible or unnecessary.
 
     The prefix starts the program in a scope of the user's service manager. Lingering keeps that manager running,
-    regardless of what logind does to the session.
+    regardless of how logind treats the session.
     """
     try:
         group = Path("/proc/self/cgroup").read_text()

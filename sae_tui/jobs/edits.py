@@ -1,4 +1,4 @@
-"""Changes a job: its name, tags and note, its position in the queue, and whether it runs."""
+"""Changes a job: its name, tags and note, its queue position, and whether it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.store.states import DONE, JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
-# A reply to a request: the rest of a sentence that begins with the job's number.
+# A reply to a request: a phrase that follows the job's number.
 Words = Callable[[Job], str]
 
 
@@ -48,7 +48,7 @@ def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (),
 
 
 def as_tags(words: Iterable[str]) -> tuple[str, ...]:
-    """Return each tag once, sorted; raise `UserError` for a word that is not a valid tag."""
+    """Return each tag once, sorted; raise `UserError` if a word is not a valid tag."""
     return tuple(sorted({*map(_tag, words)}))
 
 
@@ -59,7 +59,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Set a job's priority in the queue (-100 to 100); a running job keeps it in case it is queued again."""
+    """Set a job's priority in the queue (-100 to 100); a running job keeps it for when it is queued again."""
     if not -100 <= priority <= 100:
         raise UserError(f"a priority is -100 to 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)
@@ -98,7 +98,7 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """Describe what a queued job does after its release.
+    """Return a message about what a queued job does after its release.
 
     `other` is the clause about jobs that must finish first, or "".
     """
@@ -121,7 +121,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and end; return a message about what will happen."""
+    """Ask a job to save and stop; return a message about what will happen."""
     return _ask(
         data,
         job_id,
@@ -132,7 +132,7 @@ def stop(data: DataDir, job_id: int) -> str:
 
 
 def finish(data: DataDir, job_id: int) -> str:
-    """Ask a training to cool down and end as finished; raise `UserError` for a job that makes no more steps."""
+    """Ask a training to cool down and finish; raise `UserError` for a job that takes no more steps."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if extracts(job.config):
@@ -155,7 +155,7 @@ def finish(data: DataDir, job_id: int) -> str:
 
 
 def kill(data: DataDir, job_id: int) -> str:
-    """Ask a job's supervisor to end its ranks: SIGTERM, and SIGKILL 5 s later."""
+    """Ask a job's supervisor to stop its ranks with SIGTERM, and with SIGKILL 5 s later."""
     return _ask(
         data,
         job_id,
@@ -240,6 +240,6 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
 
 
 def _if_elsewhere(data: DataDir, job: Job) -> str:
-    """Return a clause for a job that only another host can start or end; "" for a job of this machine."""
+    """Return a clause for a job that only another host can start or stop; "" for a job of this machine."""
     why = elsewhere(data, job)
     return f", once {job.host} reads the request; {why}" if why else ""

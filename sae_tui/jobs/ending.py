@@ -1,4 +1,4 @@
-"""How a job ended, as stored in `exit.json` in the run folder; a damaged store can be repaired from it."""
+"""How a job ended, as stored in `exit.json` in the run folder, from which a damaged store can be repaired."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.states import JobState
 
 
 class RankEnding(msgspec.Struct, frozen=True):
-    """How one rank ended; `exit_signal` is set instead of `exit_code` if a signal killed it."""
+    """How a rank ended; if a signal killed it, `exit_signal` is set instead of `exit_code`."""
 
     rank: FewAtOnce
     exit_code: Number | None
@@ -29,11 +29,11 @@ class JobEnding(msgspec.Struct, frozen=True):
     error: str | None = None
     output_path: str | None = None
     ranks: tuple[RankEnding, ...] = ()
-    # The rank whose failure ended the others.
+    # The rank whose failure stopped the others.
     first_failed: FewAtOnce | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the columns of the job's row that describe its end."""
+        """Return the columns of the job row that describe the end of the job."""
         return {"ended": self.ended, "error": self.error, "output_path": self.output_path}
 
 

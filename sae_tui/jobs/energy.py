@@ -1,4 +1,4 @@
-"""The energy of a job: the amount, the share that was measured, and its price and CO₂ according to the settings."""
+"""The energy of a job: the amount, the measured share, and the price and CO₂ according to the settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# A smaller measured share is reported; the last seconds of a job may not be stored yet when it ends.
+# A smaller measured share is reported to the user; the last seconds of a job may not be stored yet when it ends.
 WHOLE = 0.98
 
 
 class Energy(NamedTuple):
-    """The energy of a job; unknown values are None. `energy_share` is the share of its time that was measured."""
+    """The energy of a job; unknown values are None. `energy_share` is the share of the job's time that was measured."""
 
     energy_wh: float | None = None
     energy_share: float | None = None
@@ -57,7 +57,7 @@ def energy_words(job: Job, settings: Settings) -> str:
 
 
 def watt_hours(energy_wh: float) -> str:
-    """Return `12 Wh` or `1.23 kWh`."""
+    """Return an energy as `12 Wh` or `1.23 kWh`."""
     return f"{number(energy_wh / 1000)} kWh" if energy_wh >= 1000 else f"{number(energy_wh)} Wh"
 
 
@@ -67,7 +67,7 @@ def money(amount: float) -> str:
 
 
 def grams(mass_g: float) -> str:
-    """Return `480 g CO₂` or `1.2 kg CO₂`."""
+    """Return a mass as `480 g CO₂` or `1.2 kg CO₂`."""
     return f"{number(mass_g / 1000)} kg CO₂" if mass_g >= 1000 else f"{number(mass_g)} g CO₂"
 
 
@@ -76,7 +76,7 @@ _SAMPLES, _COUNTER = "power samples", "counter"
 
 def _source(counted: float) -> str:
     """Return the source of the measurement; `counted` is the share of the measured time covered by the counter."""
-    # The last seconds before the end are always measured by samples.
+    # The last seconds before the end are always measured from samples.
     if counted > 0.9:
         return _COUNTER
     return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

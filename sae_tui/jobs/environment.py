@@ -1,6 +1,6 @@
 """Checks whether another Python can train: runs it in a process with a time limit and reads its versions and packages.
 
-An answer is cached until the Python or one of its package folders changes.
+The result is cached until the Python or one of its package folders changes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trainer.contract.wording import join_words
 SETTING = "launch.python"
 PACKAGE = "sae-tui"
 OLDEST = (3, 11)
-# In seconds: a first import of torch from a network disk takes half a minute.
+# In seconds: the first import of torch from a network disk takes half a minute.
 LIMIT_S = 60.0
-# A Python that could not be checked is checked again after this time.
+# A Python whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# Python 2 can also run it until it has found its version. It ends on its own, even if the app is gone.
+# Even Python 2 can run this until it has reported its version. It ends on its own, even if the app is gone.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()
@@ -73,7 +73,7 @@ os._exit(0)
 
 
 class Torch(msgspec.Struct, frozen=True):
-    """A torch, the CUDA or ROCm that it was built for, and how many GPUs it sees here."""
+    """An installed torch, the CUDA or ROCm version it was built for, and the number of GPUs it sees on this machine."""
 
     version: str
     cuda: str | None
@@ -82,7 +82,7 @@ class Torch(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """What it was built for, as vendors' `torch_runtime`."""
+        """The runtime that torch was built for, like a vendor's `torch_runtime`."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
@@ -93,7 +93,7 @@ class Torch(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a Python reports: `trainer` is its sae-tui version, `settings` are the settings that its trainer knows."""
+    """The report of a Python: `trainer` is its sae-tui version, `settings` are those that its trainer supports."""
 
     version: list[int]
     paths: list[str]
@@ -106,7 +106,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """The environment of a Python; `failure` says why there is no answer, `is_asked` that the check still runs."""
+    """The environment of a Python.
+
+    `failure` explains why there is no report; `is_asked` means that the check is still running.
+    """
 
     python: str
     answer: Answer | None = None
@@ -115,7 +118,7 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """`Python 3.12.1, sae-tui 0.2.0, torch 2.9.0+cu128, built for CUDA 12.8, which sees 8 GPUs`."""
+        """Return text like `Python 3.12.1, sae-tui 0.2.0, torch 2.9.0+cu128, built for CUDA 12.8, sees 8 GPUs`."""
         if (answer := self.answer) is None:
             return printable(self.failure)
         trainer = f"{PACKAGE} {answer.trainer}" if answer.trainer else "no trainer"
@@ -124,14 +127,14 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def packages(self) -> OtherInterpreter:
-        """What a job is judged by."""
+        """The installed packages, against which a job is checked."""
         if (answer := self.answer) is None:
             return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
         return OtherInterpreter(self.python, frozenset(answer.packages), *map(printable, build))
 
     def lack(self) -> str:
-        """Return what keeps it from training any job, and what to do about it; "" if nothing does."""
+        """Return why this environment cannot train any job, with a remedy; "" if it can."""
         if (answer := self.answer) is None:
             return printable(self.failure or f"{self.python} is being checked; wait a moment")
         install = f"run `{self.python} -m pip install"
@@ -142,7 +145,7 @@ class Environment(msgspec.Struct, frozen=True):
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
         if answer.trainer_error:
             return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
-        # Only here: to load it takes as long as many a command.
+        # Imported here, since loading it takes as long as many a command.
         from importlib.metadata import version
 
         if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):
@@ -154,7 +157,7 @@ class Environment(msgspec.Struct, frozen=True):
         return ""
 
     def problems(self, job: AnyJob, *, wants_gpus: bool = False) -> list[Problem]:
-        """Return what keeps it from running a job, or else a warning that it sees none of the GPUs."""
+        """Return why this environment cannot run a job; if it can, return a warning if it sees no GPUs but should."""
         if lack := self.lack():
             return [Problem(SETTING, lack)]
         assert self.answer is not None
@@ -172,7 +175,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def look(python: str, limit_s: float = LIMIT_S) -> Environment:
-    """Return what a Python has; run it for at most `limit_s` seconds if that is not known."""
+    """Return the environment of a Python; if it is not cached, run the Python for at most `limit_s` seconds."""
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -184,7 +187,7 @@ def look(python: str, limit_s: float = LIMIT_S) -> Environment:
 
 
 def glance(python: str, then: Callable[[], object]) -> Environment:
-    """Return what is known about a Python now; if it must be checked, call `then` from a thread afterwards."""
+    """Return what is known about a Python now; if it must be checked first, call `then` from a thread afterwards."""
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -201,7 +204,7 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 
 @contextlib.contextmanager
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
-    """Judge a job by the packages of the Python that it names, if any; yield the problems of that Python."""
+    """Check a job against the packages of the Python that it names, if any; yield the problems of that Python."""
     if not (python := job.launch.python):
         yield []
         return
@@ -212,14 +215,14 @@ def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Prob
 
 @contextlib.contextmanager
 def required(job: AnyJob) -> Iterator[None]:
-    """Judge a job as `judged_there`; raise `JobFileError` where its Python cannot train it."""
+    """Check a job like `judged_there`; raise `JobFileError` if its Python cannot train it."""
     with judged_there(job) as problems:
         if wrong := errors(problems):
             raise JobFileError(wrong)
         yield
 
 
-# By path: its fingerprint, the time of the check, and the answer.
+# By path: the fingerprint of a Python, the time of the check, and the result.
 _SEEN: dict[str, tuple[object, float, Environment]] = {}
 _LOCKS: dict[str, threading.Lock] = {}
 
@@ -248,7 +251,7 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # In a folder of root's, and not by -P, which older ones do not have.
+    # Run it in a folder owned by root instead of using -P, which older versions do not have.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(
@@ -269,7 +272,7 @@ def _ask(path: str, limit_s: float) -> Environment:
 
 
 def _wrong_version(theirs: str, ours: str, install: str) -> str:
-    """Compare major and minor versions, within which app and trainer understand each other."""
+    """Compare major and minor versions; app and trainer are compatible if these are equal."""
     wanted, has = _minor(ours), _minor(theirs)
     if has == wanted:
         return ""

@@ -1,4 +1,4 @@
-"""Finds the stored features of a job's SAEs (the texts on which their latents fire), and formats them."""
+"""Finds the stored features of a job's SAEs (the texts on which their latents fire) and formats them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import DENSE, FEATURES, ActivatingExample, Feature, Features, LogitChange
 
-# The most tokens of a latent that its row in a list shows.
+# The maximum number of tokens shown for a latent in a list.
 MOST_TOKENS = 6
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
@@ -36,7 +36,7 @@ def features_in(folder: Path) -> dict[str, Path]:
 
 
 def _files(folder: Path, problem: str) -> dict[str, Path]:
-    # In a folder that cannot be searched, os.path.exists returns False, while Path.exists raises.
+    # For a folder that cannot be searched, os.path.exists returns False, whereas Path.exists raises.
     if os.path.exists(single := folder / FEATURES):
         return {"": single}
     if os.path.isdir(folder) and (files := {one.parent.name: one for one in sorted(folder.glob(f"*/{FEATURES}"))}):
@@ -45,7 +45,7 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 
 
 def search(features: Features, words: str) -> tuple[list[int], list[int]]:
-    """Return the latents that fire on these words, and the latents that only have them in their contexts.
+    """Return the latents that fire on these words, and the latents that merely have them in their examples.
 
     Raise `UserError` if there are none.
     """
@@ -56,12 +56,12 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Return the numbers of dense and of silent latents: `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    """Return the numbers of dense and silent latents, like `23 dense (on more than 10 % of the rows), 3 never fire`."""
     return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 
 def strongest_tokens(feature: Feature) -> str:
-    """Return the tokens on which a latent fires most, each once, the strongest first."""
+    """Return the tokens on which a latent fires most, without repetition, the strongest first."""
     tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
 
@@ -77,7 +77,7 @@ def readable(text: str) -> str:
 
 
 def in_words(context: ActivatingExample) -> str:
-    """Return a context as one line, with its strongest token in brackets."""
+    """Return a max-activating example as one line, with the strongest token in brackets."""
     texts = [readable(token.text) for token in context.tokens]
     texts[context.at] = f"[{texts[context.at]}]"
     return "".join(texts)

@@ -11,7 +11,7 @@ from trainer.contract.runs import log_tail
 
 
 def is_gone(folder: Path) -> bool:
-    """Return whether a folder was deleted; False if that is unknown, as with a file server in trouble."""
+    """Return whether a folder was deleted; False if this is unknown, for example because a file server fails."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -21,7 +21,7 @@ def is_gone(folder: Path) -> bool:
 
 
 class LogFollower:
-    """Reads the lines appended to a log; starts over when the log is replaced or truncated."""
+    """Reads the lines appended to a log; starts over if the log is replaced or truncated."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path

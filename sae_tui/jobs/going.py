@@ -23,9 +23,9 @@ from trainer.contract.store.rows import JobId, Time
 
 # The kinds of events about an evaluation.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
-# Seconds. The file of a running evaluation is written at least this often.
+# In seconds. The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# Seconds. An evaluation on another machine counts as ended after this time without a write.
+# In seconds. An evaluation on another machine is considered ended after this time without a write.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 
@@ -76,21 +76,21 @@ def _file(data: DataDir, job_id: int) -> Path:
 
 
 class Evaluations:
-    """Follows the evaluations of a data folder; `going` has them by job id."""
+    """Tracks the evaluations in a data folder; `going` holds the running ones by job id."""
 
     def __init__(self, data: DataDir) -> None:
         self.going: Mapping[int, Going] = {}
         self._folder = data.evaluations
 
     def poll(self) -> bool:
-        """Read the files and return whether anything changed; never raise; takes microseconds without evaluations."""
+        """Read the files and return whether anything changed. Never raises; takes microseconds without evaluations."""
         going = {one.job_id: _shown(one) for entry, one in _files(self._folder) if _is_going(entry, one)}
         changed, self.going = going != self.going, going
         return changed
 
 
 def left_behind(data: DataDir) -> list[int]:
-    """Return the jobs whose evaluation on this machine has ended without recording how."""
+    """Return the jobs whose evaluation on this machine has ended without recording an outcome."""
     return [one.job_id for entry, one in _files(data.evaluations) if _has_ended(data, entry, one)]
 
 
@@ -102,11 +102,11 @@ def _has_ended(data: DataDir, entry: os.DirEntry[str], going: Going) -> bool:
 
 
 def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
-    """Return the evaluations that have a file; incomplete files, foreign files and links are ignored."""
+    """Return the evaluations that have a file; ignore incomplete files, foreign files and links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
-        # A killed process may have left a temporary file, which has another name.
+        # A killed process may have left a temporary file, whose name is different.
         return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
     return []
 
@@ -127,7 +127,7 @@ def _is_here(going: Going) -> bool:
 
 
 def _shown(going: Going) -> Going:
-    """Return an evaluation with text that is safe to show."""
+    """Return an evaluation whose text is safe to show."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),

@@ -1,4 +1,4 @@
-"""Known causes of failures, recognised by the ranks' error messages, and what to do about each."""
+"""Known causes of failures, recognised by the ranks' error messages, with a remedy for each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Kind = Literal[
 
 
 class Remedy(msgspec.Struct, frozen=True):
-    """A known cause; `may_repeat` says whether the same job may succeed when it is repeated."""
+    """A known cause of failures; `may_repeat` says whether the same job may succeed if it is repeated."""
 
     kind: Kind
     text: str
     may_repeat: bool = True
 
 
-# Patterns in messages of PyTorch, NCCL, the kernel and our own code; the first match wins.
+# Patterns in messages from PyTorch, NCCL, the kernel and our own code; the first match wins.
 _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"too little free memory|CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"

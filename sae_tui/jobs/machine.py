@@ -1,6 +1,6 @@
-"""Determines which machine a job is on.
+"""Determines on which machine a job is.
 
-Host names do not identify machines: a laptop changes its name, a container is created again on the same volume, and two
+Host names do not identify machines: a laptop changes its name, a container is recreated on the same volume, and two
 hosts that share a data folder may have the same name.
 """
 
@@ -20,21 +20,22 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# Seconds. A supervisor touches the run's lock file every `SIGN_EVERY_S`. Clocks of two hosts may differ by a minute.
+# In seconds. A supervisor touches the run's lock file every `SIGN_EVERY_S`. The clocks of two hosts may differ by a
+# minute.
 SIGN_EVERY_S = 30.0
 SILENT_S = 180.0
 
 
 def this_machine() -> dict[str, Any]:
-    """Return the columns of a job's row that identify its machine."""
+    """Return the columns of a job row that identify this machine."""
     return {"host": socket.gethostname(), "boot_id": boot_id(), "machine_id": machine_id()}
 
 
 def is_here(job: Job) -> bool:
     """Return whether a job is on this machine, under any host name.
 
-    Within one boot the boot id decides. After a restart the name decides, unless the machine id shows that another
-    machine has the same name. Equal machine ids prove nothing: machines made from one image share them.
+    Within one boot, the boot id decides. After a restart the name decides, unless the machine id shows that another
+    machine has the same name. Equal machine ids prove nothing, since machines created from the same image share them.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -47,7 +48,7 @@ class Silence(NamedTuple):
     """The signs of life of a job on another machine, as seen from this machine."""
 
     is_held: bool | None  # whether a process of the run is known to hold its lock
-    age_s: float  # since its files last changed; infinite without files
+    age_s: float  # seconds since its files last changed; infinite without files
     is_local: bool = False  # whether its files are on a disk of this machine, which no other host can share
 
     @property
@@ -71,7 +72,7 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return how long a job on another machine has been silent, from its lock and the times of its files."""
+    """Return how long a job on another machine has been silent, judged by its lock and the times of its files."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
@@ -84,7 +85,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 def elsewhere(data: DataDir, job: Job) -> str:
     """Describe an active job on another machine; return "" for any other job.
 
-    `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
+    Example: `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
     if job.state.is_final or is_here(job):
         return ""
@@ -100,6 +101,6 @@ def elsewhere(data: DataDir, job: Job) -> str:
 
 
 def refuse_if_silent(data: DataDir, job: Job) -> None:
-    """Raise `UserError` for an active job on a machine that has been silent too long to act on a request."""
+    """Raise `UserError` for an active job on a machine that has been silent too long to respond to a request."""
     if (why := elsewhere(data, job)) and silence(data, job).is_long:
         raise UserError(f"job {job.id} is on another host, so nothing was done: {why}")

@@ -1,4 +1,4 @@
-"""The Python that a job or the settings name, else the app's own: the check before it runs, and its command line."""
+"""The Python named by a job or the settings, or else the app's own: checked before it runs, and its command line."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
-# Variables that lead a Python to packages of another Python, which may have other versions.
+# Variables that direct a Python to the packages of another one, which may have other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Any other program would run the arguments for a Python: `sh -c` would run the code as a shell script.
+# Any other program would interpret arguments meant for Python: `sh -c` would run the code as a shell script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 
 def command(python: str | None, *words: str) -> list[str]:
     """Return the argv that runs the trainer, or `words` that begin with `-c`, with this Python, "" for the app's.
 
-    -P, since a `trainer` or `torch` in the working folder would be imported instead.
+    It includes -P, since a `trainer` or `torch` in the working folder would be imported instead.
     """
     start = [] if words[:1] == ("-c",) else ["-m", "trainer"]
     return [whole(python) or sys.executable, "-P", *start, *words]
 
 
 def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment to run this Python in: another one than the app's has to find its own packages."""
+    """Return the environment for running this Python: a Python other than the app's must find its own packages."""
     return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
 
 
 def unset_line() -> str:
-    """Return the line of a shell script that does what `variables` does."""
+    """Return the shell script line that does the same as `variables`."""
     return f"unset {' '.join(_OF_ANOTHER)}"
 
 
 def whole(python: str | None) -> str:
-    """Return the path with `~` replaced; links are kept, since the link identifies the environment."""
+    """Return the path with `~` expanded; links are kept, since the link identifies the environment."""
     return os.path.expanduser(python) if python else ""
 
 
 def refuse(python: str | None) -> None:
-    """Raise `UserError` if a Python is named that cannot or may not be run."""
+    """Raise `UserError` if the named Python cannot or must not be run."""
     if python and (why := refusal(python)):
         raise UserError(why)
 
 
 def refusal(python: str) -> str:
-    """Explain why a Python cannot or may not be run, with the remedy; return "" if it can."""
+    """Explain why a Python cannot or must not be run, with a remedy; return "" if it may be run."""
     path = whole(python)
     if not os.path.isabs(path) or not path.isprintable():
         return f"takes {PYTHONS}, not {show(python)}"
@@ -76,7 +76,7 @@ def _kind(path: Path) -> str:
 
 
 def _distrust(python: Path) -> str:
-    """Explain why others could change the interpreter or add to its folder; of links, both folders count."""
+    """Explain how others could change the interpreter or add to its folder; for a link, check both folders."""
     folders = (python.parent, python.resolve(strict=True).parent)
     why = distrust_of_program(python) or next(filter(None, map(distrust_of_searched, folders)), "")
     reason, _, remedy = why.partition("; ")

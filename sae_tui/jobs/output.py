@@ -1,4 +1,4 @@
-"""Finds the output of a job: the folder of its SAE, or of the activations that it has extracted."""
+"""Finds the output of a job: the folder of its SAE, or of the activations that it extracted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_SHARD = "it had finished no shard"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return the folder of a job's output so far, or None before the first one."""
+    """Return the folder of a job's output so far, or None if there is no output yet."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_extraction(table_of(job.config))
@@ -37,7 +37,7 @@ def rows_stored(job: Job) -> int:
 
 
 def name_of_output(job: Job) -> str:
-    """Return the kind of a job's output, as in "its SAE is in ..."."""
+    """Return what kind of output a job has, as in "its SAE is in ..."."""
     return "activations are" if extracts(job.config) else "SAE is"
 
 
@@ -58,7 +58,7 @@ def _extraction(config: str) -> ExtractJob | None:
 
 
 def may_tell_tokens(config: str) -> bool:
-    """Return whether the data of a stored job file may contain its tokens; True if the data is not on this machine."""
+    """Return whether the data of a stored job file may include its tokens; True if the data is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 

@@ -1,4 +1,4 @@
-"""Corrects the rows of jobs whose supervisor ended without a record: `kill -9`, a crash, a reboot."""
+"""Corrects the rows of jobs whose supervisor ended without a record, for example by `kill -9`, a crash or a reboot."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import join_words
 
-# Seconds. A launcher records the supervisor within one second; under heavy load it may take longer.
+# In seconds. A launcher records the supervisor within one second, but may take longer under heavy load.
 UNSUPERVISED_S = 30.0
-# Seconds. Ranks get SIGTERM when their supervisor dies, and then have this long to save.
+# In seconds. Ranks get SIGTERM when their supervisor dies, and then have this long to save.
 ORPHANS_S = 60.0
 
 
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
     """Correct the rows of jobs whose supervisor is gone; return the ids of the jobs whose state changed.
 
-    Queued jobs stay queued; `revive` is called if one of them has no supervisor. Cheap if nothing needs a correction.
+    Queued jobs remain queued; `revive` is called if one of them has no supervisor. Cheap if nothing needs a correction.
     """
     try:
         reader = Control(data.control_db, readonly=True)
@@ -66,10 +66,10 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
 
 
 def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
-    """End the jobs of another host that is gone for good, and yield a sentence for each.
+    """End the jobs of another host that is gone for good, and yield a message for each.
 
     Without `host`, end only jobs that cannot be alive anywhere, and name the hosts that have long been silent. Leave
-    jobs alone that gave a recent sign of life. Raise `UserError` if `host` has no job to end.
+    jobs alone that have recently given a sign of life. Raise `UserError` if `host` has no job to end.
     """
     control = Control(data.control_db)
     try:
@@ -111,7 +111,7 @@ def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
-    """Record once that the evaluating process was killed, unless another process evaluates the job by now."""
+    """Record once that the evaluating process was killed, unless another process is evaluating the job now."""
     if is_held(data.run(job_id).evaluation_lock) or not going.remove(data, job_id):
         return
     if control.state(job_id) is not None:
@@ -133,7 +133,7 @@ def has_lost_its_place(data: DataDir, job: Job) -> bool:
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
-    """Return whether this user owns a job: a group member's command must not run another member's job."""
+    """Return whether this user owns a job: one group member's command must not run another member's job."""
     with contextlib.suppress(OSError):
         return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
     return False
@@ -149,12 +149,12 @@ def _can_go_on(data: DataDir, job: Job) -> bool:
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Return whether the supervisor is gone; False for jobs on other machines and supervisors that are starting."""
+    """Return whether the supervisor is gone; False for jobs on other machines and for supervisors that are starting."""
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # A resumed job was created long ago, so the time when it was queued counts. `abs` limits the wait if the clock
-        # was set back.
+        # A resumed job was created long ago, so the time of queueing counts. `abs` limits the wait if the clock was set
+        # back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
 
@@ -165,19 +165,19 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # If no process holds the lock, a living process named in a row does not belong to the run: other users may write
-    # rows.
+    # If no process holds the lock, a living process named in a row does not belong to the run, since other users may
+    # write rows.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     # Imported here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
     backend = LAUNCH_BACKENDS.get(job.backend)
-    # The cluster itself ends the rest of a cluster's job.
+    # The cluster itself ends the remaining processes of its job.
     if living or (held and backend and not backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
-        # Cancel before the row says that the job is lost: from then on a user may start it again.
+        # Cancel the job before its row marks it as lost, since from then on a user may start it again.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:
@@ -202,7 +202,7 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
-    # A job that was extended may have lost its supervisor before any rank started.
+    # An extended job may have lost its supervisor before any rank started.
     is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
@@ -210,8 +210,8 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
     """Let orphaned ranks save for a minute after the event that reports them, then kill them.
 
-    The minute starts again if the clock was set back, and jumps forward do not count. Other users may write rows too,
-    so kill only processes that hold the run's lock or, if that is unknown, that were started as ranks of that attempt.
+    The minute starts again if the clock was set back; forward jumps do not count. Other users may write rows too, so
+    kill only processes that hold the run's lock or, if that is unknown, that were started as ranks of that attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
@@ -239,13 +239,13 @@ def _wall_at_boot() -> float:
 def _is_of_the_run(rank: Rank, lock: Path) -> bool:
     """Return whether the rank's process holds the run's lock.
 
-    If that cannot be determined, return whether it was started as a rank of the attempt.
+    If this cannot be determined, return whether it was started as a rank of the attempt.
     """
     if is_held(lock) is not None:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        # Empty while a process starts, or once it has ended.
+        # The command line is empty while a process starts and once it has ended.
         words = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
         return [os.fsdecode(word) for word in words[1:-1]] == expected
     return False

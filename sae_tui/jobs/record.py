@@ -1,4 +1,4 @@
-"""`record.json` of a run: its row at its last start or end, used to rebuild a lost store."""
+"""The `record.json` of a run: its row at the last start or end, from which a lost store is rebuilt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:
-    """Write the row of a job atomically; ignore disk errors, which must not keep the job from running."""
+    """Write the row of a job atomically; ignore disk errors, which must not prevent the job from running."""
     with contextlib.suppress(OSError):
         write_json(paths.record_file, job)
 
 
 def as_recorded(paths: RunPaths, job: Job) -> Job:
-    """Return the row for a store that has lost it: as recorded, with later edits, in the state of `job`."""
+    """Return the row for a store that has lost it: the recorded row with later edits and the state of `job`."""
     record = read_record(paths)
     return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job
 

@@ -1,7 +1,7 @@
-"""Restarts lost supervisors of queued jobs, as after a reboot.
+"""Restarts lost supervisors of queued jobs, for example after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts one supervisor after the other, in queue
-order, so that commands need not wait for them.
+`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts the supervisors one after another, in
+queue order, so that commands need not wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# Seconds after which a supervisor that did not start is tried again.
+# After this many seconds, a supervisor that did not start is tried again.
 AGAIN_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "sae_tui.jobs.revive")
 _again_at = 0.0
@@ -35,19 +35,19 @@ _again_at = 0.0
 def reconcile_and_revive(data: DataDir) -> list[int]:
     """Correct the rows of jobs whose supervisor is gone, and restart the supervisors of queued jobs.
 
-    Return the ids of the jobs whose state changed. A supervisor must not call this, since it would end the new
+    Return the ids of the jobs whose state changed. A supervisor must not call this, since it would kill the new
     processes.
     """
     return reconcile(data, revive)
 
 
 def revive(data: DataDir) -> None:
-    """Start the missing supervisors in the background, at most once a minute per process."""
+    """Start the missing supervisors in the background, at most once per minute and process."""
     global _again_at
     if time.monotonic() < _again_at:
         return
     _again_at = time.monotonic() + AGAIN_S
-    # The log has the reason, and the next command tries again.
+    # The log contains the reason, and the next command tries again.
     with contextlib.suppress(UserError):
         detach.start_detached([*_COMMAND, str(data.root)], data.root / "revive.log", "the queue")
 
@@ -85,7 +85,7 @@ def _start(data: DataDir, control: Control, job: Job, start: Callable[[DataDir, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fork; the second process starts the supervisors."""
+    """Fork; the child starts the supervisors."""
     data = DataDir(Path(arguments[0]))
 
     def begin() -> Callable[[], None]:

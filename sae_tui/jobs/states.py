@@ -11,7 +11,7 @@ from trainer.contract.wording import plural
 
 
 class Shown(NamedTuple):
-    """The word and the symbol of a state, since colour must not be the only mark; `style` names a colour."""
+    """The word and symbol of a state, since colour must not be the only mark; `style` names a colour."""
 
     word: str
     sign: str
@@ -43,7 +43,7 @@ ENDED = {
 
 
 def describe_state(job: Job) -> Shown:
-    """Return the word and the symbol of a job's state.
+    """Return the word and symbol of a job's state.
 
     A queued job that its user keeps from starting is held, or paused if it has run before. A running job that was asked
     to finish early is cooling down.
@@ -69,10 +69,10 @@ def phase_words(job: Job) -> str:
 
 
 def is_ranked(job: Job) -> bool:
-    """Return whether a job's quality can be compared with other jobs: its training has finished.
+    """Return whether a job's quality can be compared with that of other jobs: its training has finished.
 
-    Most of the quality comes while the learning rate falls. Halfway through a run, its FVU is 15 % above that of a
-    finished run a quarter as long, and recipes that learn slower look better than they are.
+    Most of the quality gain comes while the learning rate falls. Halfway through a run, its FVU is 15 % above that of a
+    finished run a quarter as long, and recipes that learn more slowly look better than they are.
     """
     return job.state.is_final and job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST)
 
@@ -83,5 +83,5 @@ def was_resumed(job: Job) -> bool:
 
 
 def stands(job: Job) -> str:
-    """Describe a job's state as it follows "job 5" in a sentence: `is running`, `is paused`, `has finished`."""
+    """Describe a job's state as the continuation of "job 5": `is running`, `is paused`, `has finished`."""
     return ENDED.get(job.state) or f"is {describe_state(job).word}"

@@ -1,4 +1,4 @@
-"""The control store of a data folder, opened for one change."""
+"""Opens the control store of a data folder for one change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_control(data: DataDir) -> Iterator[Control]:
 
 @contextlib.contextmanager
 def existing(data: DataDir, job_id: int) -> Iterator[Control]:
-    """Open the control store of a job; raise `UserError` if it is missing, instead of creating an empty one."""
+    """Open a job's control store; raise `UserError` if it is missing, instead of creating an empty one."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
     # Changes to a job also write to its folders.

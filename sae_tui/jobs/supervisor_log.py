@@ -1,4 +1,4 @@
-"""A supervisor's own log, and retries that log their errors."""
+"""A supervisor's own log, and retries whose errors are logged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trainer.contract.errors import UserError
 
 def note(text: str) -> None:
     """Write one line with the time to stderr; `logging` would cost a waiting supervisor 1 MB."""
-    # The log may be on the full disk that the line reports.
+    # The log itself may be on the full disk that the line reports.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         sys.stderr.flush()
 
 
 _last = ""
-# With a store that fails at once, all tries take a minute; with a locked store, where each try waits, six minutes.
+# If the store fails immediately, all attempts take a minute; if it is locked, so that each attempt waits, they take
+# six.
 STORE_TRIES = 60
 STORE_PAUSE_S = 1.0
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def tolerate(action: str) -> Iterator[None]:
-    """Log an error of the store and continue: a store that is locked, full or just replaced must not end a training.
+    """Log a store error and continue: a locked, full or just replaced store must not end a training.
 
     The caller tries again later.
     """
@@ -40,7 +41,7 @@ def tolerate(action: str) -> Iterator[None]:
 
 
 def _note_once(error: str) -> None:
-    """Log an error, unless it repeats the last one: a waiting job would fill the disk with repetitions."""
+    """Log an error unless it repeats the last one, since a waiting job would fill the disk with repetitions."""
     global _last
     previous, _last = _last, error
     if previous != _last:
@@ -50,7 +51,7 @@ def _note_once(error: str) -> None:
 def retry(action: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    Errors of the store are logged, and the call is tried again for at least a minute; then the error is raised.
+    Store errors are logged and the call is retried for at least a minute; then the error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:
@@ -63,7 +64,7 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def tolerate_disk(action: str) -> Iterator[None]:
-    """Log that a disk is full or read-only, and continue without the write."""
+    """Log that a disk is full or read-only, and continue without writing."""
     try:
         yield
     except OSError as error:

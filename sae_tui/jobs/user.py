@@ -1,4 +1,4 @@
-"""The login name recorded as a job's owner, and the home folder."""
+"""The login name that is recorded as a job's owner, and the home folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.errors import UserError
 
 @functools.cache
 def user_name() -> str:
-    """Return the login name, or `uid 1234` for a uid without a name, as in a container."""
+    """Return the login name, or text like `uid 1234` if the uid has no name, as in a container."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,7 +1,7 @@
 """The process that evaluates a job; `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
 
 It holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes its progress, and
-records in the list of jobs how it ended.
+records the outcome in the job list.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# Interval in seconds between checks for a free GPU, or for a request to stop.
+# Interval in seconds between checks for a free GPU or a stop request.
 LOOK_S = 0.5
-# A trainer that does not end within this many seconds of a stop is killed.
+# A trainer that has not ended this many seconds after a stop request is killed.
 PATIENCE_S = 5.0
 
 
@@ -60,7 +60,7 @@ class RunningEvaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another evaluation of this job runs")
-        # An old request to stop was meant for an earlier evaluation.
+        # An old stop request was meant for an earlier evaluation.
         self._answer_stop()
         self._locks: GpuLocks | None = None
         self._gpu: ReservedGpu | None = None
@@ -73,7 +73,7 @@ class RunningEvaluation:
             self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
-        """Evaluate with the Python of the request, or with this command, and record how that ended."""
+        """Evaluate with the requested Python, or with this command, and record the outcome."""
         try:
             if not self._has_device():
                 return self._tell(STOPPED, "was not evaluated: stopped while it waited for a GPU")
@@ -105,7 +105,7 @@ class RunningEvaluation:
         return True
 
     def _take(self, gpu: ReservedGpu) -> bool:
-        """Reserve a GPU for as long as this process lives; return False if another process has it."""
+        """Reserve a GPU for the lifetime of this process; return False if another process has it."""
         locks = GpuLocks(Path(gpu.locks), [gpu.uuid])
         if gpu.vendor not in VENDORS or not locks.take():
             return False
@@ -114,7 +114,7 @@ class RunningEvaluation:
         return True
 
     def _run(self, command: Sequence[str]) -> int | None:
-        """Run the trainer and publish its progress; return its exit code, None if it was stopped."""
+        """Run the trainer and publish its progress; return its exit code, or None if it was stopped."""
         python, gpu = self._request.python, self._gpu
         pinned = VENDORS[gpu.vendor].pin([gpu.uuid]) if gpu else {}
         trainer = command or named_python.command(python, "eval")
@@ -133,7 +133,7 @@ class RunningEvaluation:
         return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
-        """Publish the progress of the trainer until it ends; return whether it was stopped."""
+        """Publish the trainer's progress until it ends; return whether it was stopped."""
         kept, is_open = b"", True
         # A child of the trainer may keep the descriptor open after the trainer has ended.
         while process.poll() is None:
@@ -150,15 +150,15 @@ class RunningEvaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # The trainer writes its result now, which should be the last line of the log.
+                # The trainer now writes its result, which should be the last line of the log.
                 progress.close()
             self._write(self._going)
         return False
 
     def _write(self, now: Going) -> None:
-        """Write the progress if it has changed, or if the last write is older than `HEARTBEAT_S`."""
+        """Write the progress if it has changed, or if the last write was more than `HEARTBEAT_S` ago."""
         is_known = now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S
-        # A write would recreate a deleted data folder.
+        # Writing would recreate a deleted data folder.
         if is_known or is_gone(self._data.root):
             return
         self._going, self._written_at = now, time.monotonic()
@@ -168,7 +168,7 @@ class RunningEvaluation:
             note(f"the progress of the evaluation cannot be written: {error}")
 
     def _is_stopped(self) -> bool:
-        """Return whether a stop was requested, or the job was deleted."""
+        """Return whether a stop was requested or the job was deleted."""
         if not self._paths.root.exists():
             return True
         try:
@@ -185,7 +185,7 @@ class RunningEvaluation:
         retry("answering a request to stop", answer)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """Record an event of the job, unless the job or the data folder was deleted meanwhile."""
+        """Record an event for the job, unless the job or the data folder has been deleted meanwhile."""
         if is_gone(self._data.root):
             return
 
@@ -200,7 +200,7 @@ class RunningEvaluation:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process and writes its progress to a descriptor."""
+    """Start a command that ends together with this process and writes its progress to a descriptor."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,
@@ -241,18 +241,18 @@ def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
 
 @functools.cache
 def _reader(root: Path, source: str) -> GpuReader:
-    """Return the only reader of a source; it remembers how long another process has blocked it."""
+    """Return the single reader for a source, which remembers how long another process has blocked the source."""
     return GpuReader(DataDir(root), source)
 
 
 def _is_before(job: Job, host: str, since: float) -> bool:
-    """Return whether a job on this host wants GPUs and has queued for longer."""
+    """Return whether a job on this host wants GPUs and has been queued for longer."""
     waits = job.state == JobState.QUEUED and not job.held and not job.after and job.gpus_wanted > 0
     return waits and job.host == host and (job.queued or job.created) < since
 
 
 def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:
-    """Fork the process that evaluates; return 0 in the parent after the evaluation has begun, 1 if it cannot begin."""
+    """Fork the process that evaluates; in the parent, return 0 once the evaluation has begun, 1 if it cannot begin."""
     root, request = arguments
 
     def begin() -> Callable[[], None]:

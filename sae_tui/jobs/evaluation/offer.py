@@ -1,4 +1,4 @@
-"""Decides which parts of an evaluation are possible now, how long each takes, and which are the default."""
+"""Determines which parts of an evaluation are possible now, how long each takes, and which are selected by default."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# Seconds. A part that takes longer is not ticked by default.
+# In seconds. A part that takes longer is not selected by default.
 _LONG_S = 600.0
 _STAGES = {ROWS: (ROWS, FIRES_ON), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROBES,)}
 
 
 class OfferedPart(msgspec.Struct, frozen=True):
-    """A part of an evaluation with its description; `why_not` says why it cannot be measured, "" if it can."""
+    """A part of an evaluation with its description; `why_not` explains why it cannot be measured, "" if it can."""
 
     name: str
     words: str
@@ -32,7 +32,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
 
 
 class EvaluationOffer(msgspec.Struct, frozen=True):
-    """The parts that can be measured, the device in words, and the other device, "" if there is only one."""
+    """The measurable parts, the device in words, and the alternative device, "" if there is only one."""
 
     job_id: int
     parts: tuple[OfferedPart, ...]
@@ -48,7 +48,7 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
     on_gpu: bool = False
 
     def request(self, job: Job, gpu: ReservedGpu | None) -> Request:
-        """Return the request to the evaluating process."""
+        """Return the request for the evaluating process."""
         in_model = {IN_MODEL, PROBES} & self.parts
         return Request(
             job.id,
@@ -74,7 +74,7 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
     parts = []
     for name in _STAGES:
-        # Folder names and model names come from other users.
+        # Folder and model names come from other users.
         of_model = printable(model.name) if model and name != ROWS else ""
         words = _words(name, of_model, seconds.get(name, 0.0), [one.parts.get(name) for one in cards])
         why_not = "" if model or name == ROWS else no_model
@@ -93,10 +93,10 @@ def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> d
 
 
 def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -> list[str]:
-    """Return the parts to measure by default: missing parts that do not take long, or else the rows."""
+    """Return the default parts: missing parts that do not take long; if there are none, the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
-    # Rows are worth measuring again: an evaluation reads more of them than the end of a training does.
+    # Rows are worth measuring again, since an evaluation reads more of them than the end of a training.
     return short or [ROWS]
 
 

@@ -28,7 +28,7 @@ def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple
 
 
 def failure(paths: RunPaths, code: int) -> str:
-    """Return the message about a failed evaluation: the trainer's own error message, or how the process ended."""
+    """Return a message about a failed evaluation: the trainer's error message, or how the process ended."""
     if code < 0:
         return f"was not evaluated: signal {-code} ended it; see {paths.evaluation_log}"
     return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
@@ -59,5 +59,5 @@ def is_judged(folder: Path) -> bool:
 
 
 def has_features(folder: Path) -> bool:
-    """Return whether the inputs on which the latents fire are stored, for the SAE in a folder or any SAE of a sweep."""
+    """Return whether feature files are stored for the SAE in a folder, or for any SAE of a sweep."""
     return (folder / FEATURES).exists() or any(folder.glob(f"*/{FEATURES}"))

@@ -1,4 +1,4 @@
-"""Reads the report card that an evaluation has written next to an SAE's weights."""
+"""Reads the report card that an evaluation has stored next to an SAE's weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FiguresSummary(msgspec.Struct, frozen=True):
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """Return a value as `0.953 ± 0.004`."""
+    """Return a value with its error, like `0.953 ± 0.004`."""
     if value is None:
         return "not defined"
     return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 class PatchedModelSummary(msgspec.Struct, frozen=True):
-    """How well a language model performs with the SAE patched in: 1 is the unchanged model, 0 zeroed activations."""
+    """How well a language model performs with the SAE patched in: 1 is unmodified, 0 is zeroed activations."""
 
     ce_score: float | None = None
     ce_score_error: float | None = None
@@ -74,7 +74,7 @@ class MeasuredRows(msgspec.Struct, frozen=True):
 
 
 class ReportCard(msgspec.Struct, frozen=True):
-    """The part of an SAE's report card that the app shows; `label` names the SAE of a sweep."""
+    """The parts of an SAE's report card that the app shows; `label` is the SAE's name in a sweep."""
 
     figures: FiguresSummary
     data: MeasuredRows
@@ -84,7 +84,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     probing: ProbingSummary | None = None
 
     def values(self) -> dict[str, float]:
-        """Return the metrics for a comparison of SAEs, with their standard errors if there are any."""
+        """Return the metrics for comparing SAEs, with their standard errors if known."""
         own = self.figures
         values = {
             "card_fvu": own.fvu,
@@ -119,7 +119,7 @@ def read_cards(folder: Path) -> list[ReportCard]:
 
 
 def versions_of(folder: Path) -> dict[str, list[Version]]:
-    """Return the current and earlier report cards in a folder by SAE, newest first; the label of a single SAE is ""."""
+    """Return the current and earlier report cards in a folder by SAE, latest first; the label of a single SAE is ""."""
     older = (file.parent for file in folder.glob(f"*/{card_versions.FOLDER}"))
     folders = sorted({*_folders(folder), *older}, key=lambda one: (one != folder, one.name))
     cards = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
@@ -129,7 +129,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 def version_of(folder: Path, number: int) -> dict[str, Version]:
     """Return the report card with this number, by SAE.
 
-    Raise `UserError` if it is missing.
+    Raise `UserError` if it does not exist.
     """
     cards = versions_of(folder)
     if shown := {label: one for label, versions in cards.items() for one in versions if one.number == number}:

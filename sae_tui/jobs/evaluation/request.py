@@ -30,13 +30,13 @@ from trainer.contract.settings.toml import Judged, read_plain_text
 from trainer.contract.store.rows import Job
 
 FOLLOWER = (sys.executable, "-P", "-m", "sae_tui.jobs.evaluation.follow")
-# The value of `--model` for the language model that the data was extracted from.
+# The value of `--model` that stands for the language model that produced the data.
 AUTO = "auto"
 POLL_S = 0.1
 
 
 class ReservedGpu(msgspec.Struct, frozen=True):
-    """An idle GPU to evaluate on; `locks` is the folder of its lock."""
+    """An idle GPU for an evaluation; `locks` is the folder of its lock."""
 
     index: int
     uuid: str
@@ -45,15 +45,15 @@ class ReservedGpu(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to evaluate; with the job file `model`, also in its language model and by probes on its texts.
+    """A requested evaluation; with the job file `model`, it includes the language model and probes on its texts.
 
     Without a `gpu` it runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not requested
-    stay as they are on the report card. `python` is the Python of the job, "" for the app's own.
+    remain unchanged on the report card. `python` is the job's Python, "" for the app's own.
     """
 
     job_id: int
     model: str | None = None
-    # `card` in the request file, as in earlier versions.
+    # The name in the request file is `card`, as in earlier versions.
     gpu: ReservedGpu | None = msgspec.field(default=None, name="card")
     is_probed: bool = False
     python: str = ""
@@ -65,13 +65,13 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the report card that are measured, by name."""
+        """The names of the report card parts that are measured."""
         asked = {ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, PROBES: self.is_probed}
         return tuple(part for part, is_asked in asked.items() if is_asked)
 
     @property
     def flags(self) -> list[str]:
-        """The flags of the trainer's command."""
+        """The flags for the trainer's command."""
         model = ["--model", self.model] if self.model else []
         flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows, FLAG: self.allows_code}
         spliced = ["--tokens", "0"] if self.model and not self.is_spliced else []
@@ -90,7 +90,7 @@ def evaluate(data: DataDir, request: Request) -> str:
     except SlowStart:
         raise
     except UserError:
-        # Another process has started an evaluation first.
+        # Another process started an evaluation first.
         if is_going(data, request.job_id):
             raise UserError(f"job {request.job_id} is being evaluated already") from None
         raise
@@ -101,7 +101,7 @@ def evaluate(data: DataDir, request: Request) -> str:
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask the evaluation of a job to end, and return a message; raise `UserError` if none is running."""
+    """Ask a job's evaluation to stop and return a message; raise `UserError` if none is running."""
     with existing(data, job_id) as control:
         control.job(job_id)
         if not is_going(data, job_id):
@@ -125,7 +125,7 @@ def refuse(data: DataDir, job: Job) -> None:
 
 
 def python_of(data: DataDir, job_id: int) -> str:
-    """Return the Python that a job was trained with, "" for the app's; raise `UserError` if it must not be run."""
+    """Return the Python that trained a job, "" for the app's; raise `UserError` if it must not be run."""
     judged, file = Judged(), data.run(job_id).job_file
     if not file.exists():
         return ""
@@ -140,13 +140,13 @@ def python_of(data: DataDir, job_id: int) -> str:
 
 
 def _runs_code(data: DataDir, job_id: int) -> bool:
-    """Return whether the job runs a model's own code, which was allowed at its launch."""
+    """Return whether the job runs custom model code, which was allowed at its launch."""
     file = data.run(job_id).job_file
     return file.exists() and any(code.path == "data.remote_code" for code in code_in(read_toml(file, read_plain_text)))
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:
-    """Return a message about a job without features, and the question whether to evaluate it now.
+    """Return a message about a job without features, and a question whether to evaluate it now.
 
     The question is "" if an evaluation is impossible or would not help.
     """
@@ -166,9 +166,9 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
 
 
 def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:
-    """Show the progress of a job's evaluation until it ends; `since` is when it was requested.
+    """Show the progress of a job's evaluation until it ends; `since` is the time of the request.
 
-    Return whether it succeeded, and a message on how it ended.
+    Return whether it succeeded, and a message about its end.
     """
     evaluations = Evaluations(data)
     with Progress(f"evaluating job {job_id}", to_descriptor=False) as progress:
@@ -178,8 +178,8 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # If the evaluation was killed while it waited for a GPU, it left no event, and the last event is from an
-        # earlier evaluation.
+        # An evaluation that was killed while waiting for a GPU left no event; the last event is then from an earlier
+        # evaluation.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"

@@ -1,1 +1,1 @@
-"""Who holds which GPU: other processes, our jobs, and the locks that reserve GPUs."""
+"""Determines who holds which GPU: other processes, our jobs, and the locks that reserve GPUs."""

@@ -1,4 +1,4 @@
-"""Decides which GPUs a new job can have, and why it cannot have the others."""
+"""Determines which GPUs a new job can have, and why it cannot have the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
 
-# A desktop compositor or a monitor holds tens of MB on a GPU that is otherwise free.
+# A desktop compositor or a monitoring program holds tens of MB on a GPU that is otherwise free.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A row of the list of GPUs to choose from; `reason` says why it is unavailable, or what is unknown about it.
+    """A GPU to choose from; `reason` explains why it is unavailable, or what is unknown about it.
 
     `brief` is a short reason, shown next to the GPU's use. `memory_usable_bytes` is the memory that jobs can use on an
-    idle GPU: less than the total, since the driver keeps some. `vendor` is the sample's. `withheld` is set if only
-    other users may use the GPU.
+    idle GPU: less than the total, since the driver reserves some. `vendor` is the sample's vendor. `withheld` is set if
+    only other users may use the GPU.
     """
 
     index: int
@@ -43,16 +43,16 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
     @property
     def may_be_offered(self) -> bool:
-        """Whether it may be taken by a job that does not name it: it is not in use, and its free memory is known."""
+        """Whether a job that does not name the GPU may take it: it is not in use, and its free memory is known."""
         return self.state == "available" and self.memory_free_bytes is not None
 
 
 class Holders(msgspec.Struct, frozen=True):
     """The holders of this machine's GPUs according to our own store: jobs and the pids of their ranks, by GPU UUID.
 
-    If several jobs share a GPU, `jobs` has the latest job and `shared` the ids of all. `own_pids` contains the pids of
-    all ranks and supervisors. `other_users` describes holders from other data folders, and `idle` describes how long a
-    held GPU has not been used. `freed` says when a job of ours last ended on a GPU.
+    If several jobs share a GPU, `jobs` contains the latest job and `shared` the ids of all. `own_pids` contains the
+    pids of all ranks and supervisors. `other_users` describes holders from other data folders, and `idle` describes how
+    long a held GPU has not been used. `freed` gives the time when one of our jobs last ended on a GPU.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -65,7 +65,7 @@ class Holders(msgspec.Struct, frozen=True):
     shared: Mapping[str, tuple[int, ...]] = {}
 
     def rank_of(self, pid: int) -> tuple[Job, int] | None:
-        """Return the job and the rank number of a process that is one of our ranks; None for any other process."""
+        """Return the job and rank number of one of our ranks; return None for any other process."""
         uuid = next((uuid for uuid, one in self.pids.items() if one == pid), None)
         return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
 
@@ -95,10 +95,10 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
-    """Add the GPUs whose lock is held by a job that is not in our store; `folder` contains or reads the locks."""
+    """Add the GPUs whose lock is held by a job outside our store; `folder` contains or reads the locks."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
-    # A job of ours that has the lock but not yet the lease is recognised by its supervisor's pid.
+    # One of our jobs that has the lock but not the lease yet is recognised by its supervisor's pid.
     other_users = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, other_users=other_users) if other_users else held
 
@@ -109,17 +109,17 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return who uses a GPU, in a few words, and the name of the style for it."""
+    """Return a short text about who uses a GPU, and the name of its style."""
     if choice.state == "available":
         return choice.brief or "idle", "dim"
     return choice.brief, "good" if choice.job_id is not None else "warn"
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Return why the job does not fit into the free memory; "" if it does."""
+    """Return why the job does not fit into the free memory, or "" if it fits."""
     free = choice.memory_free_bytes
     if free is None:
-        # 0 bytes: the need of the job is not known yet.
+        # 0 bytes means that the memory need of the job is not known yet.
         return f"needs {gibibytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
     return "" if free >= needed_bytes else f"needs {gibibytes(needed_bytes)}, {gibibytes(free)} free"
 
@@ -177,7 +177,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return who holds a GPU in exclusive mode, regardless of the memory that the process uses; "" if it is free."""
+    """Return who holds a GPU in exclusive mode, regardless of the process's memory use; "" if it is free."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 
@@ -189,7 +189,7 @@ def _usable(sample: GpuSample) -> int | None:
 
 
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
-    """Return the processes on a GPU except the ranks of jobs that lease it.
+    """Return the processes on a GPU, except the ranks of jobs that lease it.
 
     On a leased GPU, a process without a user name counts as such a rank, because no process in a container has a user
     name.
@@ -202,26 +202,26 @@ def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
     """Return whether an unlisted process must be using the GPU; False for a leased GPU."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
-    # A reading from before a job of ours ended does not show who uses the GPU now.
+    # A reading from before the end of one of our jobs does not show who uses the GPU now.
     freed = held.freed.get(sample.uuid)
     return freed is None or sample.timestamp > freed
 
 
 def _use(sample: GpuSample) -> str:
-    """Describe the use of a GPU as far as it can be read: `98 %, 127.0 GiB`."""
+    """Describe the use of a GPU as far as it can be read, like `98 %, 127.0 GiB`."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gibibytes(sample.memory_used_bytes)])])
 
 
 def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
-    """Return reason and brief reason for a GPU that does not list its processes and shows no other sign of use."""
+    """Return a long and a brief reason for a GPU that does not list its processes and shows no other sign of use."""
     if sample.memory_used_bytes is None:
         return "its use is unknown", "use unknown"
     return f"{gibibytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use detected"
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the largest process that is not ours, or None; a process whose memory is unknown counts as large."""
+    """Return the largest process that is not ours, or None; a process with unknown memory use counts as large."""
     large = [
         process
         for process in processes
@@ -233,7 +233,7 @@ def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int])
 
 
 def _has_ended(process: GpuProcess) -> bool:
-    """Return whether a process of our own user, which the last reading still lists, has ended.
+    """Return whether a process of our own user has ended, although the last reading still lists it.
 
     Other users' pids may belong to another PID namespace.
     """

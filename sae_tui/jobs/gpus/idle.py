@@ -1,4 +1,4 @@
-"""Finds GPUs that a job holds but does not use, from the stored history of their utilisation."""
+"""Finds GPUs that a job holds but does not use, based on their stored utilisation history."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.wording import duration
 
-# Saving and evaluating pause a GPU for seconds; reading from a slow disk pauses it for up to a minute.
+# Saving and evaluating idle a GPU for seconds; reading from a slow disk idles it for up to a minute.
 IDLE_AFTER_S = 600.0
 
 
 def with_idle(held: Holders, data: DataDir) -> Holders:
-    """Add for every GPU how long its job has left it idle, in words; takes a millisecond per GPU."""
+    """Add how long each held GPU has been idle, in words; takes a millisecond per GPU."""
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):

@@ -1,7 +1,7 @@
 """File locks that mark a GPU as in use for exactly as long as a process of its job is alive.
 
-The ranks inherit the descriptors, so that not even `kill -9` of the supervisor frees a GPU that is still computing, and
-a crash leaves nothing to clean up. The locks of real GPUs are in one folder of the machine, so that users with
+The ranks inherit the descriptors, so not even `kill -9` of the supervisor frees a GPU that is still computing, and a
+crash leaves nothing to clean up. The locks of real GPUs are in a single folder per machine, so that users with
 different data folders see each other's locks.
 """
 
@@ -22,19 +22,19 @@ from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first is emptied at every boot, and on most machines all users can write to it. We create no folder in it: the
-# user whose job came first would own that folder, and could lock out other users.
+# The first folder is emptied at every boot, and on most machines all users can write to it. We create no subfolder in
+# it: the user whose job came first would own that subfolder and could lock out other users.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
-# In seconds; a reading takes 0.1 ms unless the disk hangs.
+# A limit in seconds; a reading takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
 _ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 
 
 class GpuLocks:
-    """The locks of one job's GPUs, taken all together or not at all; jobs that share a GPU hold its lock together."""
+    """The locks of one job's GPUs, acquired all together or not at all; jobs that share a GPU share its lock."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
-        # Sorted, so that two jobs that want the same GPUs cannot each hold one and wait for the other.
+        # Sorted, so that two jobs that want the same GPUs cannot each hold one of them and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
         self._shared = shared
         self.descriptors: tuple[int, ...] = ()
@@ -42,13 +42,13 @@ class GpuLocks:
         self.why = ""
 
     def take(self) -> bool:
-        """Take every lock without waiting, or none and return False; return True if they are already held.
+        """Acquire every lock without waiting, or none and return False; return True if they are already held.
 
-        After False, `refused` is the UUID of the GPU whose lock was not taken. `why` is then the error, or "" if
-        another process holds the lock.
+        After False, `refused` is the UUID of the GPU whose lock could not be acquired. `why` is then the error, or ""
+        if another process holds the lock.
         """
         if self.descriptors:
-            # A second descriptor of the same file would conflict with our own first one.
+            # A second descriptor of the same file would conflict with our first one.
             return True
         taken: list[int] = []
         for uuid, path in self._paths.items():
@@ -56,7 +56,7 @@ class GpuLocks:
                 if not path.parent.exists():
                     private_folder(path.parent)
                 taken.append(open_lock(path))
-                # If the file was replaced meanwhile, another process can hold the lock of the new file.
+                # If the file was replaced in the meantime, another process may hold the lock of the new file.
                 is_free = try_lock(taken[-1], shared=self._shared) and _is_there_still(path, taken[-1])
                 why = ""
             except OSError as error:
@@ -69,7 +69,7 @@ class GpuLocks:
         return True
 
     def release(self) -> None:
-        """Release this process's share; a rank that is still alive keeps its own."""
+        """Release the locks in this process; a rank that is still alive keeps its own."""
         _close(self.descriptors)
         self.descriptors = ()
 
@@ -81,7 +81,7 @@ def _is_there_still(path: Path, descriptor: int) -> bool:
 
 
 def lock_folder(data: DataDir, gpu_source: str) -> Path:
-    """Return the folder of the GPU locks: the machine's for real GPUs, the data folder's for simulated ones."""
+    """Return the folder of the GPU locks: the machine's folder for real GPUs, the data folder for simulated ones."""
     return _place(data, gpu_source)[0]
 
 
@@ -106,7 +106,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
-    """Return the pid that took each held lock, by GPU UUID; takes no lock, and other namespaces' pids are missing."""
+    """Return the pid that acquired each held lock, by GPU UUID; omit pids in other namespaces. Acquires no lock."""
     return _holders({uuid: _path(folder, uuid) for uuid in uuids})
 
 
@@ -116,7 +116,7 @@ def lock_holder(path: Path) -> int | None:
 
 
 def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return by name the pid that holds the lock of each file; all files must be in one folder."""
+    """Return the pid that holds the lock of each file, by name; all files must be in one folder."""
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
@@ -133,7 +133,7 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
 
 
 class HolderReader:
-    """Reads `lock_holders` repeatedly in a thread, so that a disk that hangs does not block the caller."""
+    """Reads `lock_holders` repeatedly on a thread, so that a hanging disk does not block the caller."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -141,7 +141,7 @@ class HolderReader:
         self._thread = threading.Thread()
 
     def read(self, uuids: Iterable[str]) -> dict[str, int]:
-        """Return the holders, or the last known ones if reading takes longer than `LIMIT_S`."""
+        """Return the holders; if reading takes longer than `LIMIT_S`, return the last known ones."""
         if not self._thread.is_alive():
             self._thread = threading.Thread(target=self._read, args=(tuple(uuids),), name="locks", daemon=True)
             self._thread.start()
@@ -153,14 +153,14 @@ class HolderReader:
 
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
-    """Return the pid of each whole-file lock, by device and inode, from the text of /proc/locks."""
-    # Lines of processes that wait for a lock have an arrow before the type, and do not match.
+    """Return the pid of each whole-file lock, by device and inode, from the content of /proc/locks."""
+    # Lines about processes that wait for a lock have an arrow before the type, and do not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
 
 
 def owner(pid: int) -> str:
-    """Describe the owner of a process: `alice (pid 123)`, or only the pid if the process is gone."""
+    """Describe the owner of a process, like `alice (pid 123)`; if the process is gone, only give the pid."""
     try:
         return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
@@ -172,7 +172,7 @@ def _path(folder: Path, uuid: str) -> Path:
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Return whether a folder is like /tmp: every user can add files, and none can remove another user's."""
+    """Return whether a folder is like /tmp: any user can add files, but not remove those of other users."""
     try:
         return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:
@@ -180,7 +180,7 @@ def _is_open_to_all(folder: Path) -> bool:
 
 
 def _make_shared_folder(folder: Path) -> str:
-    """Create a folder like /tmp; return what prevents it, or ""."""
+    """Create a folder like /tmp; return why this is impossible, or "" on success."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -193,10 +193,10 @@ def _make_shared_folder(folder: Path) -> str:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file, and create it if it is missing; return its descriptor.
+    """Open a lock file, creating it if missing, and return its descriptor.
 
-    It is opened read-only, which is enough for a lock: the file may belong to another user. Links are not followed.
-    Raise OSError for anything but a regular file; opening a FIFO does not block.
+    It is opened read-only, which is sufficient for a lock, since the file may belong to another user. Links are not
+    followed. Raise OSError for anything but a regular file; opening a FIFO does not block.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = _open_or_create(path, flags)
@@ -210,7 +210,7 @@ def _open_or_create(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
-        # Not by `mode`: the umask would remove permissions that others need.
+        # Set the mode afterwards, since the umask would remove permissions that others need.
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(descriptor, 0o644)
         return descriptor

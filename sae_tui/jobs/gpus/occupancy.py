@@ -1,4 +1,4 @@
-"""Tracks which GPUs of this machine our jobs hold, for use by any thread, and creates GPU sources that show it."""
+"""Tracks which GPUs of this machine our jobs hold, for use by any thread, and creates GPU sources that show this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Occupancy:
-    """Follows the leases in the store; a query takes 20 µs while nothing changes."""
+    """Tracks the leases in the store; a query takes 20 µs if nothing has changed."""
 
     def __init__(self, data: DataDir) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class Occupancy:
         self._holders = Holders()
 
     def holders(self) -> Holders:
-        """Return who holds which GPU; the last known state if the store cannot be read now."""
+        """Return who holds which GPU; if the store cannot be read now, return the last known state."""
         with self._lock:
             with contextlib.suppress(UserError):
                 self._follower.poll(self._read)
@@ -36,7 +36,7 @@ class Occupancy:
         return {uuid: job.id for uuid, job in self.holders().jobs.items()}
 
     def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
-        """Return pid and estimated bytes of the rank on each GPU; simulated GPUs list them as their processes."""
+        """Return the pid and estimated bytes of the rank on each GPU; simulated GPUs list these ranks as processes."""
         held = self.holders()
         needs = {uuid: job.card_memory_bytes or CUDA_CONTEXT_BYTES for uuid, job in held.jobs.items()}
         return {uuid: (pid, needs[uuid]) for uuid, pid in held.pids.items()}
@@ -51,9 +51,9 @@ class Occupancy:
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
-    """Return the source of this name, one of `source_names`; simulated GPUs show our jobs' ranks.
+    """Return the source of this name, one of `source_names`; simulated GPUs show the ranks of our jobs.
 
-    The number of simulated GPUs is `count`, or else the number in the name: "simulated:8".
+    The number of simulated GPUs is `count` or, if that is None, the number in the name, as in "simulated:8".
     """
     name, _, named = name.partition(":")
     if name != "simulated":
@@ -63,5 +63,5 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
 
 
 def name_elsewhere(name: str, n_gpus: int) -> str:
-    """Return the name of the source in another process that has the same GPUs."""
+    """Return the name under which another process opens a source with the same GPUs."""
     return f"{name}:{n_gpus}" if name == "simulated" and n_gpus else name

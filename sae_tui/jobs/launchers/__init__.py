@@ -7,6 +7,6 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
 def launcher(backend: str, setup: AttemptSetup) -> Attempt:
-    """Return the attempt object of a launch backend; it starts nothing yet."""
+    """Return an attempt for a launch backend, without starting anything."""
     attempt: Attempt = LAUNCH_BACKENDS[backend].load()(setup)
     return attempt

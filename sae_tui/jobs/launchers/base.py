@@ -18,7 +18,7 @@ RankCommand = Callable[[Path], Sequence[str]]
 
 
 class AttemptSetup(msgspec.Struct, frozen=True):
-    """What an attempt needs to start. The ranks inherit `locks`, and so hold the GPUs as long as they live."""
+    """Everything an attempt needs to start. The ranks inherit `locks`, and so hold the GPUs while they live."""
 
     job_id: int
     config: AnyJob
@@ -33,12 +33,12 @@ class Attempt(Protocol):
 
     @property
     def alive(self) -> bool:
-        """True while any of its processes may still run."""
+        """True while any process of the attempt may still run."""
         ...
 
     @property
     def is_waiting(self) -> bool:
-        """True while pending in an external scheduler, so that no step can be expected."""
+        """True while the attempt is pending in an external scheduler, so that no step can be expected."""
         ...
 
     @property
@@ -48,12 +48,12 @@ class Attempt(Protocol):
 
     @property
     def is_hung(self) -> bool:
-        """True if a rank could not be ended; it then counts as ended."""
+        """True if a rank could not be killed; it is then treated as ended."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """True if a rank ended too early, so that the other ranks cannot continue."""
+        """True if a rank ended prematurely, so that the other ranks cannot continue."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Attempt(Protocol):
         ...
 
     def start(self) -> None:
-        """Start every rank; after an `OSError` or `UserError` the caller must end the ranks already started."""
+        """Start every rank; after an `OSError` or `UserError`, the caller must stop the ranks already started."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
@@ -74,7 +74,7 @@ class Attempt(Protocol):
         ...
 
     def ask_to_stop(self) -> None:
-        """Ask ranks that cannot read the store to save and end."""
+        """Ask ranks that cannot read the store to save and stop."""
         ...
 
     def ask_to_finish(self) -> None:
@@ -82,7 +82,7 @@ class Attempt(Protocol):
         ...
 
     def end(self) -> None:
-        """Ask all living ranks to end; in later calls, kill them once their grace period has passed."""
+        """Ask all living ranks to stop; in later calls, kill them once their grace period has passed."""
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
@@ -93,13 +93,13 @@ class Attempt(Protocol):
 
     @property
     def first_failed(self) -> int | None:
-        """The rank that failed before the others."""
+        """The rank that failed first."""
         ...
 
     def describe(self) -> str:
-        """Describe an abnormal state of the ranks, such as one that is halted; return "" if all seem to work."""
+        """Describe an abnormal state of the ranks, such as a halted one; return "" if all seem to work."""
         ...
 
     def dump_stacks(self, file: Path) -> None:
-        """Write the stacks of every rank to a file, to show why it makes no progress."""
+        """Write the stacks of every rank to a file, to show why the attempt makes no progress."""
         ...

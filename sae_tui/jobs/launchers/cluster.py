@@ -1,4 +1,4 @@
-"""One SLURM job, controlled by SLURM's commands: submitted, polled without waiting, cancelled. Needs no slurmdbd."""
+"""A SLURM job, controlled through SLURM's commands: submitted, polled without waiting, cancelled. Needs no slurmdbd."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.contract.settings.declare import show
 from trainer.contract.trust import open_own
 
 LOOK_EVERY_S = 1.5
-# A busy controller answers late; one that is down does not answer at all.
+# A busy controller responds late; one that is down does not respond at all.
 TIMEOUT_S = 15.0
-# SLURM forgets a job minutes after its end (MinJobAge); a controller that was just restarted may not know it yet.
+# SLURM forgets a job minutes after its end (MinJobAge); a restarted controller may not know the job yet.
 TIMES_UNKNOWN = 3
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -26,7 +26,7 @@ _OVER = {
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A job as squeue shows it: its state (`PENDING`), the reason (`Resources`) and its nodes (`n[1-2]`)."""
+    """A job as shown by squeue: its state (`PENDING`), the reason (`Resources`) and its nodes (`n[1-2]`)."""
 
     state: str
     reason: str = ""
@@ -38,11 +38,11 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class SlurmError(OSError):
-    """An error that SLURM reported, in its own words."""
+    """An error reported by SLURM, in SLURM's words."""
 
 
 class SlurmJob:
-    """A submitted job; `seen` is its last known state, None until the controller has answered."""
+    """A submitted job; `seen` is its last known state, None until the controller has responded."""
 
     def __init__(self, slurm_id: str) -> None:
         self.id = slurm_id
@@ -52,7 +52,7 @@ class SlurmJob:
 
     @classmethod
     def submit(cls, argv: Sequence[str]) -> SlurmJob:
-        """Submit a job with this sbatch command; raise `SlurmError` if SLURM refuses it."""
+        """Submit a job with an sbatch command; raise `SlurmError` if SLURM refuses it."""
         answer, failure = _run(argv)
         if failure:
             raise SlurmError(f"SLURM refused it: {failure}")
@@ -63,9 +63,10 @@ class SlurmJob:
 
     @classmethod
     def read(cls, file: Path) -> SlurmJob:
-        """Return the job whose number a file contains; only we may write the file, since the job may be cancelled.
+        """Return the job whose number is in a file; only we may write this file, since the job may be cancelled.
 
-        Raise `UserError` if others can write it, `SlurmError` if it contains no number, and `OSError` without a file.
+        Raise `UserError` if others can write the file, `SlurmError` if it contains no number, and `OSError` if it is
+        missing.
         """
         with open_own(file) as stream:
             slurm_id = stream.read(100).decode(errors="replace").strip()
@@ -74,7 +75,7 @@ class SlurmJob:
         return cls(slurm_id)
 
     def look(self) -> bool:
-        """Ask for the state without ever waiting for the controller; return whether the state has changed."""
+        """Query the state without ever waiting for the controller; return whether the state has changed."""
         now = time.monotonic()
         if self._look is None:
             if now - self._begun < LOOK_EVERY_S or (self.seen and self.seen.is_over):
@@ -104,7 +105,7 @@ class SlurmJob:
         return news
 
     def cancel(self, *options: str) -> bool:
-        """Cancel the job with these scancel options; return False if the controller does not accept that now."""
+        """Cancel the job with these scancel options; return False if the controller does not accept this now."""
         _, failure = _run(["scancel", *options, self.id])
         if failure:
             note(f"scancel {self.id}: {failure}")
@@ -117,7 +118,7 @@ class SlurmJob:
 
 
 def _is_id(word: str) -> bool:
-    """Return whether a word is a job number; scancel could take other words as options or as other jobs."""
+    """Return whether a word is a job number; scancel could interpret other words as options or other jobs."""
     return word.isascii() and word.isdigit()
 
 
@@ -127,7 +128,7 @@ def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _run(argv: Sequence[str]) -> tuple[str, str]:
-    """Return the output of a command, and its last line of errors, which is "" if it succeeded."""
+    """Return the output of a command, and the last line of its errors, which is "" if it succeeded."""
     try:
         process = _popen(argv)
     except OSError as error:

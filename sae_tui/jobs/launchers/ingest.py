@@ -1,4 +1,4 @@
-"""Copies the progress that rank 0 on another host writes to a file into `metrics.db`, as the only writer of it."""
+"""Copies the progress that rank 0 writes to a file on another host into `metrics.db`, as the only writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Stores its position in a file next to `progress.jsonl`; a restarted copy counts nothing twice."""
+    """Copies the progress; stores its position next to `progress.jsonl`, so that a restart counts nothing twice."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db
@@ -28,14 +28,14 @@ class Ingest:
     def poll(self) -> bool:
         """Store the complete lines since the last call, at most 4 MB, and return whether there were any.
 
-        Raise `StoreError`; the next call tries the same lines again.
+        Raise `StoreError` on failure; the next call tries the same lines again.
         """
         self._leave_lost_store()
         chunk = self._read()
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # We write no line this long: its pieces cannot be decoded and are skipped.
+        # We write no lines of this length: the pieces cannot be decoded and are skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
@@ -44,7 +44,7 @@ class Ingest:
             raise
         self._offset += len(whole)
         with contextlib.suppress(OSError):
-            # If it is lost, all lines are read again, and nothing counts twice.
+            # If the position is lost, all lines are read again, but nothing counts twice.
             write_whole(self._offset_file, str(self._offset), durable=False)
         return True
 
@@ -54,14 +54,14 @@ class Ingest:
             writer.close()
 
     def _leave_lost_store(self) -> None:
-        """Start again from the first line if the store was deleted or replaced; the file still has all lines."""
+        """Start again from the first line if the store was deleted or replaced; the progress file is complete."""
         with explain_errors(self._db):
             if self._writer and file_identity(self._db) != self._identity:
                 self.close()
                 self._offset = 0
 
     def _read(self) -> bytes:
-        """Read new data. Reopen the file each time, since only that makes a network file system check for it."""
+        """Read new data. Reopen the file each time, since only this makes a network file system look for new data."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)
@@ -70,7 +70,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines in as few writes as possible: one before each rewind of the history."""
+        """Store the lines in as few writes as possible, with a separate write before each rewind of the history."""
         writer = self._open()
         rows: list[MetricRow] = []
         events: list[Event] = []

@@ -1,4 +1,4 @@
-"""The ranks of one attempt as child processes of the supervisor, which starts, watches and ends them."""
+"""The ranks of one attempt as child processes of the supervisor, which starts, watches and stops them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
 _DUMP_LIMIT_S = 20.0
-# Letters of /proc/<pid>/stat. "D" normally lasts only a moment, unless a disk or a driver hangs.
+# State letters in /proc/<pid>/stat. "D" normally lasts only a moment, unless a disk or a driver hangs.
 _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
 
 
 class RankProcess(ChildRank, OneRank):
-    """A rank that is a child process of ours."""
+    """A rank that is one of our child processes."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, process, exit_file, log)
-        # `of` finds nothing only if the rank died within microseconds; as our zombie it still keeps its pid.
+        # `of` returns None only if the rank died within microseconds; as our zombie, the rank still keeps its pid.
         self._ref = ProcessRef.of(process.pid) or ProcessRef(process.pid, 0, boot_id())
 
     @property
@@ -43,7 +43,7 @@ class RankProcess(ChildRank, OneRank):
 
 
 class RankGroup(RankStates[RankProcess]):
-    """All ranks of an attempt; they hold the GPU locks with us, and the kernel signals them if we die."""
+    """All ranks of an attempt; they hold the GPU locks together with us, and the kernel signals them if we die."""
 
     is_waiting = False
 
@@ -60,10 +60,10 @@ class RankGroup(RankStates[RankProcess]):
             self.ranks.append(RankProcess(rank, process, exit_file, self._paths.log(rank)))
 
     def ask_to_stop(self) -> None:
-        """Do nothing: rank 0 reads the store itself."""
+        """Do nothing, since rank 0 reads the store itself."""
 
     def ask_to_finish(self) -> None:
-        """Do nothing: rank 0 reads the store itself."""
+        """Do nothing, since rank 0 reads the store itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
         log = open_private(self._paths.log(rank), os.O_APPEND)
@@ -86,7 +86,7 @@ class RankGroup(RankStates[RankProcess]):
         return [self._row(rank) for rank in wait_for_ends(self.living, timeout_s)]
 
     def end(self) -> None:
-        """Send SIGTERM to all living ranks; in later calls, send SIGKILL once 5 s have passed."""
+        """Send SIGTERM to all living ranks; in later calls, send SIGKILL after 5 s."""
         if self._ending_since is None:
             self._ending_since = time.monotonic()
             self._send(signal.SIGTERM)
@@ -112,7 +112,7 @@ class RankGroup(RankStates[RankProcess]):
 
 
 def _die_with(supervisor: int) -> None:
-    """Have the kernel send SIGTERM to this rank when the supervisor dies, and exit if it has just died.
+    """Make the kernel send SIGTERM to this rank when the supervisor dies; exit if it has already died.
 
     Runs in the rank before its program.
     """
@@ -123,19 +123,19 @@ def _die_with(supervisor: int) -> None:
 
 
 def odd_state(pid: int) -> str:
-    """Describe what prevents a process from running; return "" for one that runs or waits for other processes."""
+    """Describe what prevents a process from running; return "" if it runs or waits for other processes."""
     return _ODD.get(state_of(pid), "")
 
 
 def is_halted(pid: int) -> bool:
-    """Return whether a process is halted (SIGSTOP or a debugger) until it is continued."""
+    """Return whether a process is halted (by SIGSTOP or a debugger) until it is continued."""
     return state_of(pid) in ("T", "t")
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
     """Write the Python stacks of all processes to a file, as far as they can be read.
 
-    This also works for a process that is halted or waits in C++.
+    This also works for a process that is halted or that waits in C++.
     """
     sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(sections).encode(errors="replace"))
@@ -147,7 +147,7 @@ def _stack(process: ProcessRef) -> str:
         return "(py-spy is not installed)"
     if not process.is_alive():
         return "(it has ended)"
-    # Do not pause the process for the dump: a process that hangs must not make us hang.
+    # Do not pause the process for the dump, since pausing a hanging process could make us hang.
     arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
         done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=_DUMP_LIMIT_S)

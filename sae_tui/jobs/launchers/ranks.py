@@ -1,4 +1,4 @@
-"""State of the ranks of an attempt, wherever they run: which are alive, how each ended, and which failed first."""
+"""The state of an attempt's ranks, wherever they run: which are alive, how each ended, and which failed first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OneRank(RankEnd):
     @property
     @abstractmethod
     def ref(self) -> ProcessRef:
-        """Its process."""
+        """The process of the rank."""
 
     def ending(self, n_ranks: int) -> RankEnding:
         code = self.code
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class RankStates(Generic[R]):
-    """The parts of an attempt that need only the state of its ranks, wherever they run."""
+    """The part of an attempt that depends only on the state of its ranks, wherever they run."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         self._job_id, self._command = setup.job_id, setup.command

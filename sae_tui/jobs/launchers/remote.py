@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank known by its mark file; `launch_log` has the output from before it had its own log."""
+    """A rank known by its mark file; `launch_log` contains the output from before the rank had its own log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -33,7 +33,7 @@ class RemoteRank(OneRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs, `EXIT_FAILED` if its mark records no end."""
+        """The exit code, negative for a signal; None while the rank runs, `EXIT_FAILED` if its mark records no end."""
         if self.ended is None:
             return None
         if self.never_ran:
@@ -57,13 +57,13 @@ class RemoteRank(OneRank):
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """Return when the rank wrote its last record, or else was given up, in seconds since the epoch.
+        """Return when the rank wrote its last record or, without one, was given up, in seconds since the epoch.
 
         The time comes from the clock of the file system that all hosts share.
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
-        # A mark without an end was written when the rank started.
+        # A mark without an end was written at the start of the rank.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -84,14 +84,14 @@ class RemoteRank(OneRank):
 def _last_cause(log: Path) -> str:
     """Return the last error line from before the ranks had logs.
 
-    Lines about how SLURM then ended the other ranks are no cause, and are skipped.
+    Skip lines about how SLURM then ended the other ranks, since these are not the cause.
     """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")
 
 
 def _is_of_the_end(line: str) -> bool:
-    """Return whether SLURM reports in this line how it ended the job, and not that a program could not start."""
+    """Return whether a line reports how SLURM ended the job, rather than that a program could not start."""
     return line.startswith(("srun:", "slurmstepd")) and "execve()" not in line
 
 

@@ -19,7 +19,7 @@ from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.rows import Device
 
-# Seconds before its time limit at which a job is asked to save and stop; a quarter of a short limit.
+# How many seconds before its time limit a job is asked to save and stop; a quarter of a short limit.
 SAVE_S = 120
 
 # The batch shell runs on the first node and receives the signal before the time limit (128 + SIGUSR1 is 138). Ranks
@@ -46,12 +46,12 @@ while [ "$code" -eq 138 ]; do
 done
 exit "$code"
 """
-# Pages of 2 MB for ranks on the CPU.
+# Huge pages of 2 MB for ranks on the CPU.
 _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
 class NodeLayout(msgspec.Struct, frozen=True):
-    """The number of nodes, and of processes and devices per node."""
+    """The number of nodes, and the numbers of processes and devices per node."""
 
     nodes: int
     per_node: int
@@ -63,7 +63,7 @@ class NodeLayout(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The CPU cores of a process: one for each of its devices."""
+        """The number of CPU cores of a process: one for each of its devices."""
         return self.devices // self.per_node
 
 
@@ -84,7 +84,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 
 
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
-    """Return the sbatch command for the script in `file`, which writes to `log`; the user's options come last."""
+    """Return the sbatch command for the script in `file`, which logs to `log`; the user's options come last."""
     layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
     options = {
         "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _default_name(spec),
@@ -96,20 +96,20 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         "account": launch.account,
         "time": launch.time_limit,
         "chdir": "/",
-        # In a path given to SLURM, a % begins a pattern.
+        # In a path given to SLURM, % begins a pattern.
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
         "signal": f"B:USR1@{_save_s(launch.time_limit)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    # A restart is a new attempt, which the job's supervisor starts.
+    # A restart is a new attempt, started by the job's supervisor.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
 def _save_s(limit: str | None) -> int:
-    """Return how many seconds before the time limit the job is asked to save.
+    """Return how many seconds before its time limit the job is asked to save.
 
-    SLURM reads `90` and `90:00` as minutes, and `1:30:00` as hours; after days, hours come first.
+    SLURM reads `90` and `90:00` as minutes, and `1:30:00` as hours; after a number of days, hours come first.
     """
     if limit is None:
         return SAVE_S

@@ -25,9 +25,10 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# Seconds. After a failure the job ends on its own, and SLURM then reports the reason; do not cancel it before.
+# In seconds. After a failure the job ends on its own, and SLURM then reports the reason, so it is not cancelled
+# earlier.
 ENDS_ITSELF_S = 15.0
-# Seconds. A network file system may be late to show the last data that a node wrote.
+# In seconds. A network file system may show the last data of a node late.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -52,7 +53,7 @@ def cancel_left_behind(folder: Path) -> None:
 
 
 class SlurmAttempt(RankStates[RemoteRank]):
-    """Submits the batch script, follows the job, and copies the run's progress into its store."""
+    """Submits the batch script, follows the job, and copies its progress into the run's store."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
@@ -60,7 +61,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._job = setup.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # The output of SLURM, and of ranks that do not have their own logs yet.
+        # The output of SLURM, and of ranks that have no log of their own yet.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -72,7 +73,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
 
     @property
     def is_halted(self) -> bool:
-        """Always False: this host cannot see the state of a process on another host."""
+        """Always False, since this host cannot see the state of processes on other hosts."""
         return False
 
     @property
@@ -80,7 +81,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Queue the attempt, or continue with the job queued before; raise `OSError` if SLURM refuses it.
+        """Queue the attempt, or continue with a job queued before; raise `OSError` if SLURM refuses it.
 
         SLURM allocates the GPUs, so there are no locks to inherit.
         """
@@ -97,7 +98,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the job's number to a file, or cancel the job: a job that no process could find again must not run."""
+        """Write the job's number to a file; if that fails, cancel the job, since no process could find it again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -113,7 +114,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return [self._row(rank) for rank in news]
 
     def ask_to_stop(self) -> None:
-        """Write the file that asks rank 0 to stop; a job that still waits for nodes is cancelled at once."""
+        """Write the file that asks rank 0 to stop; cancel a job that still waits for nodes."""
         if self._asked_to_stop:
             return
         try:
@@ -157,15 +158,15 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write on which nodes the ranks run: this host cannot inspect processes of other hosts."""
+        """Write on which nodes the ranks run, since this host cannot inspect processes on other hosts."""
         where = self.describe() or "SLURM has not answered"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 
-    # Following the job.
+    # The following methods follow the job.
 
     @property
     def _state(self) -> str:
-        """The job's state as SLURM names it; empty until SLURM has answered."""
+        """The job's state as named by SLURM; empty until SLURM has responded."""
         latest = self._slurm.seen if self._slurm else None
         return latest.state if latest else ""
 
@@ -176,7 +177,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # After the marks, so that all progress reported before a rank's end is stored.
+        # Read after the marks, so that all progress reported before a rank's end is stored.
         with tolerate("reading the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
@@ -185,7 +186,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return news
 
     def _follow(self) -> None:
-        """Ask SLURM for the job's state, and record a change as an event."""
+        """Query SLURM for the job's state, and record a change as an event."""
         if self._slurm is None or not self._slurm.look() or (latest := self._slurm.seen) is None:
             return
         if latest.is_over:
@@ -203,13 +204,13 @@ class SlurmAttempt(RankStates[RemoteRank]):
     def _end_if_pending(self) -> None:
         """Cancel a job that was asked to stop before it began; nothing is lost.
 
-        SLURM itself checks that it has not begun meanwhile.
+        SLURM itself checks that it has not begun in the meantime.
         """
         if self._asked_to_stop and self._slurm and not self._has_run:
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """Mark ranks as ended that left no record although the job is over, and return them."""
+        """Mark ranks that left no record as ended, since the job is over, and return them."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -217,7 +218,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """Return whether the job ends on its own: after a failure, srun ends the other ranks."""
+        """Return whether the job ends on its own: after a failure, srun stops the other ranks."""
         if self._over_since:
             return True
         if not self.has_failed:
@@ -230,14 +231,14 @@ class SlurmAttempt(RankStates[RemoteRank]):
             rank.ended_by_us = True
 
     def _await_end(self) -> None:
-        """Wait up to 15 s for SLURM's final state, which follows shortly after the last report of the ranks."""
+        """Wait up to 15 s for SLURM's final state, which follows shortly after the ranks' last reports."""
         deadline = time.monotonic() + ENDS_ITSELF_S
         while self._slurm and not self._over_since and time.monotonic() < deadline:
             self._follow()
             time.sleep(0.1)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """Add an event to the job, unless the last one had the same message."""
+        """Add an event to the job, unless the last event had the same message."""
         spec = self._spec
         if message == self._told or spec.control_db is None or spec.job_id is None:
             return

@@ -1,1 +1,1 @@
-"""Queued jobs: their order, their reasons to wait, and their start."""
+"""Queued jobs: their order, their reasons for waiting, and their start."""

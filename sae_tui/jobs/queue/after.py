@@ -14,13 +14,13 @@ from trainer.contract.wording import join_words
 
 
 def comes_after(job_ids: Iterable[int]) -> str:
-    """Return `comes after job 3 and job 4`, or "" if there are none."""
+    """Return a clause like `comes after job 3 and job 4`, or "" if there are no jobs."""
     named = [f"job {job_id}" for job_id in job_ids]
     return f"comes after {join_words(named)}" if named else ""
 
 
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
-    """Describe the queued jobs that depend on unfinished jobs, if these are deleted; return "" if there are none.
+    """Describe queued jobs that would wait for ever if the unfinished jobs in `deleted` were deleted; "" if none.
 
     Example: `job 2 comes after job 1 and would no longer start automatically`.
     """
@@ -37,7 +37,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Describe the first unfinished job that this one comes after, or "".
+    """Describe the first unfinished job on which this job depends, or return "".
 
     Deleting a finished job removes it from `after`; a deleted job that is still listed there had not finished.
     """
@@ -47,7 +47,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         except Unreadable as error:
             return f"{comes_after([other])}, but {error}"
         if state is None and data.run(other).root.is_dir():
-            # The store was lost, and with it how this job ended.
+            # The store was lost, including the record of how this job ended.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` restores it"
         if state is None:
             remedy = f"stop waiting for it: `sae-tui after {job.id}`"
@@ -61,7 +61,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _word(control: Control, job_id: int, state: JobState) -> str:
-    """Return the word for a job's state; the bare state if nothing else of its row can be read."""
+    """Return the word for a job's state; the bare state if the rest of the job's row cannot be read."""
     try:
         return describe_state(control.job(job_id)).word
     except Unreadable:
@@ -69,11 +69,11 @@ def _word(control: Control, job_id: int, state: JobState) -> str:
 
 
 def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
-    """Raise `UserError` if a job would come after itself, directly or through others, or after a missing job."""
+    """Raise `UserError` if a job would depend on itself, directly or through others, or on a missing job."""
     others = [control.job(other).id for other in after]
     if job_id in others:
         raise UserError(f"job {job_id} cannot come after itself; choose another job")
-    # A job that has been deleted since comes after no other.
+    # A job that has been deleted in the meantime depends on no other.
     after_by_job = {job.id: job.after for job in control.jobs()}
     for other in others:
         if chain := _chain(after_by_job, other, job_id):
@@ -82,7 +82,7 @@ def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
 
 
 def _chain(after: dict[int, tuple[int, ...]], first: int, last: int) -> list[int]:
-    """Return the ids from the first job to the last, so that each job comes after the next; [] if there is no chain."""
+    """Return the ids from the first job to the last, each depending on the next; return [] if there is no chain."""
     ways = [[first]]
     visited = {first}
     while ways:

@@ -1,4 +1,4 @@
-"""Reads this machine's GPUs for queued jobs, which share the readings, and combines them with leases and locks."""
+"""Reads this machine's GPUs for all queued jobs together, and combines the readings with leases and locks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Other users come and go within minutes; a reading takes 0.1 s of one core.
+# Other users come and go within minutes, while a reading takes 0.1 s of one core.
 FRESH_S = 5.0
-# The names of GPUs do not change. The limit is finite because the GPUs may not have been read at all.
+# The names of GPUs do not change. The limit is finite in case the GPUs have not been read at all.
 NAMED_S = 86_400.0
-# Python's own start, and the time limits for opening the driver and for reading a GPU.
+# Covers the startup of Python, and the time limits for opening the driver and reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
-# Samples may be this many seconds older than requested while another process reads the GPUs.
+# While another process reads the GPUs, samples may be this many seconds older than requested.
 LATE_S = 5.0
-# In seconds; a process that has answered ends at once.
+# In seconds; a process that has responded exits immediately.
 END_S = 1.0
-# In seconds: the pause after a reading process hangs in the driver, doubled for every further process that hangs.
+# In seconds: the pause after a reading process hangs in the driver, doubled for each further process that hangs.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
@@ -51,31 +51,31 @@ class GpuReader:
         self._lock = data.locks / f"cards-{data.host_word}.lock"
         # Processes that hang in the driver.
         self._stuck_file = self._file.with_suffix(".stuck")
-        # Since when another process holds the lock: monotonic time and time of day.
+        # Since when another process has held the lock: monotonic time and time of day.
         self._refused: tuple[float, str] | None = None
         # Why there are no samples.
         self.problem = ""
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
-        """Return samples no older than `fresh_s`, or `LATE_S` more while another process reads the GPUs.
+        """Return samples no older than `fresh_s`, plus `LATE_S` while another process reads the GPUs.
 
-        Return () without such samples; `problem` says why.
+        Return () if there are none; `problem` then explains why.
         """
         self.problem = ""
         if not self._has_reading() or not 0 <= self._age_s() <= fresh_s:
             self._read()
-        # `abs`, since an old reading must not count as fresh after the clock was set back.
+        # Use `abs`, since an old reading must not count as fresh after the clock was set back.
         if not self._has_reading() or abs(self._age_s()) > fresh_s + LATE_S:
             self.problem = self.problem or "the reading is not written"
             return ()
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _has_reading(self) -> bool:
-        # A reading of any age is fresh enough for `fresh_s` = infinity, a missing one is not.
+        # If `fresh_s` is infinite, a reading of any age is fresh enough, but a missing one is not.
         return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
-        """Return the seconds since the last reading; negative if the clock was set back, infinite without a reading."""
+        """Return the age of the last reading in seconds; negative if the clock was set back, infinite if none."""
         try:
             return time.time() - self._file.stat().st_mtime
         except OSError:
@@ -84,7 +84,7 @@ class GpuReader:
     def _read(self) -> None:
         """Read the GPUs, unless another process is reading them.
 
-        The lock only avoids repeated reads. If its holder is stopped or hangs, the GPUs are read without it.
+        The lock merely avoids repeated reads. If its holder is stopped or hangs, the GPUs are read without it.
         """
         with open(open_lock(self._lock)) as lock:
             if _is_ours(lock.fileno()):
@@ -131,7 +131,7 @@ class GpuReader:
 
 
 def _is_ours(lock: int) -> bool:
-    """Take the lock; return False if another process holds it, True if the file system has no locks."""
+    """Acquire the lock; return False if another process holds it, True if the file system does not support locks."""
     try:
         return try_lock(lock)
     except OSError:
@@ -139,7 +139,7 @@ def _is_ours(lock: int) -> bool:
 
 
 def _is_there(process: ProcessRef) -> bool:
-    """Return whether a process still exists; a thread that hangs in the driver keeps a killed process."""
+    """Return whether a process still exists; a killed process remains if one of its threads hangs in the driver."""
     return process.boot_id == boot_id() and state_of(process.pid) != ""
 
 
@@ -150,7 +150,7 @@ def _who(pid: int | None) -> str:
 def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
     """Return the line that a process prints, with its newline if it is complete, and its standard error.
 
-    Do not wait for end of file, since a thread that hangs keeps the pipe open.
+    Do not wait for the end of the file, since a thread that hangs keeps the pipe open.
     """
     assert reader.stdout is not None
     assert reader.stderr is not None
@@ -170,7 +170,7 @@ def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, 
 
 
 def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
-    """Wait 1 s for a process to end, then kill it; return False if that does not end it either."""
+    """Wait 1 s for a process to end, then kill it; return False if it does not end even then."""
     for end in (reader.kill, lambda: None):
         try:
             reader.wait(END_S)
@@ -181,13 +181,13 @@ def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
-    """Return the vendor of a job's GPUs by its name in `VENDORS`; "" if there are none or they are simulated."""
+    """Return the vendor of a job's GPUs by its name in `VENDORS`; "" if there are no GPUs or they are simulated."""
     if not job.gpu_uuids:
         return ""
     source = resolve(job.gpu_source)
     if source != AUTO:
         return source if source in VENDORS else ""
-    # Several vendors are possible; the job's GPUs were read when it took them, so any reading will do.
+    # Several vendors are possible; the job's GPUs were read when the job took them, so a reading of any age will do.
     samples = GpuReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
@@ -203,7 +203,8 @@ def gpus(
 ) -> list[QueueGpu]:
     """Return a `QueueGpu` for every sample.
 
-    For our own jobs only leases count: memory that they have not allocated yet, in their first second, is not free.
+    For our own jobs only leases count, since memory that they have not allocated yet, in their first second, is not
+    free.
     """
     ours = Holders(own_pids=held.own_pids, other_users=held.other_users, leases=held.leases, freed=held.freed)
     samples = list(samples)
@@ -214,7 +215,7 @@ def gpus(
 
 
 def named_gpus(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
-    """Return the GPUs that a job names; only their leases are known."""
+    """Return the GPUs that a job names; nothing but their leases is known."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
@@ -237,7 +238,7 @@ def _gpu(
 
 
 def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
-    """Return the bytes that other users leave on a GPU that our jobs use; None if unknown.
+    """Return the bytes that other users leave free on a GPU that our jobs use; None if unknown.
 
     Our jobs count with the memory of their leases, even before they allocate it. Memory of processes without a user
     name is attributed to our jobs up to the size of their leases, and beyond that to other users.
@@ -251,7 +252,7 @@ def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, le
 
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
-    """Return the seconds until the last job on the GPU is expected to end; infinite if that is unknown."""
+    """Return the seconds until the last job on the GPU is expected to end; infinite if unknown."""
     ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
     return max(ends, default=0.0)
 

@@ -1,9 +1,9 @@
-"""Decides which queued job starts next; every supervisor reaches the same decision from the queue and the GPUs.
+"""Decides which queued job starts next; every supervisor derives the same decision from the queue and the GPUs.
 
-Jobs are ordered by priority, then by age. A job that cannot start yet reserves the GPUs that it will get first. Other
-jobs may use them until then (backfill), but only if they are expected to end in time, and only until the waiting job
-has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits at most for that time and the longest running
-job.
+Jobs are ordered by priority, then by age. A job that cannot start yet reserves the GPUs that will become free for it
+first. Other jobs may use them until then (backfill), but only if they are expected to end in time, and only until the
+waiting job has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits at most for that time plus the
+longest running job.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# After a job has waited this long, no other job may use the GPUs that it will get.
+# After a job has waited this long, no other job may use the GPUs reserved for it.
 BACKFILL_S = 3600.0
 
 
 class QueueGpu(msgspec.Struct, frozen=True):
-    """A GPU as a queued job sees it; `free_bytes` is the memory that other users leave, None if it is unknown.
+    """A GPU from the queue's point of view; `free_bytes` is the memory left by other users, None if unknown.
 
-    `unusable` and `other_user` are reasons that stay when jobs end; `frees_in_s` is the time until all jobs on
-    the GPU have ended.
+    `unusable` and `other_user` are obstacles that remain when jobs end; `frees_in_s` is the time until all jobs on the
+    GPU have ended.
     """
 
     index: int
@@ -42,9 +42,9 @@ class QueueGpu(msgspec.Struct, frozen=True):
     takes_one_process: bool = False
 
     def has_memory(self, job: Job) -> bool:
-        """Return whether the job fits into the memory that other users leave; memory of our own jobs counts as free.
+        """Return whether the job fits into the memory left by other users; memory of our own jobs counts as free.
 
-        If that memory is unknown, a job that names its GPUs may have this GPU, and a job that takes any may not.
+        If that memory is unknown, a job that names its GPUs may have this GPU, but a job that accepts any GPU may not.
         """
         if self.free_bytes is None:
             return not job.any_gpus
@@ -70,7 +70,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
     def with_job(self, job: Job) -> QueueGpu:
-        """Return the GPU as it will be once a job ahead has taken it, although no process of that job uses it yet."""
+        """Return the GPU as it will be once a preceding job has taken it, although that job does not use it yet."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,
@@ -80,7 +80,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """The GPUs that a job may take now, or its reason to wait."""
+    """The GPUs that a job may take now, or its reason for waiting."""
 
     gpus: tuple[QueueGpu, ...] = ()
     waits_for: str = ""
@@ -98,7 +98,7 @@ def in_order(line: Iterable[Job]) -> list[Job]:
 
 
 def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
-    """Return the turn of every queued job by its id; `now` is in seconds since the epoch."""
+    """Return the turn of every queued job by job id; `now` is in seconds since the epoch."""
     board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
     reservations: dict[str, _Reservation] = {}
     turn_by_job: dict[int, Turn] = {}
@@ -113,7 +113,7 @@ def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int
 
 
 def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
-    """Return the GPUs that the job may use; a job that takes any is limited to those visible at its launch."""
+    """Return the GPUs that the job may use; a job that accepts any GPU is limited to those visible at its launch."""
     if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
     source = resolve(job.gpu_source)
@@ -127,13 +127,13 @@ def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reserv
     free = [gpu for gpu in gpus if gpu.is_for(job) and gpu.takes_now(job) and _is_open(job, gpu, reservations)]
     if len(free) < job.gpus_wanted:
         return Turn(waits_for=_reason(job, gpus, reservations))
-    # GPUs without a reservation first, then the most memory.
+    # First the GPUs without a reservation, then those with the most memory.
     free.sort(key=lambda gpu: (gpu.uuid in reservations, -(gpu.free_bytes or 0), gpu.index))
     return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda gpu: gpu.index)))
 
 
 def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
-    """Return whether the job would end before the job that has reserved the GPU could start."""
+    """Return whether the job would end before the start of the job that has reserved the GPU."""
     if gpu.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s
@@ -142,7 +142,10 @@ def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) 
 def _keep(
     job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
-    """Reserve the GPUs that this job will get first, by UUID; {} if it waits for other users, whose end is unknown."""
+    """Reserve the GPUs that this job will get first, by UUID; return {} if it waits for other users.
+
+    The time when another user's process ends is unknown.
+    """
     possible = [gpu for gpu in gpus if gpu.is_for(job) and gpu.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
         return {}
@@ -159,9 +162,9 @@ def _ready_in_s(job: Job, gpu: QueueGpu) -> float:
 
 
 def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
-    """Return why the job waits: `GPU 0 is held by job 3 (ann)`.
+    """Return why the job waits, like `GPU 0 is held by job 3 (ann)`.
 
-    For a job that takes any GPUs, give the reason of each: `2 GPUs: GPU 0 is …, GPU 1 is …`.
+    For a job that accepts any GPUs, give a reason for each: `2 GPUs: GPU 0 is …, GPU 1 is …`.
     """
     wanted = [gpu for gpu in gpus if job.any_gpus or gpu.uuid in job.gpu_uuids]
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0

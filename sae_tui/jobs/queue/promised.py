@@ -1,4 +1,4 @@
-"""Activation folders that jobs in the list have yet to write, for trainings that wait for them."""
+"""Activation folders that listed jobs have not written yet, for trainings that wait for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.store.states import DONE
 
 
 def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
-    """Return the folders that the jobs of `after` have yet to write; raise `UserError` if there is no such job."""
+    """Return the folders that the jobs in `after` have not written yet; raise `UserError` if a job is missing."""
     promises: dict[str, Promise] = {}
     for job_id in after:
         with existing(data, job_id) as control:
@@ -32,18 +32,18 @@ def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
 
 
 def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
-    """Return the folders that queued and running jobs have yet to write."""
+    """Return the folders that queued and running jobs have not written yet."""
     return {folder: one for job in jobs if not job.state.is_final for folder, one in _promises(job).items()}
 
 
 def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
-    """Return the queued or running jobs that write a folder which this job reads; it has to come after them."""
+    """Return the queued or running jobs that write a folder which this job reads, so that it must come after them."""
     folders = {folder for _, folder in _folders_read(job)} if isinstance(job, JobConfig) else set()
     return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
 
 
 def refuse_other_rows(control: Control, job: Job, config: JobConfig) -> None:
-    """Raise `JobFileError` if the rows that a job waited for differ from the rows that its check assumed."""
+    """Raise `JobFileError` if the rows that a job waited for differ from those that its check assumed."""
     kept = {other: control.job(other) for other in job.after if control.state(other) is not None}
     for other, writer in kept.items():
         promises = _promises(writer)
@@ -70,7 +70,7 @@ def _promises(job: Job) -> dict[str, Promise]:
 
 
 def _folders_read(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield the setting and the real path of each folder that a training reads."""
+    """Yield the setting and real path of each folder that a training reads."""
     for name in job.data.settings.paths:
         for path in each(getattr(job.data.settings, name) or []):
             yield f"data.{name}", os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""A queued job: checks whether it may have its GPUs, and then takes their locks and its lease."""
+"""A queued job: checks whether the job may have its GPUs, and then acquires their locks and the lease."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trainer.contract.store.states import JobState
 JUST_NOW_S = 1.0
 # A supervisor checks its turn at least every 10 s.
 SILENT_AFTER_S = 30.0
-# States of a process that is halted by a signal or a debugger, or waits for a disk.
+# States of a process that is halted by a signal or a debugger, or that waits for a disk.
 _HALTED = ("T", "t", "D")
 # A check takes about 0.1 ms per queued job.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
-# The same reason to wait is recorded as an event at most once in this many seconds.
+# A reason for waiting is recorded again only if it was not recorded within this many seconds.
 RECORDED_FOR_S = 600.0
 
 
@@ -40,7 +40,7 @@ class QueueEntry:
     """A job's position in the queue; `job` is its row as last read, `locks` are the locks of its GPUs."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
-        """Enter the queue; `is_ready` is called before locks are taken, and may restart this program."""
+        """Enter the queue; `is_ready` is called before locks are acquired, and may restart this program."""
         self._data = data
         self._control = control
         self.job = job
@@ -50,16 +50,16 @@ class QueueEntry:
         self._again_at = 0.0
         self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # By job id: since when a job could have started, and the rows of jobs that lost their turn.
+        # By job id: since when each job could have started, and the rows of jobs that lost their turn.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Take all GPUs of the job and move it to `starting`, or record in its row the reason to wait.
+        """Take all GPUs of the job and move it to `starting`, or record its reason for waiting in its row.
 
-        Return whether it starts. The more jobs are queued, the less often each job checks, so that the total load does
-        not grow.
+        Return whether it starts. The more jobs are queued, the less often each of them checks, so that the total load
+        does not grow.
         """
         if time.monotonic() < self._again_at:
             return False
@@ -76,7 +76,7 @@ class QueueEntry:
         return not reason
 
     def _is_news(self, kind: str, before: str) -> bool:
-        """Return whether the reason to wait is new and was not recorded in the last `RECORDED_FOR_S` seconds.
+        """Return whether the reason for waiting is new and was not recorded in the last `RECORDED_FOR_S` seconds.
 
         A job may wait for a month while the other processes on its GPUs change every minute.
         """
@@ -89,9 +89,9 @@ class QueueEntry:
         return True
 
     def _try_take_gpus(self) -> str:
-        """Take the locks, then the lease; return why that failed, or "".
+        """Acquire the locks, then the lease; return why that failed, or "".
 
-        The locks come first, since they are right even after a crash.
+        The locks come first, since they are correct even after a crash.
         """
         held = describe_state(self.job).word if self.job.held else ""
         if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
@@ -107,14 +107,15 @@ class QueueEntry:
         try:
             return self._lease(turn.gpus)
         finally:
-            # Released unless the job starts, even if the store is locked: the next try must not find our own locks.
+            # Release the locks unless the job starts, even if the store is locked, since our own locks must not block
+            # the next attempt.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
                 locks.release()
 
     def _turn(self) -> Turn:
-        """Return the GPUs to take, as read just now, or what the job waits for."""
+        """Return the GPUs to take, based on a fresh reading, or what the job waits for."""
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
@@ -141,7 +142,7 @@ class QueueEntry:
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
         """Skip jobs that could have started for 30 s but have not, until their rows change.
 
-        Their supervisors are alive but stopped or hung, for example on a file server that does not answer, or they
+        Their supervisors are alive but stopped or hung, for example on a file server that does not respond, or they
         cannot reserve the GPUs.
         """
         now = time.monotonic()
@@ -150,7 +151,7 @@ class QueueEntry:
         self._silent |= {job.id: job for job in late}
 
     def _report_silent(self, job: Job) -> None:
-        """Record that a supervisor does not answer, unless it gave a sign of life: then it records its own reason."""
+        """Record that a supervisor does not respond. After a sign of life, it records its own reason instead."""
         if not self._gave_sign(job):
             self._tell_silent(job)
 
@@ -165,8 +166,8 @@ class QueueEntry:
     def _report_halted(self) -> None:
         """Record which supervisors are halted or hang, since this job starts before theirs.
 
-        They may have given a sign of life just before. `report_silent` reports supervisors without a sign of life
-        later.
+        They may have given a sign of life just before. `report_silent` later reports supervisors without a sign of
+        life.
         """
         with tolerate("reporting supervisors that do not answer"):
             for job in tuple(self._silent.values()):
@@ -175,7 +176,7 @@ class QueueEntry:
                     self._tell_silent(job)
 
     def report_silent(self) -> None:
-        """Record which supervisors lost their turn and give no sign of life; this job may have started already."""
+        """Record which supervisors lost their turn and give no sign of life; this job may already have started."""
         if not self._silent:
             return
         with tolerate("reporting supervisors that do not answer"):
@@ -190,7 +191,7 @@ class QueueEntry:
         return False
 
     def _is_in_line(self, job: Job) -> bool:
-        """Return whether that job can start as soon as it has its GPUs."""
+        """Return whether another job can start as soon as it has its GPUs."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
@@ -198,7 +199,7 @@ class QueueEntry:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # There may be no other process to notice that the holder of a lease has died.
+            # There may be no other process to detect that the holder of a lease has died.
             reconcile(self._data)
         if self._reader is None:
             return named_gpus(self.job, leases, active)
@@ -221,14 +222,14 @@ class QueueEntry:
             if not self._control.lease(self.job, gpus, capacity, **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
-            # The holder's lock is free, so its supervisor and ranks are gone: its row has to be corrected.
+            # The holder's lock is free, so its supervisor and ranks are gone and its row must be corrected.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
         return ""
 
     def _lock_obstacle(self, chosen: Sequence[QueueGpu], locks: GpuLocks) -> str:
-        """Return who holds the lock of a GPU that has no lease, or why the lock cannot be taken."""
+        """Return who holds the lock of a GPU without a lease, or why the lock cannot be acquired."""
         uuid = locks.refused or ""
         index = next((gpu.index for gpu in chosen if gpu.uuid == uuid), "?")
         if locks.why:
@@ -238,5 +239,5 @@ class QueueEntry:
 
 
 def _kind(obstacle: str) -> str:
-    """Remove numbers and text in brackets, since free memory and other users' processes change all the time."""
+    """Remove numbers and text in brackets, since free memory and other users' processes change constantly."""
     return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
 
 TICK_S = 0.25
-# Seconds to wait for the driver's own error after a GPU failure; conditions are read every 2 s.
+# Seconds to wait for the driver's own error after a GPU failure; GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone it"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How an attempt ended: finally, or `paused`, or `crashed`, after which the job may be restarted."""
+    """How an attempt ended: with a final state, `paused`, or `crashed`, after which the job may be restarted."""
 
     ending: JobEnding
     paused: bool = False
@@ -75,7 +75,7 @@ class AttemptRunner:
         self._stacks: threading.Thread | None = None
 
     def run(self) -> Outcome:
-        """Run the attempt; return its outcome when all ranks have ended."""
+        """Run the attempt; return its outcome once all ranks have ended."""
         try:
             attempt = self._begin()
         except (UserError, OSError) as error:
@@ -105,7 +105,7 @@ class AttemptRunner:
                 self._tell("gpu-fault", words, "error")
 
     def _let_save(self, attempt: Attempt) -> None:
-        """After an error in this program, ask the ranks to save and stop, as a user would; then end them."""
+        """After an error in this program, ask the ranks to save and stop, as a user would, and then stop them."""
         attempt.ask_to_stop()
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
@@ -161,7 +161,7 @@ class AttemptRunner:
         return functools.partial(rank_command, python=named_python.whole(python))
 
     def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
-        """Decide which GPUs run only the language model, from the free memory that the job required of each GPU."""
+        """Decide which GPUs run only the language model, based on the free memory that the job required on each GPU."""
         if model_gpus_of(config) == 0:
             return spec
         had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
@@ -170,9 +170,9 @@ class AttemptRunner:
         return with_model_placed(spec, config, name, box, DeviceMemory(had, had), memory_of)
 
     def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
-        """Follow the ranks until all have ended, and return the requests made meanwhile.
+        """Follow the ranks until all have ended, and return the requests made in the meantime.
 
-        Pass requests on, publish progress, and end all ranks if one fails.
+        Pass on requests, publish progress, and stop all ranks if one fails.
         """
         watch = Watch(self._control, self._job, self._paths, self._launch)
         while attempt.alive:
@@ -196,7 +196,7 @@ class AttemptRunner:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """Record the stacks of an attempt that makes no progress, and give the attempt up after the time limit."""
+        """Record the stacks of an attempt that makes no progress, and give it up after the time limit."""
         if attempt.is_waiting:
             watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
@@ -220,7 +220,7 @@ class AttemptRunner:
         self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
 
     def _must_end(self, watch: Watch) -> bool:
-        """Return whether the ranks must be ended now.
+        """Return whether the ranks must be stopped now.
 
         A signal to this process first counts as a stop request, and as a kill if the ranks do not stop in time.
         """
@@ -243,7 +243,7 @@ class AttemptRunner:
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
-        # Ranks that hung may still save and stop when ended, although they were not asked to stop.
+        # Ranks that hung may still save and stop when terminated, although they were not asked to stop.
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
@@ -260,10 +260,10 @@ class AttemptRunner:
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 
     def _is_complete(self) -> bool:
-        """Return whether the training had written all its output before the ranks were ended."""
+        """Return whether the training had written all its output before the ranks were stopped."""
         heartbeat, job = self._heartbeat(), self._job
         with tolerate("reading its number of steps"):
-            # A run that was asked to finish early makes fewer steps than planned.
+            # A run that was asked to finish early takes fewer steps than planned.
             job = self._control.job(job.id)
         is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
@@ -290,22 +290,22 @@ class AttemptRunner:
 
 
 def _memory_limit(job: Job) -> int | None:
-    """Return the bytes that each rank may use of a shared or simulated GPU; None if there is no limit."""
+    """Return the bytes that each rank may use on a shared or simulated GPU; None if there is no limit."""
     if job.gpus_wanted and job.device == "cpu":
         return job.estimated_memory_bytes
     return job.card_memory_bytes if job.shares_gpus else None
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:
-    """Return the newest undamaged checkpoint to resume from; None if there are no checkpoints.
+    """Return the latest undamaged checkpoint to resume from; None if there are no checkpoints.
 
-    Raise `UserError` if all are damaged.
+    Raise `UserError` if all of them are damaged.
     """
     return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Store GPU samples while the job runs, even if no app runs.
+    """Store GPU samples while the job runs, even if no app is running.
 
     An error here never affects the job.
     """

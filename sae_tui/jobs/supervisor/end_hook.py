@@ -1,4 +1,4 @@
-"""Runs the user's own command when a job ends; the supervisor does this, so that no app has to run."""
+"""Runs the user's command when a job ends; the supervisor does this, so that no app needs to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 
 
 def run_hook(data: DataDir, job: Job) -> None:
-    """Run the command in `on_job_end`, with facts about the job in its environment; only log errors."""
+    """Run the command in `on_job_end` with information about the job in its environment; errors are only logged."""
     settings, _ = load_settings(data.settings_file)
     if not settings.on_job_end:
         return
@@ -30,7 +30,7 @@ def run_hook(data: DataDir, job: Job) -> None:
         "RUN_DIR": data.run(job.id).root,
     }
     environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in facts.items()}
-    # Lets `sae-tui`, if the command calls it, find the job in this data folder.
+    # If the command calls `sae-tui`, this lets it find the job in this data folder.
     environment[ENV_DATA_DIR] = str(data.root)
     try:
         done = subprocess.run(

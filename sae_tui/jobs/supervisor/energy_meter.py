@@ -1,4 +1,4 @@
-"""Measures the energy that a job's GPUs use while the job has them, and writes it into the job's row."""
+"""Measures the energy that GPUs use while a job holds them, and writes it into the job's row."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# Rare enough to cost nothing, and frequent enough that a killed supervisor loses little.
+# Rare enough to cost nothing, yet frequent enough that a killed supervisor loses little.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# Seconds. A smaller step forward is an ordinary adjustment of the clock.
+# In seconds. A smaller forward step is an ordinary adjustment of the clock.
 JUMP_S = 60.0
 
 
 class EnergyMeter:
-    """Adds the energy of one attempt to that of the earlier attempts; does nothing for a job without GPUs.
+    """Adds the energy of one attempt to that of earlier attempts; does nothing for a job without GPUs.
 
-    It reads the stored samples of the GPUs, whichever process stores them. The energy of a shared GPU includes the work
-    of its other users.
+    It reads the stored samples of the GPUs, no matter which process stores them. The energy of a shared GPU includes
+    the work of its other users.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EnergyMeter:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start at the time of `clock`, which the samples use as well; `steady` never goes backwards."""
+        """Start at the current time of `clock`, which the samples use as well; `steady` never goes backwards."""
         self._steady = steady
         self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
@@ -47,7 +47,7 @@ class EnergyMeter:
         self._before: Used | None = None
 
     def turn(self) -> None:
-        """Update the job's row twice a minute."""
+        """Update the job's row, at most twice per minute."""
         if self._steady() >= self._due:
             self._due = self._steady() + EVERY_S
             self.end()
@@ -96,7 +96,7 @@ class EnergyMeter:
 
 
 def _used_before(control: Control, job: Job) -> Used:
-    """Return the energy of earlier attempts from the job's row; if the row is lost, from the copy given here."""
+    """Return the energy of earlier attempts from the job's row; if the row is lost, from the copy held here."""
     with contextlib.suppress(UserError):
         job = control.job(job.id)
     return Used(

@@ -1,4 +1,4 @@
-"""Passes requests from a job's row in the store to the running job, and its progress back to the row."""
+"""Passes requests from a job's row in the store to the running job, and progress from the job to the row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS: dict[RequestKind, str] = {
 
 
 class StallWatch:
-    """Detects a stall: compares the time since the last progress (a step or a phase change) with the usual interval."""
+    """Detects a stall: compares the time since the last progress (a step or a phase change) with the usual time."""
 
     def __init__(self, after_s: float, now: float) -> None:
         self._after_s = after_s
@@ -42,16 +42,20 @@ class StallWatch:
         self._paces: deque[float] = deque(maxlen=63)
 
     def is_stalled(self, place: tuple[str, int], now: float) -> bool:
-        """Return whether there was no progress for `limit_s`; `place` is phase and step, `now` is monotonic seconds."""
+        """Return whether there has been no progress for `limit_s`.
+
+        `place` is phase and step, `now` is a monotonic time in seconds.
+        """
         if place != self._place:
-            # Only steps within a phase count: a phase change may take any time, and a start takes many times a step.
+            # Only steps within a phase count: a phase change may take any time, and a start takes many times as long as
+            # a step.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
         return self.quiet_s(now) > self.limit_s
 
     def begin(self, now: float) -> None:
-        """Count the time without progress from `now` on."""
+        """Measure the time without progress from `now` on."""
         self._since = now
 
     def quiet_s(self, now: float) -> float:
@@ -65,7 +69,7 @@ class StallWatch:
 
 
 class Watch:
-    """Follows one attempt of a job; its calls tolerate a store that is temporarily unavailable."""
+    """Follows one attempt of a job; its methods tolerate a store that is temporarily unavailable."""
 
     def __init__(self, control: Control, job: Job, paths: RunPaths, launch: Launch) -> None:
         self._control = control
@@ -74,19 +78,19 @@ class Watch:
         self._paths = paths
         self._run = LiveRun(paths)
         self._run.poll()
-        # The last heartbeat of the previous attempt, which says nothing about this one.
+        # The last heartbeat of the previous attempt, which is irrelevant to this one.
         self._old_heartbeat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # None, so that the first poll also reads requests made during the start.
+        # Initially None, so that the first poll also reads requests made during the start.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._has_news = self._is_quiet = False
-        # Rank 0 touches its spec if it makes steps that it cannot store.
+        # Rank 0 touches its spec file if it takes steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
         # The requests to stop, pause or kill the job.
@@ -99,7 +103,7 @@ class Watch:
 
     @property
     def asked_to_finish(self) -> bool:
-        """True if the job was asked to cool down and end as finished, which is no stop request."""
+        """True if the job was asked to cool down and finish, which is not a stop request."""
         return self._asked_to_finish
 
     @property
@@ -128,7 +132,7 @@ class Watch:
 
     @property
     def _is_starting(self) -> bool:
-        """True while starting up, within the time limit."""
+        """True during startup, within the time limit."""
         is_before = self._heartbeat is None or is_before_first_step(self._heartbeat.phase)
         return is_before and time.monotonic() < self._late_at
 
@@ -137,9 +141,9 @@ class Watch:
         return self._stall.quiet_s(time.monotonic())
 
     def poll(self) -> bool:
-        """Read requests at every call, and publish progress about once a second.
+        """Read requests at every call, and publish progress about once per second.
 
-        Return whether the store has lost the job; the caller must then record the ranks again.
+        Return whether the store has lost the job, in which case the caller must record the ranks again.
         """
         was_lost = False
         with tolerate("following the job"):
@@ -152,7 +156,7 @@ class Watch:
         return was_lost
 
     def _look(self) -> None:
-        """Read the run's progress without the control store: a locked store must not make the run seem to hang."""
+        """Read the run's progress without the control store, so that a locked store is not mistaken for a hang."""
         self._has_news |= self._run.poll()
         with contextlib.suppress(OSError):
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
@@ -162,7 +166,7 @@ class Watch:
             self._is_quiet = self._stall.is_stalled((heartbeat.phase, heartbeat.step), time.monotonic())
 
     def nothing_expected(self) -> None:
-        """Restart the slow-start and stall clocks while the attempt waits in an external queue."""
+        """Restart the clocks for slow starts and stalls while the attempt waits in an external queue."""
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
@@ -192,7 +196,7 @@ class Watch:
             self._asked_to_finish |= "finish" in asked
             self._seen_version = version
         if self.requests and not self._is_stopping:
-            # Raises if the store is unavailable; then the next call tries again.
+            # This raises an error if the store is unavailable; then the next call tries again.
             kind = next(kind for kind in _WORDS if kind in self.requests)
             self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
             self._is_stopping = True
@@ -205,7 +209,7 @@ class Watch:
             message = "the store was replaced while it ran; what happened before is in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
         elif self._state != JobState.STARTING:
-            # A repair has restored the row already, but in the state of the start.
+            # A repair has already restored the row, but in the state from the start of the attempt.
             for state in (JobState.RUNNING, self._state):
                 self._control.transition(self._job.id, state)
         self._published = {}
@@ -223,7 +227,7 @@ class Watch:
         self._has_news = False
 
     def _tell_mode(self) -> None:
-        """Record once which mode the ranks chose; until then, the row has the mode predicted for `auto`."""
+        """Record once which mode the ranks chose; until then, the row contains the mode predicted for `auto`."""
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:
@@ -231,7 +235,7 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Warn once of a slow start: ranks that hang before their first step give no heartbeat to judge."""
+        """Warn once of a slow start, since ranks that hang before their first step give no heartbeat to judge by."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")

@@ -1,4 +1,4 @@
-"""Stores GPU samples from a supervisor, so that a job's history has no gap while no app runs."""
+"""Stores GPU samples from a supervisor, so that the history has no gap if no app runs during a job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 0.2
 
 
 class Recording:
-    """Samples of all GPUs, if this process is elected to read them, and the faults of the job's GPUs."""
+    """Samples of all GPUs, if this process is elected to read them, and faults of the job's GPUs."""
 
     def __init__(self, recorder: Recorder, sampler: Sampler, uuids: Container[str]) -> None:
         self._recorder, self._sampler, self._uuids = recorder, sampler, uuids
@@ -30,7 +30,7 @@ class Recording:
         self._sampler.stop()
 
     def faults(self, wait_s: float) -> list[str]:
-        """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first.
+        """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first one.
 
         Return none if another process reads the GPUs.
         """

@@ -1,4 +1,4 @@
-"""A supervisor's sign of life, which other hosts can see, and the name of its host."""
+"""A supervisor's sign of life, visible to other hosts, and the name of its host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sign:
         self._due = self._check_due = 0.0
 
     def turn(self) -> None:
-        """Touch the file every 30 s; record a new host name at once, since it identifies queue entries and leases."""
+        """Touch the file every 30 s; record a new host name at once, since queue entries and leases contain it."""
         host = socket.gethostname()
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + SIGN_EVERY_S

@@ -1,4 +1,4 @@
-"""Handles the signals that end a supervisor, and ends its descendant processes."""
+"""Handles the signals that terminate a supervisor, and kills its descendant processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from trainer.contract.process import ProcessRef, parent_of
 
-# Seconds that a supervisor gives its ranks to save when it is asked to end, as at a shutdown.
+# How many seconds a supervisor gives its ranks to save when it is terminated, for example at a shutdown.
 SAVE_S = 30.0
 
 
 class Orders:
-    """Records the signals to end: the first asks the ranks to save and stop, the second ends them at once."""
+    """Records termination signals: the first asks the ranks to save and stop, the second kills them immediately."""
 
     def __init__(self) -> None:
         self.to_end_since: float | None = None
@@ -25,7 +25,7 @@ class Orders:
         self.stop()
 
     def stop(self) -> None:
-        """Record a stop request; a repetition, as of SIGXCPU every second, does not end the ranks at once."""
+        """Record a stop request; repeated requests, such as SIGXCPU every second, do not kill the ranks immediately."""
         self.to_end_since = self.to_end_since or time.monotonic()
 
     @property
@@ -34,7 +34,7 @@ class Orders:
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill and reap all processes that the ranks left behind (data loader workers, compilers)."""
+    """Kill and reap all processes that the ranks left behind, such as data loader workers and compilers."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

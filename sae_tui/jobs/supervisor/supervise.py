@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
-# Seconds before the second restart; the first is immediate, and each later delay is twice as long.
+# Seconds before the second restart; the first restart is immediate, and each later delay doubles.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 
@@ -68,7 +68,7 @@ class Supervisor:
         self._lock: RunLock | None = None
 
     def register(self) -> None:
-        """Record this process in the job's row and install handlers for the signals that end programs.
+        """Record this process in the job's row and install handlers for termination signals.
 
         Raise `UserError` if a process of an earlier attempt is still alive.
         """
@@ -82,14 +82,14 @@ class Supervisor:
             signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
-        # The host may differ from the one at launch: a container was created again, or a machine renamed.
+        # The host may differ from the one at launch: a container was recreated, or a machine renamed.
         fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, **this_machine()}
         self._control.update(self._job.id, **fields)
         self._job = msgspec.structs.replace(self._job, **fields)
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Run the job from the queue to its end; return when all its processes have ended.
+        """Run the job from the queue to its end; return once all its processes have ended.
 
         Record an error in this program itself as the job's failure, then raise it.
         """
@@ -108,7 +108,7 @@ class Supervisor:
                 return
 
     def _wait_for_gpus(self) -> bool:
-        """Wait in the queue; return True with locks and lease acquired, False if the job ended first."""
+        """Wait in the queue; return True once locks and lease are acquired, False if the job ended first."""
         self._is_waiting = True
         for tick in itertools.count():
             self._sign.turn()
@@ -128,10 +128,10 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _fail(self, error: Exception) -> None:
-        """End all ranks, record that this program failed, and run the user's command, unless the job has ended."""
+        """Stop all ranks, record that this program failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
-        # If the package was replaced, modules of two versions are mixed; a restarted program has only one.
+        # If the package was replaced, modules of two versions are mixed; restarting the program avoids this.
         if self._is_waiting:
             self._installed.restart_if_replaced()
         end_descendants()
@@ -146,9 +146,10 @@ class Supervisor:
                 self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _is_over(self) -> bool:
-        """Return whether a queued job must stop waiting, and record its end."""
+        """Return whether a queued job must stop waiting; if so, record its end."""
         if is_gone(self._data.root):
-            # There is no place for a record. If the folder was moved, the next command there starts a new supervisor.
+            # The end cannot be recorded anywhere. If the folder was moved, the next command there starts a new
+            # supervisor.
             note(f"ends, since {self._data.root} is gone")
             return True
         if self._control.version()[0] != self._store:
@@ -169,7 +170,7 @@ class Supervisor:
         return False
 
     def _run_ranks(self) -> Outcome:
-        """Run attempts while they crash and may be restarted; return the outcome of the last one."""
+        """Run attempts for as long as they crash and may be restarted; return the outcome of the last one."""
         # Imported here, since a waiting supervisor does not need them, and all at once, since the package may be
         # replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
@@ -192,7 +193,7 @@ class Supervisor:
                 return self._apply_requests(outcome)
 
     def _apply_requests(self, crash: Outcome) -> Outcome:
-        """Turn a crash into a stop or a pause if that was requested between the crash and its restart."""
+        """Turn a crash into a stop or a pause if one was requested between the crash and its restart."""
         asked: set[RequestKind] = set()
         with tolerate("checking for requests"):
             asked = self._control.open_requests(self._job.id) & ENDING
@@ -203,7 +204,7 @@ class Supervisor:
         return msgspec.structs.replace(crash, ending=ending, paused=asked == {"pause"})
 
     def _prepare_restart(self, error: str) -> bool:
-        """Wait, and prepare the job for another attempt; return False if it may not have one."""
+        """Wait, then prepare the job for another attempt; return False if no further attempt is allowed."""
         from sae_tui.jobs.known_failures import remedy
 
         cause, made = remedy(error), self._job.restarts
@@ -231,7 +232,7 @@ class Supervisor:
         return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds for the restart; return False as soon as the job is asked to end."""
+        """Wait `delay_s` seconds for the restart; return False as soon as the job is asked to stop."""
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
@@ -264,7 +265,7 @@ class Supervisor:
 
     def _queue_again(self, fields: dict[str, Any]) -> bool:
         """Move the job from its current state into the queue; return False if it must stop instead."""
-        # The store may have been unavailable when the pause was requested, and so lack this state.
+        # The store may have been unavailable when the pause was requested, and so may lack this state.
         self._control.transition(self._job.id, JobState.STOPPING)
         unless: tuple[RequestKind, ...] = ("stop", "kill")
         return self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
@@ -274,7 +275,7 @@ class Supervisor:
         self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
     def _conclude(self, ending: JobEnding) -> None:
-        """Write the ending to the run's files, then to the store: from then on the job may be resumed or deleted."""
+        """Write the ending to the run's files, then to the store: from then on, the job may be resumed or deleted."""
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         with tolerate("recording the end"):
@@ -285,7 +286,7 @@ class Supervisor:
                 self._run_hook()
 
     def _record_end(self, ending: JobEnding) -> bool:
-        """Record the ending in the run folder and in the store; return False if the store already has an ending."""
+        """Record the ending in the run folder and the store; return False if the store already contains an ending."""
         self._job = self._row_at(ending)
         write_record(self._paths, self._job)
         if self._lock:
@@ -316,9 +317,9 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Fork the supervisor; in the first process, return 0 once the supervisor is registered, 1 if that failed.
+    """Fork the supervisor; in the parent, return 0 once the supervisor is registered, 1 if that failed.
 
-    The second process never returns.
+    In the child, this never returns.
     """
     root, job_id = arguments
 

@@ -1,6 +1,7 @@
-"""Restarts a waiting process after its package was replaced, as by `pip install -U`.
+"""Restarts a waiting process after its package was replaced, for example by `pip install -U`.
 
-A supervisor loads many modules only when its job starts. Modules of another version would not fit the loaded ones.
+A supervisor loads many modules only when its job starts. Modules of another version would not match those already
+loaded.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
 # The modules that a supervisor loads until its job ends.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
-# Seconds; an upgrade takes less, so a package that does not load for longer was removed.
+# In seconds. An upgrade takes less, so a package that cannot be loaded for longer was removed.
 REMOVED_AFTER_S = 120.0
 
 
 class Installed:
-    """The package as it was when this object was made."""
+    """The package in the state it had when this object was created."""
 
     def __init__(self) -> None:
         self._at_start = _state()
@@ -40,7 +41,7 @@ class Installed:
         """Restart the program of this process if its package was replaced.
 
         The program keeps its log and environment, and releases its locks. Return False if the package was replaced but
-        does not load, as in the middle of an upgrade.
+        cannot be loaded, as in the middle of an upgrade.
         """
         if self.is_current():
             return True
@@ -51,7 +52,7 @@ class Installed:
         return False
 
     def may_end(self) -> bool:
-        """Restart like `restart_if_replaced`; also return True if the package was removed for good."""
+        """Restart like `restart_if_replaced`; also return True if the package was permanently removed."""
         if self.restart_if_replaced():
             return True
         self._refused_since = self._refused_since or time.monotonic()
@@ -64,7 +65,7 @@ def _state() -> int:
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, time and size of each module below a folder; zeros for a missing folder."""
+    """Yield the path, time and size of each module below a folder; zeros for a missing folder."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

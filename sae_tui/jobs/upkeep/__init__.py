@@ -1,1 +1,1 @@
-"""Deletes, restores and repairs jobs, and checks the disk that holds them."""
+"""Deletes, restores and repairs jobs, and checks the disk that stores them."""

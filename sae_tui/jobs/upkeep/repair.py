@@ -1,4 +1,4 @@
-"""Rebuilds the store from the run folders, and repairs what a crash left behind."""
+"""Rebuilds the store from the run folders, and repairs inconsistencies left by a crash."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {backup.name}, and rebuilt"
-    # Done before the run folders are read, since an interrupted deletion leaves part of its job in the trash.
+    # This comes before reading the run folders, since an interrupted deletion leaves part of its job in the trash.
     try:
         if freed := trash.empty(data):
             yield f"{gibibytes(freed)} of deleted jobs were removed"
@@ -76,7 +76,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
 
 
 def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
-    """Rebuild the rows that cannot be read from their readable columns and their runs; yield a message for each."""
+    """Rebuild unreadable rows from their readable columns and their runs; yield a message for each."""
     control.jobs()
     for job_id in sorted(control.unreadable):
         recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
@@ -98,13 +98,13 @@ def _runs(data: DataDir) -> list[Path]:
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:
-    """Yield the folders of runs and attempts, where interrupted writes may have left temporary files."""
+    """Yield the folders of runs and attempts, in which interrupted writes may have left temporary files."""
     for run in _runs(data):
         yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
 
 
 def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
-    """Move a corrupt file and its companions aside; return its new path, None if it is intact or missing."""
+    """Move a corrupt file and its companions aside; return its new path, or None if it is intact or missing."""
     if not path.exists():
         return None
     try:
@@ -112,13 +112,13 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     except StoreCorrupt:
         return set_aside(path, "corrupt")
     except StoreError:
-        # Locked, from a newer version, or not readable by this user: that is no damage.
+        # A file that is locked, from a newer version, or not readable by this user is not damaged.
         return None
     return None
 
 
 def _recover_job(data: DataDir, job_id: int) -> Job | None:
-    """Return a job as its folder records it: the row of its last start, how it ended, and its progress.
+    """Return a job as recorded in its folder: the row of its last start, how it ended, and its progress.
 
     Return None if the folder has neither a record nor a job file.
     """
@@ -133,7 +133,7 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
-    # A folder that was copied by hand is a separate job.
+    # A folder that was copied manually is a separate job.
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 

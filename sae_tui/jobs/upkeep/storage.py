@@ -1,4 +1,4 @@
-"""Checks the disk that holds the jobs."""
+"""Checks the disk that stores the jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def store_warning(data: DataDir) -> str:
     """Return why the stores are slower here than on a local disk; "" if they are not."""
     folder, _ = free_disk(data.root)
     name = network_file_system(folder)
-    # No files can be created in these two.
+    # Folders in which no files can be created.
     if name in (None, "proc", "sysfs"):
         return ""
     return f"{data.root} is on {name}, where reading and writing jobs wait for each other; choose a local --data-dir"

@@ -41,7 +41,7 @@ class Thrown(msgspec.Struct, frozen=True):
 
 
 class FilesLeft(UserError):
-    """Files of jobs that are not deleted could not be moved out of the trash."""
+    """Raised if files of jobs that are not deleted could not be moved out of the trash."""
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
@@ -51,7 +51,7 @@ def refuse_unless_ended(data: DataDir, job_id: int) -> None:
 
 
 def throw_away(data: DataDir, job_id: int) -> str:
-    """Remove a job that has ended from the list, with its run and its SAE; `put_back` undoes it."""
+    """Remove an ended job from the list, with its run and its SAE; `put_back` undoes this."""
     data.refuse_links(job_id)
     with existing(data, job_id) as control:
         _hold(_owner_file(data, os.getpid()))
@@ -59,7 +59,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
-            # Before anything moves: a concurrent resume either comes first, or finds no job.
+            # This comes before anything moves: a concurrent resume either comes first or finds no job.
             if not control.forget(job_id):
                 raise UserError(_not_ended(data, control.job(job_id)))
             _move(data.run(job_id).root, folder / _RUN)
@@ -73,7 +73,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
 
 
 def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Delete all of these jobs, or none if one cannot be deleted; return a message for each."""
+    """Delete all of these jobs, or none if one of them cannot be deleted; return a message for each."""
     messages: list[str] = []
     try:
         for job_id in job_ids:
@@ -88,7 +88,7 @@ def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def put_back(data: DataDir, job_id: int) -> str:
-    """Undo a deletion; raise `UserError` if the job is no longer in the trash, or its files cannot be moved back."""
+    """Undo a deletion; raise `UserError` if the job is no longer in the trash or its files cannot be moved back."""
     data.refuse_links(job_id)
     thrown = _read(data, job_id)
     if thrown is None:
@@ -114,10 +114,10 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Remove files for good, of these jobs or of all jobs that can no longer be restored; return the bytes freed.
+    """Permanently remove the files of these jobs, or of all jobs that cannot be restored; return the bytes freed.
 
     Raise `FilesLeft`, after all other jobs are removed, if the files of an interrupted deletion cannot be moved back.
-    Raise `UserError` if the trash is a link: its target may contain files that were never deleted.
+    Raise `UserError` if the trash is a link, whose target may contain files that were never deleted.
     """
     refuse_link(data.trash)
     freed = 0
@@ -128,11 +128,11 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         if job_ids is None and thrown and _may_be_put_back(data, thrown.owner):
             continue
         if thrown and not (folder / _WHOLE).exists():
-            # An interrupted deletion.
+            # This deletion was interrupted.
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # The row cannot be read; `repair` rebuilds it from the run.
+            # The row cannot be read, but `repair` rebuilds it from the run.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
@@ -164,7 +164,7 @@ def _clear_owner_files(data: DataDir) -> None:
 def _hold(file: Path) -> None:
     hold(file)
     if not file.exists():
-        # The file was removed before it was locked.
+        # The file was removed before it could be locked.
         hold(file)
 
 
@@ -196,9 +196,9 @@ def _not_ended(data: DataDir, job: Job) -> str:
 
 
 def _remove(data: DataDir, folder: Path) -> None:
-    """Delete a folder for good; for the newest job an empty folder stays, so that its id is never used again."""
+    """Permanently delete a folder; for the latest job keep an empty folder, so that its id is never reused."""
     is_newest = int(folder.name) >= data.last_id()
-    # Through a descriptor, since the trash could be replaced by a link meanwhile.
+    # Go through a descriptor, since the trash could be replaced by a link in the meantime.
     with contextlib.suppress(FileNotFoundError):
         trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -220,11 +220,11 @@ def _read(data: DataDir, job_id: int) -> Thrown | None:
 
 
 def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
-    """Restore the files and the row of a job from the trash; return the files that cannot be moved, with reasons."""
+    """Restore a job's files and row from the trash; return the files that cannot be moved, with reasons."""
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # Without this file the job counts as an interrupted deletion, whose files are never removed.
+        # Without this file, the job counts as an interrupted deletion, whose files are never removed.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
@@ -241,7 +241,7 @@ def _put_files_back(data: DataDir, job_id: int) -> list[str]:
 
 
 def _move_all_back(data: DataDir, job_id: int) -> list[str]:
-    """Move the files of a job back; return the files that cannot be moved out of the trash, with reasons."""
+    """Move a job's files back; return those that cannot be moved out of the trash, with reasons."""
     folder = data.trash / str(job_id)
     places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
     return [problem for source, target in places.items() if (problem := _move_back(source, target))]

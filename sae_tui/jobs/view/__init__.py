@@ -1,1 +1,1 @@
-"""Views of jobs: lists, searches, logs and the cause of a failure."""
+"""Views of jobs: lists, searches, logs, and the causes of failures."""

@@ -1,4 +1,4 @@
-"""Finds jobs: filters whose words must all match, and sort orders."""
+"""Finds jobs by filters, whose words must all match, and sorts them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 
 J = TypeVar("J", bound=Job)
 
-# Jobs that run or will run come first, then jobs that failed.
+# Jobs that run or will run come first, followed by failed jobs.
 _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
     JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
@@ -43,7 +43,7 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """Split `wide #good state:failed` into terms; `#` or `field:` has no effect until text follows it."""
+    """Split text like `wide #good state:failed` into terms; `#` or `field:` has no effect until text follows it."""
     return tuple(term for word in text.split() if (term := _term(word.casefold())).text)
 
 
@@ -54,25 +54,25 @@ def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
 
 
 def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
-    """Sort the jobs by one of `orders`; equal jobs are sorted newest first, and jobs without a value come last."""
+    """Sort the jobs by one of `orders`; equal jobs are sorted latest first, and jobs without a value come last."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return orders()[by](newest)
 
 
 def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | None = None) -> list[J]:
-    """Return the first `limit` of the jobs that match; raise `UserError` for an order that does not exist."""
+    """Return the first `limit` of the matching jobs; raise `UserError` if the order does not exist."""
     if by not in (names := orders()):
         raise UserError(f'jobs can be sorted by {", ".join(names)}, not by "{by}"')
     return sort_jobs(filter_jobs(jobs, text), by)[:limit]
 
 
 def architectures(job: Job) -> str:
-    """Return the architecture of a job, such as `topk`; for a sweep over several, `topk batch_topk`."""
+    """Return the architecture of a job, such as `topk`; for a sweep over several, such as `topk batch_topk`."""
     return _architectures(job.config)
 
 
 def waits(job: Job) -> str:
-    """Return why a job waits, in a few words to show after its state; a priority other than 0 comes first.
+    """Return why a job waits, in a few words that follow its state; a priority other than 0 comes first.
 
     If the job's host is silent, return how long it has been silent.
     """
@@ -85,10 +85,10 @@ def waits(job: Job) -> str:
 
 
 def _held_reason(job: Job) -> str:
-    """Return until when a job is held: `until released; comes after job 4`, or `at step 501, until resumed`."""
+    """Return how long a job is held, like `until released; comes after job 4`, or `at step 501, until resumed`."""
     word = describe_state(job).word
     waits_for = job.waits_for or ""
-    # Until the supervisor polls again, the row has the reason from before the job was held.
+    # Until the supervisor polls again, the row contains the reason from before the job was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
     unit = "row" if extracts(job.config) else "step"
     until = f"at {unit} {job.step}, until resumed" if describe_state(job) == PAUSED else "until released"
@@ -97,7 +97,7 @@ def _held_reason(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
-    # A TOML parser takes 0.5 ms per job, and a list may have a thousand jobs.
+    # A TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
     match = _ARCHITECTURE.search(config)
     return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
@@ -117,7 +117,7 @@ def _has_tag(job: Job, text: str) -> bool:
     return any(tag.casefold().startswith(text) for tag in job.tags)
 
 
-# Field names that a filter may put before a colon; the text after the colon is casefolded.
+# Field names allowed before the colon in a filter; the text after the colon is casefolded.
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
@@ -134,7 +134,7 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key that puts `k=8` before `k=16`: text and numbers alternate."""
+    """Return a sort key that puts `k=8` before `k=16` by splitting text from numbers."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
@@ -144,7 +144,7 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # Training batches give lower values than held-out rows, so the two are never compared.
+        # Values on training batches are lower than on held-out rows, so the two are never compared.
         known = None if is_of_batch else value
         # Unfinished jobs come after all finished ones.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
@@ -158,7 +158,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return the available sort orders of a list of jobs, keyed by name; metrics sort from best to worst."""
+    """Return the available sort orders of a jobs list by name; metrics sort from best to worst."""
     metrics = key_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

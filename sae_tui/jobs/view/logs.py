@@ -19,20 +19,20 @@ EVALUATION = "evaluation"
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line and its source: "0" for rank 0, "supervisor" or "evaluation"."""
+    """A line of a log and its source: "0" for rank 0, "supervisor" or "evaluation"."""
 
     source: str
     text: str
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Return the path of every log by name, even if it does not exist yet; the evaluation log only if it exists."""
+    """Return the path of every log by name, even if it does not exist; the evaluation log only if it exists."""
     logs = {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
     return logs | ({EVALUATION: paths.evaluation_log} if paths.evaluation_log.exists() else {})
 
 
 class LogReader:
-    """Reads the logs in a thread, so that a dead file server blocks nothing else."""
+    """Reads the logs on a thread, so that a dead file server blocks nothing else."""
 
     def __init__(self, sources: dict[str, Path], on_lines: Callable[[Sequence[LogLine]], object]) -> None:
         self._sources, self._on_lines = sources, on_lines
@@ -59,7 +59,7 @@ class LogReader:
         followers = {name: LogFollower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():
-            # Reports that the logs are empty.
+            # A call without lines reports that the logs are empty.
             self._on_lines(())
         while not self._stopped.is_set():
             if lines:

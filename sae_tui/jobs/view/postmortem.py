@@ -24,7 +24,7 @@ from trainer.contract.store.states import JobState
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12
-# Our own exceptions at the end of a traceback: their message says enough.
+# Our own exceptions at the end of a traceback, whose messages are sufficient.
 _FOR_USERS = re.compile(r"^trainer\.contract\.[\w.]+: ", re.MULTILINE)
 _LAST_LINE = "; its last log line: "
 
@@ -32,8 +32,8 @@ _LAST_LINE = "; its last log line: "
 class Postmortem(msgspec.Struct, frozen=True):
     """Why a job failed, with a remedy. `rank` failed first; `traceback` and `log` are from that rank.
 
-    `others` says how the other ranks ended. `resumes` says what a resume does, like `resumes it from step 501`; "" if a
-    resume does not help.
+    `others` describes how the other ranks ended. `resumes` describes what a resume does, like `resumes it from step
+    501`; it is "" if a resume does not help.
     """
 
     error: str
@@ -47,7 +47,7 @@ class Postmortem(msgspec.Struct, frozen=True):
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
-    """Return why a job failed or was lost; None for any other job. Reads a few small files."""
+    """Return why a job failed or was lost; return None for any other job. Reads a few small files."""
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)
@@ -71,7 +71,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
-    """Return the events for a reader who knows the error; consecutive repeats become one event with their count."""
+    """Return the events for a reader who knows the error; consecutive repeats become one event with a count."""
     shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
     return [
@@ -95,9 +95,9 @@ def _drop_log_line(error: str, log: list[str]) -> str:
 
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
-    """Return the innermost frames and the exception; () if the message says enough.
+    """Return the innermost frames and the exception; return () if the message is sufficient.
 
-    The exception is left out if the error contains it.
+    Omit the exception if the error contains it.
     """
     left = read_json(file, dict[str, str | None]) or {}
     text = (left.get("traceback") or "").rstrip()
@@ -106,7 +106,7 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
 
 
 def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
-    """Return where a resumed job continues; "" if it would fail again."""
+    """Return where a resumed job would continue; "" if it would fail again."""
     helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
     if not helps or not paths.job_file.exists():
         return ""
@@ -122,7 +122,7 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
 
 
 def _saved_step(paths: RunPaths) -> int | None:
-    """Return the step of the newest checkpoint, 0 without one; None if it cannot be read."""
+    """Return the step of the latest checkpoint; 0 if there is none, None if it cannot be read."""
     with contextlib.suppress(UserError):
         saved = newest_first(paths.checkpoints)
         return read_state(saved[0]).position.step if saved else 0

@@ -1,4 +1,4 @@
-"""Arranges the processes on GPUs for display: grouped by job, filtered, sorted, or as a tree of parents."""
+"""Arranges GPU processes for display: grouped by job, filtered, sorted, or as a tree."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainer.contract.store.rows import Job
 class ProcessRow:
     """A row: a process on a GPU, a job that groups its ranks, or a parent process that uses no GPU itself.
 
-    `depth` is the indentation level; `n_below` is the number of grouped processes. For a job, `process` holds the sums;
-    its pid is 0, and it has no identity.
+    `depth` is the indentation level; `n_below` is the number of grouped processes. For a job, `process` contains the
+    sums, a pid of 0 and no identity.
     """
 
     key: str
@@ -29,7 +29,7 @@ class ProcessRow:
     is_parent: bool = False
 
 
-# Sort keys of processes; the largest or the earliest come first.
+# Sort keys for processes; the largest or the earliest come first.
 ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
     "memory": lambda one: -(one.memory_used_bytes or 0),
     "SM": lambda one: -(one.sm_percent or 0),
@@ -51,7 +51,7 @@ def arrange(
     opened: frozenset[str] = frozenset(),
     as_tree: bool = False,
 ) -> list[ProcessRow]:
-    """Return the rows to show; `opened` has the keys of the jobs whose ranks are shown."""
+    """Return the rows to show; `opened` contains the keys of the jobs whose ranks are shown."""
     found = [one for one in processes if _matches(one, held, words.casefold().split())]
     found.sort(key=lambda one: (ORDERS[order](one), one.pid))
     return _tree(found, held) if as_tree else _folded(found, held, order, opened)
@@ -76,7 +76,7 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
 
 
 def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[ProcessRow]:
-    """Return a row per job with several ranks, sorted by its sums, and a row per other process."""
+    """Return one row for each job with several ranks, sorted by its sums, and one for each other process."""
     ranks: dict[int, list[ProcessRow]] = {}
     groups: list[tuple[Any, list[ProcessRow]]] = []
     for one in found:
@@ -104,7 +104,7 @@ def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[Pro
 
 
 def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
-    """Return the totals of the processes; for the GPU utilisation, the mean."""
+    """Return the sums over the processes; for the GPU utilisation, the mean."""
     shares = [one.sm_percent for one in parts if one.sm_percent is not None]
     return ProcessDetails(
         0,
@@ -144,7 +144,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
 
     def add(pid: int, depth: int) -> None:
         children = below.get(pid, [])
-        # Show only the last shell of a login's chain of shells.
+        # Show only the last shell in the chain of shells of a login.
         while pid not in on_gpus and len(children) == 1 and children[0] not in on_gpus:
             pid, children = children[0], below.get(children[0], [])
         rank = held.rank_of(pid)

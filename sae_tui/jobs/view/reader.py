@@ -1,4 +1,4 @@
-"""Reads jobs for screens and scripts: rows of the store, updated with live values from the files of the runs."""
+"""Reads jobs for screens and scripts: store rows, updated with live values from the files of the runs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class News(msgspec.Struct, frozen=True):
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` is None unless the job runs.
+    """A job's row with its run's latest values; `progress` is 0 to 1, `eta_s` is None unless the job runs.
 
     `dropped` counts the metric rows that the run could not store; None if its file was not read. `best_sae` is the SAE
-    of a sweep that has this loss and these metrics; "" for a single SAE. `others` has the newest values of metrics
+    of a sweep that has this loss and these metrics; "" for a single SAE. `others` contains the latest values of metrics
     without a column, by name. `k` and `d_sae` are text, from the lowest to the highest value for a sweep. `evaluation`
-    is the running evaluation of the SAEs. `silent` says how long the job's host has given no sign of life; the state of
-    the job is then unknown.
+    is the running evaluation of the SAEs. `silent` describes how long the job's host has given no sign of life; the
+    state of the job is then unknown.
     """
 
     phase: str = ""
@@ -65,12 +65,12 @@ class JobView(Job, frozen=True, kw_only=True):
 
 
 def is_loading(job: JobView) -> bool:
-    """Return whether a running job has made no step yet, because it still loads its model or prepares."""
+    """Return whether a running job has taken no step yet, because it is still loading its model or preparing."""
     return job.state == JobState.RUNNING and is_before_first_step(job.phase)
 
 
 def newest_value(job: Job, name: str) -> float | None:
-    """Return a job's newest value of a metric or of its loss, or None."""
+    """Return a job's latest value of a metric or of its loss, or None."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)
         return value
@@ -78,14 +78,14 @@ def newest_value(job: Job, name: str) -> float | None:
 
 
 def overfitting_words(job: Job) -> str:
-    """Return how a job overfitted, as screens show it; "" for a job that did not."""
+    """Return how a job overfitted, as text for screens; "" if it did not."""
     return f"overfits: {job.overfitting}" if job.overfitting else ""
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric to judge a job with, and whether it comes only from training batches.
+    """Return the value of a metric by which to judge a job, and whether it is only from training batches.
 
-    Before the first evaluation it does. Afterwards the held-out value is returned, if the metric has a held-out value.
+    Before the first evaluation, it is. Afterwards it is the held-out value, if the metric has one.
     """
     if name not in held_out_metrics():
         return newest_value(job, name), False
@@ -94,22 +94,22 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
 
 
 def _without_column() -> list[str]:
-    """Return the metrics whose newest values are only in the store of a run."""
+    """Return the metrics whose latest values are only in the store of a run."""
     return [name for name in measured_names() if name not in VALUE_COLUMNS]
 
 
 def _lacks_held_out(job: Job) -> bool:
-    """Return whether a job's row may lack a held-out value that its run has; older versions did not record it."""
+    """Return whether a job's row may lack a held-out value that its run has, since older versions did not record it."""
     return job.fvu is not None and job.heldout_fvu is None
 
 
 class JobsReader:
-    """All jobs, newest first. `poll` never raises; if the store cannot be read, `problem` says why."""
+    """All jobs, latest first. `poll` never raises; if the store cannot be read, `problem` explains why."""
 
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
-        # The evaluations that ended after the first poll, oldest first.
+        # The evaluations that have ended since the first poll, oldest first.
         self.news: tuple[News, ...] = ()
         self._last_event: int | None = None
         self._data = data
@@ -153,7 +153,7 @@ class JobsReader:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
         if job.state is JobState.IMPORTED:
-            # Its report card can change while its row does not.
+            # The report card can change while the row does not.
             return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
@@ -167,7 +167,7 @@ class JobsReader:
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def _still_view(self, job: Job) -> JobView:
-        """Return the view of a job that is not running: its row.
+        """Return the view of a job that is not running, from its row.
 
         The run is read once for values that the row lacks: the best SAE of a sweep, metrics without a column, and
         held-out values of a job from an older version.
@@ -219,7 +219,7 @@ def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
 
 
 class _SilentHosts:
-    """Finds the jobs on other hosts that have been silent for a long time."""
+    """Finds jobs on other hosts that have been silent for a long time."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
@@ -242,10 +242,10 @@ class _SilentHosts:
 
 
 class JobReader:
-    """One job with its curves, events and logs; `view` is None until the job is read, and after its deletion."""
+    """A job with its curves, events and logs; `view` is None until the job is read, and after its deletion."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
-        """Read a job of this data folder; with `mends`, rebuild missing roll-ups of its metrics once."""
+        """Read a job in this data folder; with `mends`, rebuild missing roll-ups of its metrics once."""
         self.job_id = job_id
         self._data, self._mends = data, mends
         self.view: JobView | None = None
@@ -270,9 +270,9 @@ class JobReader:
         return self.view.phase if self.view else ""
 
     def poll(self) -> bool:
-        """Read new data and return whether anything changed; never raise."""
+        """Read new data and return whether anything changed. Never raises."""
         changed = self._store.poll(self._read)
-        # A list, so that every source is polled each time.
+        # Build a list, so that every source is polled each time.
         news = any([self._live.poll(), self._evaluations.poll(), self._silent.poll([self._row] if self._row else [])])
         if self._row is None or not (changed or news):
             return False
@@ -297,7 +297,7 @@ class JobReader:
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
-        """Return the last lines that a rank has written; reads only the end of the file."""
+        """Return the last lines that a rank has written; read only the end of the file."""
         return tail(self._paths.log(rank), n_lines)
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ class JobReader:
             return
         if control.state(self.job_id) is None:
             if self._paths.root.exists():
-                # The store was lost; the job will be listed again after a repair.
+                # The store was lost, but the job will be listed again after a repair.
                 return
             self._row = self.view = None
         self._row = control.job(self.job_id)
@@ -318,7 +318,7 @@ class JobReader:
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
-        """Read only points after the last one; a series that became too long is read again at a lower resolution."""
+        """Read only points after the last one; reread a series that has become too long at a lower resolution."""
         for name, rank in reader.series():
             points = self.series.setdefault((name, rank), [])
             if points:
@@ -347,7 +347,7 @@ def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) ->
 
 
 class _ControlStore:
-    """Reads the control store; `problem` says why it cannot be read, or is ""."""
+    """Reads the control store; `problem` explains why it cannot be read, or is ""."""
 
     def __init__(self, data: DataDir) -> None:
         self.problem = _lost_list_problem(data)
@@ -369,19 +369,19 @@ class _ControlStore:
 
 
 def _lost_list_problem(data: DataDir) -> str:
-    """Return a message if there are runs but no list of jobs; "" otherwise."""
+    """Return a message if there are runs but no jobs list, otherwise ""."""
     if os.path.exists(data.control_db) or not data.last_id():
         return ""
     return f"the job list is missing, but {data.root} has runs; `sae-tui repair` rebuilds the list"
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
-    """Return the row as a view, with newer values from its run."""
+    """Return a view of the row with newer values from its run."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
     heartbeat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
-        # A queued job has no phase; the heartbeat is that of its last attempt.
+        # A queued job has no phase; its heartbeat is from its last attempt.
         phase=heartbeat.phase if heartbeat and job.state != JobState.QUEUED else "",
         dropped=heartbeat.dropped if heartbeat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,

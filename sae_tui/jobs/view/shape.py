@@ -1,4 +1,4 @@
-"""Reads the k and the width of a job's SAEs without parsing the whole job file."""
+"""Reads the k and the width of a job's SAEs without parsing the entire job file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import count
 
-# A TOML parser takes 0.5 ms for a whole job file, and a list may have a thousand jobs.
+# A TOML parser takes 0.5 ms for an entire job file, and a list may contain a thousand jobs.
 _SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def k_words(config: str) -> str:
-    """Return `32`, or `8…64` for a sweep; "" if a job trains no SAE."""
+    """Return k as text, like `32`, or `8…64` for a sweep; "" if a job trains no SAE."""
     return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
 
 
 def d_sae_words(config: str, d_in: int | None) -> str:
-    """Return `1,536`, or `768…3072` for a sweep; "" if it depends on the unknown width of the data."""
+    """Return the width, like `1,536` or `768…3072` for a sweep; "" if it depends on the unknown width of the data."""
     settings = _settings(config)
     widths = _numbers(settings.get("d_sae"))
     if not any(widths):
@@ -31,8 +31,8 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Return `in 20,000 tokens`: how long a dead latent has not fired; "" if that is unknown or swept."""
-    # Imported only here, since a list of jobs does not need it.
+    """Return text like `in 20,000 tokens`: for how long a dead latent has not fired; "" if unknown or swept."""
+    # Imported only here, since a jobs list does not need it.
     from trainer.contract.settings.job import dead_after
 
     asked = _settings(job.config).get("dead_after_tokens", "auto")
@@ -44,7 +44,7 @@ def dead_after_words(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _settings(config: str) -> dict[str, Any]:
-    """Return the section on the SAE; empty if it is missing or cannot be read."""
+    """Return the SAE section; return an empty dict if it is missing or cannot be read."""
     section = _SECTION.search(config)
     try:
         return tomllib.loads(section[1]) if section else {}
@@ -53,7 +53,7 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return the finite numbers of a setting; a sweep has several."""
+    """Return the finite numbers of a setting, which are several for a sweep."""
     values = value if isinstance(value, list) else [value]
     numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
     return [one for one in numbers if math.isfinite(one)]

@@ -6,13 +6,13 @@ import functools
 import re
 from collections.abc import Iterable
 
-# A TOML parser takes 0.5 ms per job, and a list may have a thousand jobs.
+# A TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
 _LIST = re.compile(r"^\s*\w+\s*=\s*\[", re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=1024)
 def labels(config: str) -> tuple[str, ...]:
-    """Return labels like "k=16" in the order of the job file; () for a single SAE, or for a file of another version."""
+    """Return labels like "k=16" in the order of the job file; return () for a single SAE or another version's file."""
     if not _LIST.search(config):
         return ()
     # Imported only here, since few jobs are sweeps.

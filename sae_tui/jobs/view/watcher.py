@@ -28,7 +28,7 @@ SILENT_AFTER_S = 10.0
 
 
 class JobDetail(msgspec.Struct, frozen=True):
-    """Everything that a job's screen shows, as an immutable snapshot."""
+    """An immutable snapshot of everything that a job's screen shows."""
 
     view: JobView
     phase: str
@@ -43,7 +43,7 @@ class JobDetail(msgspec.Struct, frozen=True):
 
 
 class Watcher:
-    """Polls twice a second. Results like `jobs` and `news` are replaced, not changed: any thread may read them."""
+    """Polls twice per second. Results like `jobs` and `news` are replaced, not modified: any thread may read them."""
 
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
         """Watch the jobs of a data folder.
@@ -70,7 +70,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """The reason why the jobs cannot be read, or how long the disk has not answered; "" without a problem."""
+        """The reason why the jobs cannot be read, or how long the disk has not responded; "" if there is no problem."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
@@ -86,12 +86,12 @@ class Watcher:
         self._wake.set()
 
     def follow(self, job_id: int | None, rank: int = 0) -> None:
-        """Keep `detail` up to date for this job, with the log of this rank; None stops it."""
+        """Keep `detail` up to date for this job, with the log of this rank; None stops this."""
         self._followed = None if job_id is None else (job_id, rank)
         self._wake.set()
 
     def poke(self) -> None:
-        """Poll at once, for example after an action on a job."""
+        """Poll immediately, for example after an action on a job."""
         self._wake.set()
 
     def _run(self) -> None:
@@ -150,14 +150,14 @@ class Watcher:
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """Add which GPUs are held but unused; this is checked once a minute."""
+        """Add which GPUs are held but unused; this is checked once per minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Correct the rows of jobs that died without recording it; return why that is impossible now, or ""."""
+        """Correct the rows of jobs that died without a record; return why this is impossible now, or ""."""
         try:
             reconcile(self._data, self._revive)
         except UserError as error:
@@ -167,13 +167,13 @@ class Watcher:
 
 
 class NewsOfJob:
-    """Detects news of a job since the last check."""
+    """Detects news about a job since the last check."""
 
     def __init__(self, watcher: Watcher, job_id: int) -> None:
         self._watcher, self._job_id, self._n_seen = watcher, job_id, len(watcher.news)
 
     def has_come(self) -> bool:
-        """Return whether there is news of the job since the last call."""
+        """Return whether there is news about the job since the last call."""
         news = self._watcher.news[self._n_seen :]
         self._n_seen += len(news)
         return any(one.job_id == self._job_id for one in news)
