@@ -1,4 +1,4 @@
-"""The user's settings: a TOML file that can be edited by hand. Each mistake in it gets one clear sentence."""
+"""The user's settings: a TOML file that can be edited by hand. Each mistake in it is reported in one clear sentence."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LOOK, _LAUNCH, _HISTORY, _END = "Appearance", "Launch", "GPUs and their history
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 # Settings that run a program or connect to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
-# tomlkit takes seconds for larger files.
+# tomlkit takes seconds for larger files than this.
 _MOST_CHANGED = 64 << 10
-# Settings that are read before the app exists, so that a change needs a restart.
+# Settings that are read before the app exists, so that changing them requires a restart.
 AT_START = frozenset({"look"})
 
 
@@ -174,7 +174,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
-    """Return the settings in the file and the problems found. A setting with a wrong value keeps its default."""
+    """Return the settings in the file and the problems found. A setting with an invalid value keeps its default."""
     if not os.path.exists(path):
         return Settings(), []
     if not path.is_file():
@@ -205,18 +205,18 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
 def save_settings(path: Path, settings: Settings) -> None:
     """Write all settings with their help as comments.
 
-    The write is atomic: a reader sees the old file or the new one.
+    The write is atomic: a reader sees either the old file or the new one.
     """
     write_whole(path, settings_text(settings))
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Return the content of the file, valid or not; raise `UserError` if it cannot be read."""
+    """Return the content of the file, whether valid or not; raise `UserError` if it cannot be read."""
     return _text_and_table(path, Judged())[1] if os.path.exists(path) else {}
 
 
 def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
-    """Return the file's text and its parsed content. The same read also checks if the file can be trusted."""
+    """Return the file's text and its parsed content. The same read also checks whether the file can be trusted."""
     texts: list[str] = []
 
     def keep(file: Path) -> str:
@@ -250,7 +250,7 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """Return the TOML text with the changes, and its parsed content; None as the content if tomlkit fails."""
+    """Return the TOML text with the changes, and its parsed content, which is None if tomlkit fails."""
     import tomlkit
 
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trainer.contract.errors import UserError
 from trainer.contract.printable import printable
 
-# Never ask for a password, forward nothing to the other host, notice a dead connection within 15 s, and never let
+# Never ask for a password, forward nothing to the other host, detect a dead connection within 15 s, and never let
 # another ssh session of the user depend on this one.
 _OPTIONS = (
     "BatchMode=yes", "ClearAllForwardings=yes", "ForwardX11=no", "ForwardAgent=no", "PermitLocalCommand=no",
@@ -23,7 +23,7 @@ NO_SAE_TUI = 127  # the exit code of a shell that does not find the program
 
 
 def checked_host(name: str) -> str:
-    """Return the name of a host, such as `gpu1` or `me@gpu1`; raise `UserError` if it is not safe to pass to ssh."""
+    """Return a host name, such as `gpu1` or `me@gpu1`; raise `UserError` if it is not safe to pass to ssh."""
     if not _NAME.fullmatch(name):
         shown = printable(name[:60])
         raise UserError(
@@ -34,7 +34,7 @@ def checked_host(name: str) -> str:
 
 
 def ssh_argv(host: str, words: Sequence[str], ssh: Sequence[str] = ("ssh",)) -> list[str]:
-    """Return the argv that runs `sae-tui` with `words` on a host; raise `UserError` if the host name is not valid.
+    """Return the argv that runs `sae-tui` with `words` on a host; raise `UserError` if the host name is invalid.
 
     `words` are quoted for the remote shell.
     """

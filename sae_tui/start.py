@@ -1,4 +1,4 @@
-"""Starts the app with a data folder and a GPU source, and makes sure it exits even if a thread or terminal hangs."""
+"""Starts the app with a data folder and a GPU source, and ensures that it exits even if a thread or terminal hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainer.contract.wording import join_words, plural
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
 
-# Seconds that an exit waits for the data folder.
+# How many seconds an exit waits for the data folder.
 _ANSWER_S = 2.0
 
 
@@ -51,8 +51,8 @@ def run_app(
 ) -> int:
     """Run the app until it quits, print which jobs keep running, and return the exit code.
 
-    `command` is the printed command that opens the app again. With `in_browser`, standard output goes to a web page
-    that can show every character, and the app prints nothing after it ends.
+    `command` is the printed command that reopens the app. With `in_browser`, standard output goes to a web page that
+    can show every character, and the app prints nothing after it ends.
     """
     data.create()
     settings, problems = load_settings(data.settings_file)
@@ -92,7 +92,7 @@ def run_app(
         given=_given(plain, look, settings, hosts),
     )
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
-    # A screen has thousands of objects with almost no reference cycles. Garbage collection at Python's default rate
+    # A screen has thousands of objects with almost no reference cycles. At Python's default rate, garbage collection
     # took an eighth of the time to handle a key.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -106,13 +106,13 @@ def run_app(
         sys.stdout.write(printable_lines(staying))
         sys.stdout.flush()
     if monitor.stuck:
-        # A thread inside the driver cannot be ended, and the interpreter would wait for it.
+        # A thread that hangs in the driver cannot be stopped, and the interpreter would wait for it.
         os._exit(app.return_code or 0)
     return app.return_code or 0
 
 
 def _plain_look(look: Look, *, in_browser: bool) -> Plain | None:
-    """Return a filter that draws in ASCII only, if the setting asks for it or the terminal supports nothing else."""
+    """Return a filter that draws in ASCII only, if the setting demands it or the terminal supports nothing else."""
     if not is_plain(look, os.environ.get("TERM", ""), has_blocks=in_browser or can_show(BLOCKS, sys.stdout)):
         return None
     return Plain(letters=in_browser or can_show("é", sys.stdout))
@@ -132,9 +132,9 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
 
 
 def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tuple[Hosts | None, list[Problem]]:
-    """Return the other hosts to watch and the problems with host names in the settings; None if there are no hosts.
+    """Return the other hosts to monitor and the problems with host names in the settings; None if there are no hosts.
 
-    With `demo` their GPUs are simulated.
+    With `demo`, their GPUs are simulated.
     """
     problems: list[Problem] = []
     if not (named or settings.hosts):

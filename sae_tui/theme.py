@@ -1,7 +1,7 @@
 """The colour themes: four of our own and the terminal's.
 
-Page, surface and panel stay distinct with 256 colours, which is what terminals often have over ssh. There a grey is
-only mapped to a grey while its saturation is below 0.15; any more blue would make all three black.
+Page, surface and panel remain distinct with 256 colours, the number that terminals often have over ssh. There, a grey
+is mapped to a grey only while its saturation is below 0.15; any more blue would make all three black.
 
 Colours mean the same in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power and
 progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
@@ -88,8 +88,8 @@ HIGH_CONTRAST = Theme(
         "style-full": "bold underline #000000 on #ffd75f",
     },
 )
-# Based on the palette of Okabe and Ito (2008), with lighter colours for text. Good and bad differ by blue, which an eye
-# without red or green cones sees, and by brightness.
+# Based on the palette of Okabe and Ito (2008), with lighter colours for text. Good and bad differ in blue, which an eye
+# without red or green cones sees, and in brightness.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",
@@ -148,7 +148,7 @@ COLOUR_BLIND_16 = replace(
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name
-# For each setting: the theme, and its variant for a terminal with only 16 colours, which cannot show our surface
+# For each setting, the theme and its variant for a terminal with only 16 colours, which cannot show our surface
 # colours.
 THEMES: dict[ThemeName, tuple[str, str]] = {
     "dark": (DARK.name, _TERMINAL),

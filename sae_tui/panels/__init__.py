@@ -1,1 +1,1 @@
-"""One panel per file; a panel turns GPU samples or job data into lines of text."""
+"""The panels, one per file; a panel turns GPU samples or job data into lines of text."""

@@ -20,7 +20,7 @@ _GAP = 2  # cells between two plots
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One aggregated quantity: its text, the number of GPUs that report it, and its share of the maximum over time."""
+    """An aggregated quantity: its text, the number of GPUs that report it, and its share of the maximum over time."""
 
     label: str
     title: str
@@ -34,7 +34,7 @@ class Total:
     ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
-        """Return `298.7 / 842.4 GiB · 6 of 8 GPUs`; if short, without `GPUs`; no count if all GPUs report."""
+        """Return text like `298.7 / 842.4 GiB · 6 of 8 GPUs`; if short, omit `GPUs`; no count if all GPUs report."""
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"
@@ -42,19 +42,19 @@ class Total:
 
 
 class AggregatePanel(LineView):
-    """Four quantities: one line each, or four plots in a two by two grid."""
+    """Four quantities, as one line each or as plots in a two by two grid."""
 
     _plot = 0
     _totals: tuple[Total, ...] = ()
 
     def show_totals(self, totals: Sequence[Total], *, plot: int = 0) -> None:
-        """Draw the quantities as plots of `plot` rows each; if that is 0, as one line each."""
+        """Draw the quantities as plots of `plot` rows each, or as one line each if `plot` is 0."""
         self._totals, self._plot = tuple(totals), plot
         self._draw()
 
     @property
     def n_columns(self) -> int:
-        """Number of intervals that each plot shows; 0 if the quantities are lines."""
+        """The number of intervals in each plot; 0 if the quantities are drawn as lines."""
         return columns_of((self.width - _GAP) // 2) if self._plot else 0
 
     def on_mount(self) -> None:

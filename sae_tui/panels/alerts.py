@@ -12,7 +12,7 @@ _TIME = 14
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> list[Line]:
-    """Return the alerts, newest first; active ones come before cleared ones."""
+    """Return the alerts, latest first, with active ones before cleared ones."""
     if not alerts:
         return [(("No alert in the last 24 hours.", "dim"),)]
     lasting = [alert for alert in alerts if alert.cleared is None]

@@ -1,4 +1,4 @@
-"""Why a job failed, above its other panels: the first failing rank's error, its traceback, and what to do."""
+"""Why a job failed: the error and traceback of the rank that failed first, and a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CausePanel(DetailPanel, can_focus=True):
         return [] if postmortem is None else cause_lines(postmortem, self.width, self.screen.size.height // 2)
 
     def _draw(self) -> None:
-        # An empty panel has no size yet, so do not wait for one.
+        # An empty panel has no size yet, so do not wait for it to get one.
         if self._detail:
             self._redraw(self._detail)
 
@@ -58,6 +58,6 @@ def _beside_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
 
 
 def _wrap_indented(text: str, width: int) -> list[str]:
-    """Wrap a line of a traceback, and keep its indentation."""
+    """Wrap a line of a traceback, keeping its indentation."""
     margin = " " * (len(text) - len(text.lstrip()))
     return [margin + line for line in wrap(text.strip(), max(10, width - len(margin)))]

@@ -43,7 +43,7 @@ class CurvePlot(Plot):
         self.series_name, self.series, self.is_held_out = series_name, series, is_held_out
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the held-out curve of the job, or of the selected SAE of a sweep, with the training curve behind it."""
+        """Draw the held-out curve of the job, or of a sweep's selected SAE, with the training curve behind it."""
         if self.series_name == SPEED:
             self.plot_title = "rows/s" if extracts(detail.view.config) else self.series.title
         of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
@@ -52,14 +52,14 @@ class CurvePlot(Plot):
             note = dead_after_words(detail.view) if self.series_name == "dead_fraction" and of_training else ""
             self.show_points(of_training, note, nothing)
             return
-        # Three digits, so that both values fit into a narrow frame.
+        # Show three digits, so that both values fit into a narrow frame.
         newest = f"{of_training[-1][1]:.3g}" if of_training and of_training[-1][1] is not None else ""
         note = f"batch {newest}" if measured else f"{OF_BATCH}{newest} (batch)"
         self.show_points(measured, note if newest else "", nothing, behind=of_training)
 
 
 class CurvesPanel(Grid):
-    """The curves of a training, in two rows, or the single curve of an extraction; each in a frame."""
+    """The curves of a training, in two rows, or the single curve of an extraction, each in a frame."""
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
 
@@ -87,9 +87,9 @@ def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:
 
 
 def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None, bool]:
-    """Return a metric's last held-out value and False; without one, the last batch value and True.
+    """Return a metric's last held-out value and False; if there is none, the last batch value and True.
 
-    `member` is an SAE of a sweep.
+    `member` is the label of an SAE in a sweep.
     """
     if not member:
         return judged_value(detail.view, name)
@@ -106,6 +106,6 @@ def of_member(name: str, member: str) -> str:
 
 
 def members_of(detail: JobDetail) -> list[str]:
-    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; empty for a single SAE."""
+    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; return none for a single SAE."""
     labels = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
     return in_order(labels, detail.view.config)

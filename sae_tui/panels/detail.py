@@ -1,4 +1,4 @@
-"""Base class of the panels on a job's screen: it redraws the lines when the job or the size changes."""
+"""The base class of the panels on a job's screen: redraws the lines when the job or the panel size changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables with one column per SAE: the settings in which they differ, and their results."""
+"""Tables with one column per SAE: the settings that differ between the SAEs, and their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITH_ARROWS = 20  # cells of a title that shows how many columns are out of vie
 
 
 class SaeTable(KeyedTable):
-    """One row per line of the comparison; the left and right keys scroll the columns that do not fit."""
+    """A table with one row per compared setting or result; the left and right keys scroll columns that do not fit."""
 
     BINDINGS = [
         Binding("left", "shift(-1)", "Left", show=False, id="compare.left", tooltip="The runs further left"),
@@ -88,7 +88,7 @@ class SaeTable(KeyedTable):
 
 
 class DifferencesPanel(SaeTable):
-    """Shows the settings in which the SAEs differ."""
+    """Shows the settings that differ between the SAEs."""
 
     heading = "SETTING"
 

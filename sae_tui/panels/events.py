@@ -1,4 +1,4 @@
-"""The events of a job, the newest at the bottom."""
+"""The events of a job, the latest at the bottom."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 50  # no screen has space for more
 
 
 class EventsPanel(DetailPanel):
-    """The last events that fit, each in full."""
+    """As many of the latest events as fit, each in full."""
 
     DEFAULT_CSS = "EventsPanel { height: 1fr; width: 1fr; }"
 
@@ -36,7 +36,7 @@ class EventsPanel(DetailPanel):
 
 
 def _event_lines(event: Event, width: int) -> list[Line]:
-    """Return the time and the complete message next to it."""
+    """Return the time of an event, with the complete message next to it."""
     when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
     space = max(10, width - len(when))
     margins = itertools.chain([when], itertools.repeat(" " * len(when)))

@@ -1,4 +1,4 @@
-"""The GPUs of other hosts: a heading per host with its state and totals, and a line per GPU below it."""
+"""The GPUs of other hosts: one heading per host with its state and totals, followed by one line per GPU."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class FarHost:
 
 
 class FarGpus(LineView, can_focus=True):
-    """One line per host, and the GPUs of as many hosts as fit.
+    """One line per host, plus the GPUs of as many hosts as fit.
 
-    While the panel has the focus, one host has the cursor: its GPUs take precedence.
+    While the panel has the focus, the cursor is on one host, whose GPUs take precedence.
     """
 
     BINDINGS = [
@@ -56,12 +56,12 @@ class FarGpus(LineView, can_focus=True):
     _space = _at = 0
 
     def show_hosts(self, hosts: Sequence[FarHost], space: int) -> None:
-        """Draw the hosts in at most `space` lines; every host gets a line even if there are more hosts."""
+        """Draw the hosts in at most `space` lines; every host gets a line, even if there are more hosts than lines."""
         self._hosts, self._space = tuple(hosts), space
         self._draw()
 
     def lines_of(self, views: Sequence[HostView], space: int) -> int:
-        """Return how many of `space` lines these hosts use: one each, plus the GPUs of as many hosts as fit."""
+        """Return how many of `space` lines these hosts take: one each, plus the GPUs of as many hosts as fit."""
         counts = [len(view.gpus) for view in views]
         return len(counts) + sum(_opened(counts, space, self._at).values())
 
@@ -102,9 +102,9 @@ class FarGpus(LineView, can_focus=True):
 
 
 def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
-    """Return how many lines each host's GPUs get, by host index: first host `first`, then all that fit completely.
+    """Return how many lines each host's GPUs get, by host index: first host `first`, then all hosts that fit.
 
-    The first host may show only some of its GPUs.
+    Only the first host may show some instead of all of its GPUs.
     """
     opened: dict[int, int] = {}
     left = space - len(counts)
@@ -124,7 +124,7 @@ def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, space: int) 
 
 
 def heading(host: FarHost, width: int, name_width: int, mark: str, *, is_open: bool) -> Line:
-    """Return the line of a host: its name, the connection state, and its totals or the problem."""
+    """Return a host's line: its name, the connection state, and its totals or the problem."""
     sign, style = _SIGNS[host.view.stage]
     name: Span = (f" {fit(host.view.name, name_width)} ", f"title{mark}")
     words, words_style = state_words(host, is_open=is_open), "dim" if host.view.is_connected else style
@@ -157,7 +157,7 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
 
 
 def process_lines(view: HostView, width: int) -> list[Line]:
-    """Return the processes on the GPUs of a host; below each GPU, the processes with the most memory."""
+    """Return the processes on a host's GPUs; below each GPU, those that use the most memory."""
     lines: list[Line] = []
     for gpu in view.gpus:
         head = f"GPU {gpu.index} {short_name(gpu.name)}"

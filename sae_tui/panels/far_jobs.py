@@ -22,19 +22,19 @@ def key_of(host: str, job_id: int) -> str:
 
 
 def parse_key(key: str | None) -> tuple[str, int] | None:
-    """Return the host and the job id from a row's key; None for a row that is not a remote job."""
+    """Return the host and job id from a row's key; None if the row is not a remote job."""
     host, _, job_id = (key or "").rpartition(_SEPARATOR)
     return (host, int(job_id)) if host and job_id.isdecimal() else None
 
 
 class FarRows:
-    """Makes the rows, and reuses the row of a job that has not changed."""
+    """Builds the rows of remote jobs, reusing the row of a job that has not changed."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[JobView, Row]] = {}
 
     def rows(self, views: Sequence[HostView], words: str, order: str) -> list[Row]:
-        """Return for each host a heading and the matching jobs, in the given order."""
+        """Return for each host a heading and its matching jobs, in the given order."""
         made: dict[str, tuple[JobView, Row]] = {}
         rows: list[Row] = []
         for view in views:
@@ -50,7 +50,7 @@ class FarRows:
 
 
 def heading(name: str, note: str) -> Row:
-    """Return a row that the cursor skips: the name of a host and a note."""
+    """Return a row with the name of a host and a note, which the cursor skips."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
     return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=0, is_heading=True)

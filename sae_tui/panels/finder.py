@@ -25,7 +25,7 @@ _FIND = Binding.Group("Find")
 
 
 class JobsFinder(Filtered):
-    """The jobs table; a line above it shows the filter, the order and the number of marks, if there are any."""
+    """The jobs table, below a line that shows the filter, the order and the number of marks, if any."""
 
     BINDINGS = [
         Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=_FIND,
@@ -61,16 +61,16 @@ class JobsFinder(Filtered):
         return sorted(self.table.marked)
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
-        """Show the jobs; `problem` says why they cannot be read, or is empty."""
+        """Show the jobs; `problem` explains why they cannot be read, or is empty."""
         if jobs and not self._jobs and not self.table.was_moved:
-            # Another host's jobs may have arrived first and have the cursor.
+            # Another host's jobs may have arrived first and taken the cursor.
             self.table.select(str(jobs[0].id))
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()
 
     def show_far(self, views: Sequence[HostView]) -> None:
-        """Show the jobs of other hosts below this host's jobs."""
+        """Show the jobs of other hosts below the jobs of this host."""
         if self._far_rows is None:
             from sae_tui.panels.far_jobs import FarRows
 
@@ -91,7 +91,7 @@ class JobsFinder(Filtered):
         self.table.action_move(0)
 
     def action_mark(self) -> None:
-        """Mark or unmark the job under the cursor and go to the next one."""
+        """Mark or unmark the job under the cursor and move to the next one."""
         if self.table.selected is not None:
             self.table.marked ^= {self.table.selected}
             self.table.action_move(1)
@@ -102,7 +102,7 @@ class JobsFinder(Filtered):
         self._draw()
 
     def _of_hosts(self, n_matching: int, words: str) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Return the heading of this host and the rows of others; none if no other hosts are shown."""
+        """Return this host's heading and the rows of other hosts; return none if no other hosts are shown."""
         if self._far_rows is None:
             return (), ()
         from sae_tui.panels.far_jobs import heading, local_note

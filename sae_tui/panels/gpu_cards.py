@@ -36,14 +36,14 @@ _GAP = 2  # cells between two GPUs
 
 @dataclass(frozen=True, slots=True)
 class CardGrid:
-    """GPUs side by side in `columns`, in bands of `height` lines below each other."""
+    """The grid of the card view: GPUs side by side in `columns`, in stacked bands of `height` lines."""
 
     columns: int
     height: int
     bands: int
 
     def count_fitting(self, space: int) -> int:
-        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to count the rest."""
+        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to count the others."""
         fitting = space // self.height
         return self.bands if fitting >= self.bands else max(1, (space - 1) // self.height)
 
@@ -66,7 +66,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 2 to 5 lines: heading, utilisation, memory, temperature and power, and a blank line."""
+    """Return a GPU in 2 to 5 lines: heading, utilisation, memory, temperature with power, and a blank line."""
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(row, width, height)
@@ -84,7 +84,7 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
 
 
 def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
-    """Return all figures on one line, with a history if it fits."""
+    """Return all values in one line, with a history if it fits."""
     first = _figure(row, UTILIZATION) if util else (fit(_label(MEMORY), UTILIZATION.width), "label")
     usual = first, _figure(row, MEMORY, 1), _figure(row, TEMPERATURE, 2), _figure(row, POWER, 2)
     space = width - 1 - sum(cell_len(text) for text, _ in usual)
@@ -95,13 +95,13 @@ def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
 
 
 def _figure(row: GpuRow, column: GpuColumn, gap: int = 0) -> Span:
-    """Return the cell of a column after a gap."""
+    """Return the cell of a column, preceded by a gap."""
     text, style = column.cell(row)
     return fit(text, gap + column.width, right=True), style
 
 
 def _with_limit(row: GpuRow, column: GpuColumn) -> Span:
-    """Return the cell of a column and its limit after a gap, like `  120 W / 350 W`."""
+    """Return the cell of a column with its limit, preceded by a gap, like `  120 W / 350 W`."""
     (text, style), width = column.cell(row), column.width
     if column.limit:
         width += len(" / ") + column.width
@@ -110,7 +110,7 @@ def _with_limit(row: GpuRow, column: GpuColumn) -> Span:
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return the heading, and the reason wrapped into the remaining lines."""
+    """Return the heading, followed by the reason wrapped into the remaining lines."""
     sample = row.sample
     words, style = row.fault
     texts = textwrap.wrap(words[2:], max(10, width - 3), max_lines=height - 1, placeholder=" …")
@@ -136,7 +136,7 @@ def _label(column: GpuColumn) -> str:
 
 
 def _card_row(row: GpuRow, column: GpuColumn, width: int) -> Line:
-    """Return a quantity in a line: its label, figure, bar and history."""
+    """Return a quantity as a line with its label, value, bar and history."""
     meter = column.meter
     assert meter
     text, style = column.cell(row)

@@ -1,4 +1,4 @@
-"""GPUs as lines, one or two per GPU, in columns shared by all."""
+"""GPUs as lines, one or two per GPU, with columns shared by all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WIDE_HOLDER, _HOLDER = 24, 13
 
 @dataclass(frozen=True, slots=True)
 class LineLayout:
-    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after that."""
+    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after it."""
 
     widths: Mapping[GpuColumn, int]
     bar: int
@@ -45,10 +45,10 @@ class LineLayout:
 
 
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
-    """Return `each` lines, one or two, for each of `rows`; the fault of a GPU replaces its figures.
+    """Return `each` lines, one or two, for each GPU in `rows`; a fault replaces the GPU's values.
 
     The column widths suit all GPUs in `of`, so that nothing shifts while the user scrolls. On a narrow terminal, bars,
-    histories and the least important columns are left out.
+    histories and the least important columns are omitted.
     """
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
     if each > 1:
@@ -60,7 +60,7 @@ def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: in
 def _lines_of(row: GpuRow, layout: LineLayout, width: int, each: int) -> list[Line]:
     """Return a GPU in one or two lines.
 
-    The second line holds the lower half of the histories, the power limit, and the rest of the holder's name. If the
+    The second line contains the lower half of the histories, the power limit, and the rest of the holder's name. If the
     name fits into the first line, the second shows the processes on the GPU.
     """
     if not row.sample.healthy:
@@ -112,7 +112,8 @@ def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Sp
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
     """Return the text below the holder's name, and its style.
 
-    It is an error of the last hour, else what slows the GPU, else the rest of the holder's name, else the processes.
+    It is the first available of: an error of the last hour, what slows the GPU, the rest of the holder's name, and the
+    processes.
     """
     condition = row.sample.condition
     if condition and condition.xid and time.time() - condition.xid.timestamp < _ERROR_TOLD_S:
@@ -124,7 +125,7 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
 
 
 def layout_of(width: int, longest: int) -> LineLayout:
-    """Return the layout for lines of `width` cells, in which the holder wants `longest` cells."""
+    """Return the layout for lines of `width` cells, in which the holder needs `longest` cells."""
     columns = list(GPU_COLUMNS)
     while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
         columns.remove(max(columns, key=lambda column: column.drop))
@@ -146,9 +147,9 @@ def layout_of(width: int, longest: int) -> LineLayout:
 
 
 def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:
-    """Return the width of a bar and the least width of the holder, the best that leave space for a history.
+    """Return the best width of a bar and minimum width of the holder that leave space for a history.
 
-    On a narrow terminal, histories are more useful than bars and the full user name.
+    On a narrow terminal, histories are more useful than bars and full user names.
     """
     choices = ((_WIDE_BAR, max(_WIDE_HOLDER, longest)), (_BAR, _WIDE_HOLDER), (_BAR, _HOLDER))
     fitting = (one for one in choices if n_meters * (one[0] + 1) + one[1] + LEAST_HISTORY <= space)
@@ -156,5 +157,5 @@ def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:
 
 
 def _total(columns: Sequence[GpuColumn]) -> int:
-    """Return the cells of the columns, with a gap after each history and the margin."""
+    """Return the total width of the columns, with a gap after each history and the margin."""
     return sum(column.width + column.gap + (column.meter is not None) for column in columns) + _MARGIN

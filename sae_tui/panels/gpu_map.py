@@ -1,4 +1,4 @@
-"""GPUs as a map of tiles, for more GPUs than fit as lines: each has a shade, a number, and a sign if needed."""
+"""GPUs as a map of tiles, for more GPUs than fit as lines: each tile has a shade, a number, and a sign if needed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
 TALLEST = 4  # lines: utilisation; memory; temperature and power; holder
 _LEAST_WIDTH = 10  # cells: index, two signs, utilisation and the gap to the next tile
 _OF_A_NODE = 8  # GPUs per machine; a row of tiles holds whole machines
-# Upper limit of utilisation in percent, and the shade below it.
+# Upper limits of utilisation in percent, each with the shade for values below it.
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
 
 
 def map_grid(count: int, width: int, space: int) -> CardGrid:
-    """Return the grid for `count` tiles, each as tall as `space` lines allow; rows hold whole machines if they fit."""
+    """Return the grid for `count` tiles, as tall as `space` lines allow; rows hold complete machines if they fit."""
     fitting = max(1, width // _LEAST_WIDTH)
     columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
     if -(-count // columns) > space:
@@ -44,7 +44,7 @@ def map_grid(count: int, width: int, space: int) -> CardGrid:
 
 
 def map_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
-    """Return the tiles side by side and below each other."""
+    """Return the tiles arranged in the grid."""
     each = max(1, width // grid.columns)
     gap = " " if grid.columns > 1 else ""
     lines: list[Line] = []
@@ -55,13 +55,13 @@ def map_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
 
 
 def _tile(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 1 to 4 lines; for an unhealthy GPU the lines after the first show the reason."""
+    """Return a GPU in 1 to 4 lines; for an unhealthy GPU, all lines but the first show the reason."""
     below = _figures(row, width) if row.sample.healthy else _reason(row.sample, width, height - 1)
     return [_first(row, width), *below[: height - 1], *[blank(width)] * (height - 1 - len(below))]
 
 
 def _figures(row: GpuRow, width: int) -> list[Line]:
-    """Return memory, temperature and power, and the holder."""
+    """Return the lines for memory, for temperature and power, and for the holder."""
     full, used = MEMORY.cell(row)[0], memory_share(row.sample)
     memory = full if len(full) < width else f"mem {percent(None if used is None else 100 * used)}"
     drawn = _short(row, POWER)
@@ -87,7 +87,7 @@ def _reason(sample: GpuSample, width: int, height: int) -> list[Line]:
 
 
 def _first(row: GpuRow, width: int) -> Line:
-    """Return index, signs and utilisation on the shade; the tile with the cursor has its colours swapped."""
+    """Return index, signs and utilisation on the shade; under the cursor, the tile's colours are swapped."""
     sample = row.sample
     shade = " swapped" if row.has_cursor else _shade(sample)
     index = f"{sample.index:>3}"
@@ -105,7 +105,7 @@ def _first(row: GpuRow, width: int) -> Line:
 
 
 def _sign(row: GpuRow) -> Span:
-    """Return a sign for a GPU used by a job, used by another process, free (blank), or unhealthy."""
+    """Return the sign of a GPU: used by a job, used by another process, free (blank), or unhealthy."""
     if not row.sample.healthy:
         return "✗", "bad"
     return {"good": ("▶", "good"), "warn": ("●", "warn")}.get(row.holder_style, (" ", "text"))

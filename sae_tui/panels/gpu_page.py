@@ -25,24 +25,24 @@ _LEAST_WIDTH = 12  # cells; a narrower history shows nothing useful
 
 
 class GpuHistory(LineView):
-    """Utilisation, memory, power and temperature over time, below each other; a cursor reads out their values."""
+    """Utilisation, memory, power and temperature over time, one below the other; a cursor reads out the values."""
 
     DEFAULT_CSS = "GpuHistory { height: 1fr; width: 1fr; }"
 
     @property
     def n_columns(self) -> int:
-        """Number of columns of a history."""
+        """The number of columns of a history."""
         return columns_of(self.size.width)
 
     def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str) -> None:
-        """Draw a GPU's history, with an optional cursor on a column; `words` describes the visible part."""
+        """Draw a GPU's history, optionally with a cursor on a column; `words` describes the visible part."""
         height, width = self.size.height, self.size.width
         quantities = _quantities(sample)
         rows, spare = divmod(height - len(quantities) - 1, len(quantities))
         if width < _LEAST_WIDTH or rows < 1:
             self.show([])
             return
-        # The newest column is at the right edge.
+        # The latest column is at the right edge.
         at = None if cursor is None else self.n_columns - len(window.jobs) + cursor
         lines: list[Line] = []
         for place, quantity in enumerate(quantities):
@@ -68,7 +68,7 @@ class GpuHistory(LineView):
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A plotted quantity: its field, title, current value, end of the axis, formatter, and style."""
+    """A plotted quantity: its field, title, current value, axis maximum, formatter, and style."""
 
     name: str
     title: str
@@ -92,7 +92,7 @@ def _quantities(sample: GpuSample) -> list[_Quantity]:
 
 
 class GpuDetailsView(LineView):
-    """The details of a GPU in groups; values that the GPU does not report are left out."""
+    """The details of a GPU in groups, without values that the GPU does not report."""
 
     DEFAULT_CSS = "GpuDetailsView { height: 1fr; }"
 
@@ -128,7 +128,7 @@ class GpuDetailsView(LineView):
 
 
 def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, str]]]:
-    """Return the details in groups, each as (name, value, style); unknown values are left out."""
+    """Return the details in groups, each as (name, value, style); omit unknown values."""
     found = (
         _speed(sample, details),
         _heat(sample, details),
@@ -166,7 +166,7 @@ def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _declared(group: str, sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return the sensors of a group that need nothing but their declaration."""
+    """Return the sensors of a group that are displayed exactly as declared."""
     readings: tuple[Any, ...] = sample, details.condition, details
     return [
         (one.title, words_of(one)[0](getattr(reading, one.name)), "text")
@@ -204,14 +204,14 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return each failing sensor once, including sensors with impossible values."""
+    """Return each failing sensor once, including sensors that return impossible values."""
     failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
     lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
     return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]
 
 
 def _sensor_words(field: str) -> str:
-    """Return `power limit` for `power_limit_w`."""
+    """Return a sensor's field name as words, like `power limit` for `power_limit_w`."""
     words = field.split("_")
     return " ".join(words[:-1] if words[-1] in {*UNITS, "s"} and words[1:] else words)
 
@@ -233,13 +233,13 @@ def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]
 
 
 def _instance(part: Instance) -> str:
-    """Return `H200 MIG 1g.18gb: 2.1 GiB of 16.0 GiB`."""
+    """Return a MIG slice as text, like `H200 MIG 1g.18gb: 2.1 GiB of 16.0 GiB`."""
     name = short_name(part.name)
     return f"{name}: {gibibytes(part.memory_used_bytes)} of {gibibytes(part.memory_total_bytes)}"
 
 
 def _of(now: int | None, most: int | None, unit: str) -> str:
-    """Return `1,695 of 2,100 MHz`."""
+    """Return a value with its maximum, like `1,695 of 2,100 MHz`."""
     if now is None:
         return ""
     return " ".join(filter(None, [f"{now:,}", "" if most is None else f"of {most:,}", unit]))

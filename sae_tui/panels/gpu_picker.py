@@ -1,4 +1,4 @@
-"""The list for choosing GPUs: what each is, what is free, and why one is not available."""
+"""The list for choosing GPUs: their models, what is free, and why a GPU is unavailable."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ COLUMNS = (
 
 
 _ANY = "any"
-# No vendor sells nodes with more GPUs.
+# No vendor sells nodes with more GPUs than this.
 MOST_PER_NODE = 16
 
 
 class GpuPicker(KeyedTable):
-    """Space toggles a GPU, `a` takes all that are available, `r` the recommended ones; a busy GPU asks first."""
+    """A list for selecting GPUs; selecting a busy one asks first.
+
+    Space toggles a GPU, `a` selects all available ones, and `r` the recommended ones.
+    """
 
     BINDINGS = [
         Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Select or deselect this GPU"),
@@ -43,7 +46,7 @@ class GpuPicker(KeyedTable):
     DEFAULT_CSS = "GpuPicker { height: auto; max-height: 11; }"
 
     class Changed(Message):
-        """The choice of GPUs has changed."""
+        """The selection of GPUs has changed."""
 
     def __init__(self, recommend: Callable[[], Collection[int]], *, several: bool, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
@@ -57,7 +60,7 @@ class GpuPicker(KeyedTable):
         self._needed_bytes = 0
 
     def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
-        """Draw the GPUs as they are now; a GPU that was lost is no longer chosen."""
+        """Draw the current state of the GPUs; a GPU that was lost is no longer selected."""
         self.choices, self._needed_bytes = tuple(choices), needed_bytes
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
@@ -67,19 +70,19 @@ class GpuPicker(KeyedTable):
     def show_elsewhere(self, elsewhere: str) -> None:
         """Set the cluster that chooses the GPUs, or "" for none.
 
-        For a cluster, only the number of GPUs per node can be chosen.
+        For a cluster, only the number of GPUs per node can be selected.
         """
         if elsewhere == self.elsewhere:
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
-        # A number of GPUs chosen per cluster node does not apply to this machine.
+        # The number of GPUs selected per cluster node does not apply to this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
     @property
     def gpus(self) -> list[int] | str:
-        """The choice in the form of `launch.gpus`; an empty list if nothing is chosen."""
+        """The selection in the format of `launch.gpus`; an empty list if nothing is selected."""
         if self.cpu_processes:
             return f"cpu:{self.cpu_processes}" if self.cpu_processes > 1 else "cpu"
         if self.any_gpus:
@@ -87,21 +90,21 @@ class GpuPicker(KeyedTable):
         return sorted(self.chosen)
 
     def choose_cpu(self, processes: int) -> None:
-        """Choose this many CPU processes and no GPU; 0 chooses none."""
+        """Select this many CPU processes and no GPUs; 0 selects none."""
         if processes != self.cpu_processes:
             self.cpu_processes, self.any_gpus, self.chosen = processes, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
     def choose_any(self, count: int) -> None:
-        """Choose any `count` GPUs that fit; the job waits for them. 0 chooses none."""
+        """Select any `count` GPUs that fit, for which the job waits; 0 selects none."""
         if count != self.any_gpus:
             self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
     def choose(self, indices: Collection[int]) -> None:
-        """Choose these GPUs, or only the first if a job may use only one."""
+        """Select these GPUs, or only the first if a job may use only one."""
         allowed = sorted(indices) if self.several else sorted(indices)[:1]
         self._choose(frozenset(allowed))
 
@@ -153,7 +156,7 @@ class GpuPicker(KeyedTable):
             words = f"{ranges([choice.index for choice in withheld])}: {withheld[0].reason}"
             cells = (" – ", "other", "", "", "", words)
             rows.append(Row("withheld", tuple((text, "dim") for text in cells)))
-        # Never cut a GPU's number, since the user chooses by it.
+        # Never truncate a GPU's number, since users choose by it.
         longest = max(len(row.cells[1][0]) for row in rows)
         self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)
         self.show_rows(rows)
@@ -174,7 +177,7 @@ class GpuPicker(KeyedTable):
         )
 
     def _state_text(self, choice: GpuChoice) -> tuple[str, str]:
-        """Return why a GPU is not a good choice, or that it is available, with the style of the text."""
+        """Return why a GPU is unsuitable, or that it is available, with the style of the text."""
         if choice.state == "unhealthy":
             return choice.reason, "bad"
         short = fit(choice, self._needed_bytes)
@@ -200,5 +203,5 @@ class GpuPicker(KeyedTable):
 
 
 def _cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The data of one GPU, and the columns, texts and bars shared by lines, card view and map."""
+"""The data of one GPU, and the columns, text and bars shared by lines, card view and map."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 
 HOT_C = 85
 NO_CONDITION = Condition()
-# By unit of a sensor: its value in words, and the width of a column for it.
+# By the unit of a sensor: the function that formats its value, and the width of its column.
 _WORDS: Mapping[str, tuple[Callable[[float | None], str], int]] = {
     "°C": (celsius, 5),
     "W": (watts, 6),
     "%": (percent, 4),
     "bytes": (gibibytes, 9),
 }
-_WIDTH = 9  # of a column for another unit
+_WIDTH = 9  # width of a column for another unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class GpuRow:
 
     @property
     def fault(self) -> Span:
-        """The reason why the GPU cannot be read, with the time of the failure if known, and the style."""
+        """The reason why the GPU cannot be read, with the time of failure if known, and the style."""
         sample = self.sample
         if sample.withheld:
             return f"– {sample.reason}", "dim"
@@ -48,13 +48,13 @@ class GpuRow:
 
     @property
     def mark(self) -> str:
-        """The addition to the name's style while the GPU has the cursor."""
+        """The addition to the name's style while the cursor is on the GPU."""
         return " cursor" if self.has_cursor else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """A quantity with a bar and a history: its field, their style, and the end of their axis."""
+    """A quantity with a bar and a history: its field, its style, and its axis maximum."""
 
     name: str
     style: str
@@ -63,10 +63,10 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuColumn:
-    """A column of the list of GPUs, and the cell that all views show.
+    """A column of the GPU list, and the cell that all views show.
 
     `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
-    if it is None, the next column's text extends over the cell. `limit` returns the highest value of the cell, or "".
+    if it is None, the next column's text extends over the cell. `limit` returns the maximum of the cell's value, or "".
     A narrow terminal drops the column with the highest `drop` first; 0 is never dropped.
     """
 
@@ -82,7 +82,7 @@ class GpuColumn:
 
 
 def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
-    """Return the rows; GPUs reserved for other users share one row at the end."""
+    """Merge all GPUs reserved for other users into a single row at the end."""
     withheld = [row for row in rows if row.sample.withheld]
     if len(withheld) < 2:
         return list(rows)
@@ -93,7 +93,7 @@ def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
 
 
 def _speed(sample: GpuSample) -> str:
-    """Return `P2 1695 MHz`, indented."""
+    """Return performance state and clock, like `P2 1695 MHz`, indented."""
     condition = sample.condition or NO_CONDITION
     state, clock = condition.performance_state, condition.sm_clock_mhz
     return " ".join(filter(None, ["  ", "" if state is None else f"P{state}", "" if clock is None else f"{clock} MHz"]))
@@ -111,7 +111,7 @@ def _free(sample: GpuSample) -> str:
 
 
 def processes(sample: GpuSample) -> str:
-    """Return the processes on a GPU, the largest first: `31415 mallory python 21.0 GiB`."""
+    """Return the processes on a GPU, largest first, like `31415 mallory python 21.0 GiB`."""
     largest = sorted(sample.processes or (), key=lambda each: -(each.memory_used_bytes or 0))
     words = ((str(one.pid), one.user, one.name, gibibytes(one.memory_used_bytes)) for one in largest)
     return ", ".join(" ".join(filter(None, each)) for each in words)
@@ -122,7 +122,7 @@ def memory_share(sample: GpuSample) -> float | None:
 
 
 def memory_short(sample: GpuSample) -> str:
-    """Return `21.3/24.0Gi`: used and total in GiB."""
+    """Return used and total memory in GiB, like `21.3/24.0Gi`."""
     if sample.memory_used_bytes is None or sample.memory_total_bytes is None:
         return "–"
     used, total = sample.memory_used_bytes / 2**30, sample.memory_total_bytes / 2**30
@@ -130,7 +130,7 @@ def memory_short(sample: GpuSample) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return `RTX 3090` for "NVIDIA GeForce RTX 3090"."""
+    """Return a short product name, like `RTX 3090` for "NVIDIA GeForce RTX 3090"."""
     for vendor in VENDORS.values():
         for brand in vendor.brands:
             name = name.removeprefix(brand)
@@ -148,12 +148,12 @@ def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
         return [""] * height
     eighths, top = 8 * height, meter.top(row.sample)
     above = top and top * eighths / (eighths - 1)
-    # NVIDIA drivers buffer utilisation and power of the seconds before the app started, but no other quantity.
+    # For the seconds before the app started, NVIDIA drivers buffer utilisation and power, but no other quantity.
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
 def words_of(sensor: Sensor) -> tuple[Callable[[float | None], str], int]:
-    """Return how the values of a sensor are written, and the width of a column for them."""
+    """Return the function that formats the values of a sensor, and the width of its column."""
     unit = sensor.unit.words if sensor.unit else ""
     return _WORDS.get(unit) or (lambda value: UNKNOWN if value is None else f"{value:.0f} {unit}".rstrip(), _WIDTH)
 
@@ -171,12 +171,12 @@ def blank(width: int) -> Line:
 
 
 def fill(spans: Line, width: int) -> Line:
-    """Return a line of `width` cells that begins with the spans."""
+    """Return a line of `width` cells that starts with the spans."""
     return (*spans, (" " * (width - sum(cell_len(text) for text, _ in spans)), "text"))
 
 
 def fitting(spans: Sequence[Span], width: int) -> Line:
-    """Return the first spans, up to the width."""
+    """Return as many of the first spans as fit into the width."""
     used = accumulate(cell_len(text) for text, _ in spans)
     return tuple(span for span, cells in zip(spans, used, strict=True) if cells <= width)
 
@@ -185,7 +185,7 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# By field, the style of a value and its limit, which the column shows too.
+# The style of a value by field, and its limit, which the column shows too.
 _STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 

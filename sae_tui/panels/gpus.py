@@ -1,4 +1,4 @@
-"""All GPUs: one or two lines each, or a card view or a map of tiles in as many columns as fit."""
+"""All GPUs, as one or two lines each, as a card view, or as a map of tiles, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Draws GPUs as lines, as a card view or as a map; it is one widget, so that a tick of 8 GPUs costs one repaint.
+    """Draws GPUs as lines, card view or map; a single widget, so that a tick of 8 GPUs costs one repaint.
 
     If not all GPUs fit, the last line counts the hidden GPUs above and below. While the panel has the focus, one GPU
     has the cursor.
@@ -37,7 +37,7 @@ class GpuPanel(LineView, can_focus=True):
     ]
 
     class Chosen(Message):
-        """The user pressed Enter or clicked a second time on a GPU."""
+        """The user pressed Enter on a GPU or clicked it a second time."""
 
         def __init__(self, index: int) -> None:
             super().__init__()
@@ -54,7 +54,7 @@ class GpuPanel(LineView, can_focus=True):
     def show_gpus(self, rows: Sequence[GpuRow], *, shape: Shape, space: int, lines_each: int = 1) -> None:
         """Draw the GPUs that fit into `space` lines, starting at the scroll position.
 
-        In the shape "lines" each GPU has `lines_each` lines.
+        If `shape` is "lines", each GPU has `lines_each` lines.
         """
         # One line per GPU is more useful than a card view with space for only a few GPUs.
         is_crowded = shape == "cards" and len(rows) <= space < 2 * card_grid(len(rows), self.width, space).bands
@@ -63,7 +63,7 @@ class GpuPanel(LineView, can_focus=True):
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
-        """Show why there are no GPUs, wrapped into lines."""
+        """Show the reason why there are no GPUs, wrapped into lines."""
         self._rows = ()
         self.show([((fit(f" {line}", self.width), style),) for line in self.wrapped(words, self.width)])
 
@@ -74,7 +74,7 @@ class GpuPanel(LineView, can_focus=True):
         return [line for each in words.splitlines() for line in textwrap.wrap(each, space, break_on_hyphens=False)]
 
     def scroll_gpus(self, pages: int) -> None:
-        """Scroll this many pages down, or up if negative."""
+        """Scroll down by this many pages, or up if negative."""
         if self._rows:
             grid = self._grid()
             self._first += pages * grid.count_fitting(self._space) * grid.columns

@@ -1,4 +1,4 @@
-"""The first panel of a job's screen: name and state, progress, and why the job ended."""
+"""The first panel of a job's screen: name, state and progress, and why the job ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 class Headline(DetailPanel):
-    """The job in the title, its progress below, then the result or the reason of its end on one or more lines."""
+    """Shows the job in the title, its progress below, then its result or why it ended, on one or more lines."""
 
     DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; }"
 
@@ -38,7 +38,7 @@ class Headline(DetailPanel):
 
 
 def headline_title(detail: JobDetail, width: int) -> Line:
-    """Return the job's name, its state and where it runs; a long name is cut first."""
+    """Return the job's name, its state and its host; a long name is truncated first."""
     job, member, members = detail.view, detail.member, members_of(detail)
     shown = _which(member, members, job.best_sae if states.is_ranked(job) else "")
     word, sign, style = states.describe_state(job)
@@ -56,7 +56,7 @@ def headline_title(detail: JobDetail, width: int) -> Line:
 
 
 def headline(detail: JobDetail, width: int) -> list[Line]:
-    """Return the job's progress, and its activity, its result or the reason of its end."""
+    """Return the job's progress, and its activity, its result or why it ended."""
     job, member = detail.view, detail.member
     if job.state is JobState.IMPORTED:
         return [_imported(job), *_ending(detail, width)]
@@ -73,7 +73,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     end: Line = (*_metrics(detail, member), (left, "text"))
     first = (*start, speed, *end)
     if _cells(first) > width:
-        # The speed has its own curve.
+        # The speed has a curve of its own.
         first = (*start, *end)
     for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
         if more.strip() and _cells(first) + cell_len(more) <= width:
@@ -86,7 +86,7 @@ def _cells(line: Line) -> int:
 
 
 def _imported(job: JobView) -> Line:
-    """Return the figures of an imported SAE's report card; without a report card, the key that creates it."""
+    """Return the metrics in an imported SAE's report card; without a report card, the key that creates one."""
     if job.heldout_fvu is None:
         return ((" not evaluated yet; press e to measure FVU and L0", "dim"),)
     figures = [f"trained on {count(job.tokens)} tokens"] if job.tokens else []
@@ -96,7 +96,7 @@ def _imported(job: JobView) -> Line:
 
 
 def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
-    """Yield texts like `held-out FVU 0.1341`, `L0 32`; before the first evaluation, dim texts like `FVU ~0.0801`."""
+    """Yield text like `held-out FVU 0.1341`, `L0 32`; before the first evaluation, dim text like `FVU ~0.0801`."""
     before = "held-out "
     for name, series in {} if extracts(detail.view.config) else key_metrics().items():
         value, is_of_batch = judged(detail, name, member)
@@ -108,7 +108,7 @@ def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
 
 
 def _dead(detail: JobDetail, member: str) -> str:
-    """Return the share of dead latents and the definition of dead; "" while unknown."""
+    """Return the share of dead latents and the definition of dead; "" if unknown."""
     value, _ = judged(detail, "dead_fraction", member)
     window = dead_after_words(detail.view)
     return f"  {measure(value, series_named('dead_fraction'))} dead ({window})" if value is not None and window else ""
@@ -129,14 +129,14 @@ def _failure_text(job: Job) -> str:
 
 
 def memory_words(job: JobView) -> list[str]:
-    """Return wordings for a rank's peak memory and the estimate, most detailed first; none if unknown."""
+    """Return wordings for a rank's peak memory and the estimate, most detailed first; return none if unknown."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
     guess = f"{gibibytes(expected)} expected" if expected else ""
     both = ", ".join(filter(None, (most, guess)))
     wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
     if job.device == "cpu" and used and expected and expected < used / 2:
-        # The measured size of a process includes Python and PyTorch themselves; the estimate does not.
+        # The measured size of a process includes Python and PyTorch themselves, unlike the estimate.
         what = "the SAEs" if job.best_sae else "the SAE"
         wordings = [f"{most} ({guess} for {what}, the rest is Python and libraries)", f"{most} ({guess} for {what})"]
         wordings.append(most)
@@ -153,7 +153,7 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     """Return the reason, the result or the current activity in full, followed by a warning if the job overfits."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
-    # For a queued job show why it waits, not the last activity of its previous attempt.
+    # For a queued job, show why it waits instead of the last activity of its previous attempt.
     message, style = waits(job) or states.phase_words(job), "dim"
     if job.evaluation:
         message, style = f"{'◌' if job.evaluation.waits_for else '▶'} {job.evaluation.words}", "good"

@@ -1,4 +1,4 @@
-"""The result of an inspection of stored activations: figures, then each finding with its remedy."""
+"""The result of inspecting stored activations: statistics, followed by each finding with its remedy."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
 MARK = "●"
-# Suffix of an evaluation row's key, after the id of its job.
+# The suffix of an evaluation row's key, after the job's id.
 _EVALUATION = " evaluation"
 _STEP_WIDTH = 9
 _EMPTY: Span = ("", "text")
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class JobsPanel(KeyedTable):
-    """The jobs table; the keys of its rows are job ids. `marked` are the jobs that a bulk action applies to."""
+    """The jobs table, whose row keys are job ids. `marked` contains the jobs to which a bulk action applies."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
@@ -51,9 +51,9 @@ class JobsPanel(KeyedTable):
     def show_jobs(
         self, jobs: Sequence[JobView], nothing: str = "", above: Sequence[Row] = (), below: Sequence[Row] = ()
     ) -> None:
-        """Show the jobs; `nothing` explains an empty table, and is "" if no job was launched yet.
+        """Show the jobs; `nothing` explains an empty table, and is "" if no job has been launched yet.
 
-        `above` is the heading of this host and `below` the rows of other hosts, if there are any.
+        `above` is the heading of this host and `below` contains the rows of other hosts, if any.
         """
         self.empty = nothing or self.steps
         made = {job.id: self._row(job) for job in jobs}
@@ -62,13 +62,13 @@ class JobsPanel(KeyedTable):
         self.show_rows([*above, *rows, *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
-        """Return the previous row if nothing has changed: formatting the cells of a thousand jobs takes 20 ms."""
+        """Return the previous row if nothing has changed, since formatting the cells of a thousand jobs takes 20 ms."""
         marked = job.id in self.marked
         made = self._made.get(job.id)
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
 
     def show_steps(self, steps: Sequence[Line]) -> None:
-        """Show these lines in place of jobs while there are none."""
+        """Show these lines instead of jobs as long as there are none."""
         if tuple(steps) != self.steps:
             if self.empty == self.steps:
                 self.empty = tuple(steps)
@@ -77,7 +77,7 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor, also on its evaluation's row; None for a remote job."""
+        """The id of the job under the cursor, or of the evaluation's job; None for a remote job."""
         job_id = (self.cursor or "").removesuffix(_EVALUATION)
         return int(job_id) if job_id.isdecimal() else None
 
@@ -140,13 +140,13 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return the row of a job without figures, with words in place of them."""
+    """Return the row of a job that has no values, with words in place of them."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
     return Row(str(job.id), cells, spill=len(head))
 
 
 def _progress(job: JobView) -> tuple[Span, Span]:
-    """Return the progress bar and the percentage; for a finished job the duration replaces the bar, if known."""
+    """Return the progress bar and percentage; for a finished job, the duration replaces the bar if known."""
     whole: Span = (wording.done(job.progress), "text")
     # `started` of a resumed job is its latest start.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
@@ -173,7 +173,7 @@ def evaluation_rows(job: JobView) -> list[Row]:
 
 
 def devices(job: JobView) -> str:
-    """Return `0,1`, `any 2` for a queued job, or `cpu` with the number of processes."""
+    """Return the devices as text: `0,1`, `any 2` for a queued job, or `cpu` with the number of processes."""
     if job.any_gpus and not job.gpu_ids:
         return f"any {job.gpus_wanted}"
     if job.gpu_ids:

@@ -1,4 +1,4 @@
-"""The list of an SAE's latents, which only reads visible rows, and the page of one latent with its contexts."""
+"""The list of an SAE's latents, which reads only visible rows, and the page of one latent with its examples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import ActivatingExample, Feature, Features
 from trainer.contract.wording import bars
 
-# Minimum width of the list for a column with the largest activation.
+# The minimum width of the list at which it shows the largest activation in a column.
 _WIDE = 44
-# Upper limits of the shades, as a share of the latent's largest activation.
+# Upper limits of the shades, as shares of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
 # The position of the strongest tokens in their lines, as a share of the width next to the activations.
 _MIDDLE = 0.6
@@ -35,7 +35,7 @@ class LatentList(LineView, can_focus=True):
     cursor: reactive[int] = reactive(0)
 
     class Moved(Message):
-        """The cursor is on another latent; None if the list is empty."""
+        """The cursor has moved to another latent, or to None if the list is empty."""
 
         def __init__(self, latent: int | None) -> None:
             super().__init__()
@@ -45,13 +45,13 @@ class LatentList(LineView, can_focus=True):
         super().__init__(id=id)
         self._features: Features | None = None
         self.latents: Sequence[int] = ()
-        # Latents from this index on have the search words in their texts but do not fire on them.
+        # Latents from this index on contain the search words in their examples but do not fire on them.
         self._n_firing = 0
 
     def show_latents(
         self, features: Features, firing: Sequence[int], others: Sequence[int] = (), latent: int | None = None
     ) -> None:
-        """Replace the list; put the cursor on `latent`, or on the first latent if it is not in the list.
+        """Replace the list; put the cursor on `latent`, or on the first latent if it is not listed.
 
         A line separates the latents that fire on the search words from the `others`.
         """
@@ -82,7 +82,7 @@ class LatentList(LineView, can_focus=True):
 
     @property
     def _border(self) -> int | None:
-        """The line that separates the latents that fire on the search words from the others; None without others."""
+        """The line between the latents that fire on the search words and the others; None if there are no others."""
         return self._n_firing if self._n_firing < len(self.latents) else None
 
     def _line_of(self, place: int) -> int:
@@ -155,7 +155,7 @@ class LatentDetail(LineView, can_focus=True):
         self._draw()
 
     def show_instead(self, text: str) -> None:
-        """Show a text if there is no latent to show."""
+        """Show a message if there is no latent to show."""
         self._shown, self._instead = None, text
         self._draw()
 
@@ -175,7 +175,7 @@ class LatentDetail(LineView, can_focus=True):
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
-    """Return the data of a latent; the strongest tokens of its contexts are aligned."""
+    """Return the data of a latent, with the strongest tokens of its examples aligned."""
     share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows"
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
@@ -195,14 +195,14 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
 
 
 def _moved_lines(feature: Feature, width: int) -> list[Line]:
-    """Return the tokens that the latent's direction promotes and suppresses; no lines if unknown."""
+    """Return the tokens that the latent's direction promotes and suppresses; return no lines if unknown."""
     rows = (("Promotes    ", feature.promoted), ("Suppresses  ", feature.suppressed))
     space = max(0, width - 12)
     return [((name, "label"), (visible(fit(in_row(moved), space)), "text")) for name, moved in rows if moved]
 
 
 def _context_line(context: ActivatingExample, largest: float, width: int) -> Line:
-    """Return a context, cut at both ends to the width, with each token shaded by the latent's activation."""
+    """Return an example, truncated at both ends to the width, with each token shaded by the latent's activation."""
     space = max(0, width - _ACT_CELLS)
     spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]
     return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *cut_around(spans, context.at, space))
@@ -230,7 +230,7 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
             text = text[1:]
         kept.insert(0, (text, style))
         space -= cell_len(text)
-        # Cutting a wide character leaves a free cell, which the next span must not fill.
+        # Cutting off half a wide character leaves a free cell, which the next span must not fill.
         if not space or text != whole:
             break
     return [(" " * space, "text"), *kept]

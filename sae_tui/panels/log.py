@@ -13,7 +13,7 @@ from sae_tui.widgets.log_view import HINT, shift
 
 
 class LogPanel(DetailPanel, can_focus=True):
-    """Follows the end of the log while it is visible; scrolled up, it stays. Long lines are cut, not wrapped."""
+    """Follows the end of the log while it is visible, and stays put if scrolled up. Long lines are cut, not wrapped."""
 
     BINDINGS = [
         Binding("left", "shift(-1)", show=False),
@@ -43,17 +43,17 @@ class LogPanel(DetailPanel, can_focus=True):
         self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Stop following only when the user scrolls up: resizing or a new line also moves the view off the end."""
+        """Stop following only if the user scrolls up: resizing or a new line also moves the view away from the end."""
         super().watch_scroll_y(old_value, new_value)
         self._follows = new_value >= self.max_scroll_y or (self._follows and new_value > old_value)
 
     def _draw(self) -> None:
         super()._draw()
         self._go_to_end()
-        # Scroll again after the frame is drawn: it takes a row, so the end is one line further down.
+        # Scroll again after the frame is drawn: the frame takes a row, so the end is one line further down.
         self.call_after_refresh(self._go_to_end)
 
     def _go_to_end(self) -> None:
         if self._follows:
-            # Force it: Textual only scrolls if there is a scrollbar, which may not exist yet.
+            # Force the scroll: Textual scrolls only if there is a scrollbar, which may not exist yet.
             self.scroll_end(animate=False, immediate=True, force=True)

@@ -1,4 +1,4 @@
-"""The memory that a job needs on its device, part by part, and the free memory there."""
+"""The memory that a job needs on its device, by component, and the free memory there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sae_tui.jobs.launch.memory_need import FreeMemory, Need
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 
-# The first letter of each name appears in the bar, so that the names are its legend. Short names are for 80 columns.
+# The first letter of each name appears in the bar, so that the names also serve as the legend. Short names are for 80
+# columns.
 NAMES = {
     "weights": ("Weights", "Weights"),
     "gradients": ("Gradients", "Grad"),
@@ -34,17 +35,17 @@ COLOURS = {
     "slack": "label",
     "context": "text",
 }
-# Draw a small job on a large GPU larger than to scale, since its parts would be too small to distinguish.
+# Draw a small job on a large GPU larger than to scale, since its components would be too small to distinguish.
 MOST_ROOM = 3
 WIDE = 116
 
 
 class MemoryBar(LineView):
-    """The bar with its heading, a legend and, if known, the measured memory and changes that would fit."""
+    """The bar with its heading, a legend and, if known, the measured memory and changes that would make the job fit."""
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
-    # Shown before the bar.
+    # The text shown before the bar.
     heading: reactive[str] = reactive(" ")
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
@@ -88,7 +89,7 @@ def memory_lines(heading: str, need: Need | None, capacity: FreeMemory, width: i
 
 
 def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
-    """Return a bar with a segment for every part, its letter at the start, and a mark at the end of the free memory."""
+    """Return a bar with a segment per component, starting with its letter, and a mark at the end of free memory."""
     free = None if capacity.free_bytes is None else capacity.free_bytes / need.sharing
     top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
     drawn: list[Span] = []
@@ -103,7 +104,7 @@ def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
 
 
 def _verdict(need: Need, capacity: FreeMemory) -> Span:
-    """Return the need and if it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
+    """Return the need and whether it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
     total = gibibytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
     if capacity.free_bytes is None:
@@ -126,7 +127,7 @@ def _legend(need: Need, width: int) -> Line:
 
 
 def short(n_bytes: int) -> str:
-    """Return `82Mi`, `1.2Gi` or `12Gi`: at most five cells, so that all parts fit on one line."""
+    """Return a size like `82Mi`, `1.2Gi` or `12Gi`: at most five cells, so that all components fit on one line."""
     size = n_bytes / 2**30
     if size < 0.1:
         return f"{max(1, round(n_bytes / 2**20))}Mi"
@@ -142,7 +143,7 @@ def _measured(need: Need) -> list[Span]:
 def _remedies(need: Need, capacity: FreeMemory) -> list[Span]:
     if not need.lacks(capacity):
         return []
-    # Name the setting without its section, as the form does.
+    # Name the setting without its section, as in the form.
     cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]
     return [(f"fits with {', or '.join(cures)}" if cures else f"fits with {need.otherwise}", "warn")]
 

@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid of plots; each can be shown alone."""
+"""All metrics of a job in a grid of plots; each can also be shown alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """A series of a job with its points, by name in the store (`fvu`, or `fvu@k=16` in a sweep) and rank."""
+    """A series of a job with its points, identified by rank and name in the store (`fvu`, or `fvu@k=16` in a sweep)."""
 
     name: str
     rank: int
@@ -41,7 +41,7 @@ class MetricSeries:
 def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
     """Return the series that the regular expression matches; raise `re.error` if it is invalid."""
     seek = re.compile(pattern, re.IGNORECASE)
-    # In a sweep, the series without a label repeat the series of its first SAE.
+    # In a sweep, the series without a label repeat those of its first SAE.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
     shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
     found = [MetricSeries(name, rank, points) for (name, rank), points in shown.items()]
@@ -62,7 +62,7 @@ class MetricPlot(Plot):
         self.add_class("panel")
 
     def show_metric(self, metric: MetricSeries, span: tuple[float, float] | None, cursor: float | None) -> None:
-        """Draw a metric, or the part of it between two steps."""
+        """Draw a metric, or its values between two steps."""
         series = series_named(metric.name.partition("@")[0])
         axis = series.curve or CurveAxis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
@@ -83,7 +83,7 @@ class MetricGrid(Grid, can_focus=True):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of columns and rows of plots that fit."""
+        """The numbers of columns and rows of plots that fit."""
         return max(1, self.size.width // _LEAST_COLUMNS), max(1, self.size.height // _LEAST_ROWS)
 
     def show_metrics(
@@ -95,7 +95,7 @@ class MetricGrid(Grid, can_focus=True):
     ) -> None:
         """Draw these metrics, which must fit; highlight number `chosen`, which Enter shows alone."""
         if not self.display:
-            # The screen is closing and accepts no more plots: a plot without a screen has no styles.
+            # A closing screen accepts no more plots: a plot without a screen has no styles.
             return
         columns, _ = self.shape
         n_columns = max(1, min(columns, len(metrics)))

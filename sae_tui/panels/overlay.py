@@ -21,7 +21,7 @@ _BETWEEN = 16  # cells between two glyphs of a curve
 
 
 class Overlay(Chart):
-    """One metric of all runs, with a legend of the newest values."""
+    """One metric of all runs, with a legend of the latest values."""
 
     def on_mount(self) -> None:
         self._comparison, self._view = Comparison(), CurveView()
@@ -86,7 +86,7 @@ def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> l
 
 
 def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
-    """Return the cells of a curve's glyphs: its newest point, and one every few cells, offset from the next curve's."""
+    """Return the cells of a curve's glyphs: its latest point, and one every few cells, offset from the next curve's."""
     chosen, due = [places[-1]], (3 + 5 * number) % _BETWEEN
     for x, y in places:
         if x >= due:

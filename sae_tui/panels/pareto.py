@@ -1,4 +1,4 @@
-"""FVU against L0, with the Pareto front: the SAEs that no other SAE beats in both."""
+"""Plots FVU against L0, with the Pareto front: the SAEs that no other SAE beats in both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OF_BATCHES = ("batch L0", "batch FVU")
 
 
 class ParetoPanel(Chart):
-    """A point for each SAE; the Pareto front is a line. Points use held-out values or report cards if all SAEs have
-    them.
+    """Shows a point for each SAE, and the Pareto front as a line.
 
-    The front only includes SAEs of finished runs, and never uses values of training batches.
+    Points use held-out values, or report cards if all SAEs have one. The front includes only SAEs of finished runs, and
+    never uses values of training batches.
     """
 
     def on_mount(self) -> None:
@@ -64,7 +64,7 @@ class ParetoPanel(Chart):
 
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """Return the names of the axes, and (L0, FVU) of every SAE; None for an SAE that lacks one of these values."""
+    """Return the axis titles, and (L0, FVU) of every SAE; None for an SAE that lacks one of these values."""
     for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
         measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
         if measured and None not in measured:
@@ -89,7 +89,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
     xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The front is placed first, in its true cells; a point whose cell is taken goes next to it.
+    # The front is placed first, in its exact cells; a point whose cell is taken is placed next to it.
     taken: set[tuple[int, int]] = set()
     for at in sorted(points, key=lambda at: at not in best):
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)

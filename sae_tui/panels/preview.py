@@ -23,7 +23,7 @@ FVU = series_named(CRITERION)
 
 
 class PreviewPanel(Horizontal):
-    """The curve at the left, settings and log at the right."""
+    """The preview of a job: the curve on the left, settings and log on the right."""
 
     def compose(self) -> ComposeResult:
         yield CurvePlot(CRITERION, curves()[CRITERION])
@@ -31,7 +31,7 @@ class PreviewPanel(Horizontal):
         yield PreviewText(id="preview-text")
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job; for a sweep, of its best SAE."""
+        """Draw the current state of the job or, for a sweep, of its best SAE."""
         entitle(self, f"Job {detail.view.id} · {detail.view.name}")
         of_extraction = extracts(detail.view.config)
         for plot in self.query(CurvePlot):
@@ -42,7 +42,7 @@ class PreviewPanel(Horizontal):
 
 
 class PreviewText(DetailPanel):
-    """Settings in as many columns as fit, and below them the last lines of the log."""
+    """The settings in as many columns as fit, followed by the last lines of the log."""
 
     DEFAULT_CSS = "PreviewText { height: 1fr; width: 1fr; padding: 0 1; }"
 

@@ -1,4 +1,4 @@
-"""The page of one process: what started it and where, what it uses, and its environment."""
+"""The page of one process: how and where it was started, what it uses, and its environment."""
 
 from __future__ import annotations
 

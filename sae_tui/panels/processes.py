@@ -15,7 +15,7 @@ UNSEEN = "cannot be seen from here"
 
 
 class ProcessTable(KeyedTable):
-    """Processes, jobs with their ranks folded below them, and parent processes; keyed as their `ProcessRow`."""
+    """Shows processes, jobs with their ranks folded, and parent processes; row keys are those of each `ProcessRow`."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         columns = (
@@ -33,7 +33,7 @@ class ProcessTable(KeyedTable):
         self.entries: dict[str, ProcessRow] = {}
 
     def show_entries(self, entries: Sequence[ProcessRow], nothing: str) -> None:
-        """Show the rows; `nothing` says why there are none."""
+        """Show the rows; `nothing` explains why there are none."""
         self.empty = nothing
         self.entries = {entry.key: entry for entry in entries}
         now = time.time()
@@ -78,7 +78,7 @@ def describe(entry: ProcessRow) -> tuple[str, str]:
         sign = "▾" if entry.is_open else "▸"
         return f"{sign} job {entry.job.id}, {plural(entry.n_below, 'rank')}: {entry.job.name}", "good"
     if entry.job:
-        # The name comes last, since a narrow column cuts the end.
+        # The name comes last, since a narrow column truncates the end.
         return f"rank {entry.rank} of job {entry.job.id}: {entry.job.name}", "good"
     text = f"[{process.container}] " if process.container else ""
     if entry.is_parent:
@@ -89,7 +89,7 @@ def describe(entry: ProcessRow) -> tuple[str, str]:
 
 
 def process_name(process: ProcessDetails) -> str:
-    """Return `process 4242 of ada (python train.py)`, for a question about it."""
+    """Return text like `process 4242 of ada (python train.py)`, for a question about the process."""
     owner = f" of {process.user}" if process.user else ""
     command = process.command or ""
     short = command if len(command) <= 60 else f"{command[:59]}…"

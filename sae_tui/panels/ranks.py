@@ -1,4 +1,4 @@
-"""Every rank's speed and how its step time is spent, to reveal a slow rank."""
+"""The speed of every rank and how its step time is spent, to reveal a slow rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-# The columns with their widths. A panel shows the columns that leave space for the history of the speed.
+# The columns with their widths. A panel shows the columns that leave space for the speed history.
 COLUMNS = (("tokens/s", RATE, 10), ("busy ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
 LEAST_SPARK, SIGN = 3, 5
 
 
 class RanksPanel(DetailPanel):
-    """One line per rank: tokens per second, with a history on a shared axis, and the time of its work in milliseconds.
+    """One line per rank: tokens per second, with a history on a shared axis, and the work time in milliseconds.
 
-    Both exclude the time that a rank waits for others, so that a slow rank shows up; it is marked.
+    Both exclude the time that a rank waits for others, so that a slow rank stands out; it is also marked.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
@@ -62,7 +62,7 @@ def column_titles(width: int) -> str:
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
-    """Return the ranks whose work and data waits take more than `LATE` times as long as the median rank's."""
+    """Return the ranks whose work and data waits take more than `LATE` times as long as those of the median rank."""
     times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
     if len(times) < 2:
         return set()

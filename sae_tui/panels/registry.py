@@ -1,4 +1,4 @@
-"""THE REGISTRY of the panels of a job's screen, as strings, so that listing them imports nothing.
+"""THE REGISTRY of the panels on a job's screen, as strings, so that listing them imports nothing.
 
 To add a panel, add one file in this folder, with the widget and its size in `DEFAULT_CSS`, and one entry in `PANELS`.
 The screen then composes and redraws it. A `DetailPanel` with a `title` has a frame.
@@ -33,7 +33,7 @@ class PanelEntry(msgspec.Struct, frozen=True):
     place: Place
 
     def make(self, name: str) -> Any:
-        """Return the panel, a `JobPanel` that is a widget, with its name as the id."""
+        """Return the panel, a `JobPanel` that is also a widget, with its name as the id."""
         return pkgutil.resolve_name(self.target)(id=name)
 
 

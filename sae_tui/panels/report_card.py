@@ -1,4 +1,4 @@
-"""The report card of an SAE as lines: its figures, and some of its latents with the texts on which they fire most."""
+"""The report card of an SAE as lines: its metrics, and some of its latents with the texts on which they fire most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LATENT_CELLS = 18
 
 
 class CardPanel(LineView, can_focus=True):
-    """Shows a report card, or a text without one; the cursor keys scroll it."""
+    """Shows a report card, or a message if there is none; the cursor keys scroll it."""
 
     DEFAULT_CSS = "CardPanel { height: 1fr; }"
 

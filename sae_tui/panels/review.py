@@ -1,6 +1,6 @@
 """The text of a review in complete sentences.
 
-If they do not all fit, they are shortened or the last ones are left out.
+If it does not fit, sentences are shortened or the last ones are omitted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReviewText(Static):
 
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
-    """Return the review in full if it fits; else without remedies; else the first problems and a count of the rest."""
+    """Return the review in full if it fits, else without remedies, else the first problems and a count of the rest."""
     in_full = review.sentences
     for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]

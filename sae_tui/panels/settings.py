@@ -17,7 +17,7 @@ _LONGEST_NAME, _LONGEST_DEFAULT = 16, 22
 
 
 class SettingsPanel(DetailPanel, can_focus=True):
-    """One line per setting, with long values wrapped; scrolls if there are more than fit."""
+    """One line per setting, with long values wrapped; scrolls if not all lines fit."""
 
     DEFAULT_CSS = "SettingsPanel { height: 1fr; width: 1fr; }"
 
@@ -27,7 +27,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
         return (("Settings", "title"),)
 
     def toggle_defaults(self) -> None:
-        """Show the settings at their defaults too, or hide them again."""
+        """Show settings with default values too, or hide them again."""
         self._shows_defaults = not self._shows_defaults
         self._draw()
 
@@ -58,7 +58,7 @@ def _hooks(job: JobView) -> list[tuple[str, str]]:
 
 
 def _more(job: JobView) -> list[tuple[str, str]]:
-    """Return (name, value) of the job's other fields that are not empty."""
+    """Return (name, value) of the job's other non-empty fields."""
     fields = [
         ("tags", " ".join(f"#{tag}" for tag in job.tags)),
         ("note", job.note),
@@ -70,7 +70,7 @@ def _more(job: JobView) -> list[tuple[str, str]]:
 
 
 def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]:
-    """Yield the lines of a setting, like ` k             32`; cut a long name, wrap a long value."""
+    """Yield the lines of a setting, like ` k             32`; truncate a long name, wrap a long value."""
     margin = name_width + 1 if name_width else 0
     space = max(8, width - margin - 2)
     style = "text" if name else "dim"

@@ -26,7 +26,7 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class StatusContent:
-    """The content of the status line. `problem` is empty if all is well; `load` is the machine's load.
+    """The content of the status line. `problem` is empty if there is none; `load` is the machine's load.
 
     `alerts` is the number of active alerts.
     """
@@ -89,7 +89,7 @@ def load_spans(load: HostLoad, space: int) -> list[Span]:
 
 
 def rate(bytes_s: float | None) -> str:
-    """Return `12 MB/s`, right-aligned up to `9999 MB/s`."""
+    """Return a transfer rate like `12 MB/s`, right-aligned up to `9999 MB/s`."""
     return "" if bytes_s is None else f"{bytes_s / 1e6:>4.0f} MB/s"
 
 
@@ -101,9 +101,9 @@ def summary(
     hidden: str = "",
     others: Sequence[HostView] = (),
 ) -> str:
-    """Return `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs count as waiting.
+    """Return text like `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs count as waiting.
 
-    `hidden` replaces the number of GPUs if some are hidden. With other hosts the counts cover all hosts: `3 hosts · 12
+    `hidden` replaces the number of GPUs if some are hidden. With other hosts, the counts cover all hosts: `3 hosts · 12
     GPUs · 2 running · 0 waiting`.
     """
     gpus = ASKING if opening else _gpus(samples, hidden)

@@ -20,7 +20,7 @@ from trainer.contract.runs.report_card import Card
 
 
 class CardScreen(Evaluates, FramedScreen):
-    """Shows the complete report card of an SAE; reads it again after the job has ended or was evaluated."""
+    """Shows the complete report card of an SAE; reads it again after the job has ended or been evaluated."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),
@@ -60,7 +60,7 @@ class CardScreen(Evaluates, FramedScreen):
         self._title()
 
     def show_gpus(self) -> None:
-        """Do nothing: the GPUs are on the dashboard."""
+        """Do nothing, since only the dashboard shows GPUs."""
 
     def show_jobs(self) -> None:
         """Read the report cards again if the job has changed."""

@@ -1,4 +1,4 @@
-"""Several runs side by side: curves, settings, results, and FVU against L0; updated while they run."""
+"""Compares several runs side by side: curves, settings, results, and FVU against L0; updated while they run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from trainer.contract.store.rows import Job
 
 MOST_RUNS = 8
 VIEWS = {"curves": "Curves", "settings": "Settings", "results": "Results", "pareto": "FVU against L0"}
-_ALL_FROM = 100, 35  # the least width and height that show all views at once
+_ALL_FROM = 100, 35  # the minimum width and height for showing all views at once
 
 
 class Compared(Message):
-    """The runs were read again; `problem` says why that failed."""
+    """The runs were read again; `problem` explains why that failed."""
 
     def __init__(self, comparison: Comparison | None, problem: str = "") -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Compared(Message):
 
 
 class CompareScreen(FramedScreen):
-    """Shows one view at a time on a small terminal; on a large one, all of them until one is chosen twice."""
+    """Shows one view at a time on a small terminal; on a large one, all views until one is chosen twice."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To the previous screen"),
@@ -75,7 +75,7 @@ class CompareScreen(FramedScreen):
     def __init__(self, session: Session, job_ids: Sequence[int], *, only_curves: bool = False) -> None:
         super().__init__(name="compare")
         self.session, self.job_ids = session, tuple(job_ids)
-        # With one SAE there are no differences to show.
+        # With a single SAE there are no differences to show.
         self._only_curves = only_curves
         self.comparison, self.view = Comparison(), CurveView()
         self.chosen, self.alone = next(iter(VIEWS)), False
@@ -98,14 +98,14 @@ class CompareScreen(FramedScreen):
 
     def on_unmount(self) -> None:
         if self._runs:
-            # An export may still be reading, so closing could block.
+            # An export may still be reading, so closing the files could block.
             threading.Thread(target=self._runs.close, daemon=True).start()
 
     def on_resize(self) -> None:
         self._arrange()
 
     def show_gpus(self) -> None:
-        """Do nothing: the GPUs are on the dashboard."""
+        """Do nothing, since only the dashboard shows GPUs."""
 
     def show_jobs(self) -> None:
         """Read the runs again, since some job has changed."""
@@ -127,7 +127,7 @@ class CompareScreen(FramedScreen):
         except UserError as error:
             self.post_message(Compared(None, str(error)))
         except Exception as error:
-            # Without an answer the runs would never be read again.
+            # Without a reply the runs would never be read again.
             self.post_message(Compared(None, f"the runs cannot be read: {error!r}"))
 
     @on(Compared)

@@ -1,4 +1,4 @@
-"""The first screen: all GPUs, and the jobs below them."""
+"""The first screen: all GPUs, with the jobs below them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
 GPUS, _EVERYWHERE = Binding.Group("GPUs"), Binding.Group("Everywhere")
 _IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
-# Shown only while they can be used.
+# Keys that are shown only while they can be used.
 _OF_JOBS = frozenset(
     {
         f"dashboard.{verb}"
@@ -56,7 +56,7 @@ _OF_JOBS = frozenset(
 )
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
 _SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
-# A job's preview is read after the cursor has rested on the job this long.
+# A job's preview is read once the cursor has rested on the job for this long.
 _RESTED_S = 0.2
 
 
@@ -128,7 +128,7 @@ class Dashboard(FramedScreen):
         return DashboardHosts(self, self.session, self.session.hosts)
 
     async def change_hosts(self) -> None:
-        """Show the other hosts that are watched now, or none."""
+        """Show the other hosts that are currently monitored, if any."""
         self._others, self._arranged = None, None
         await self.query("#hosts").remove()
         self.query_one(JobEdits).forget_far()
@@ -200,12 +200,12 @@ class Dashboard(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _why_none(self) -> tuple[str, str]:
-        """Return why there are no GPUs and what to do about it, with the style of the text."""
+        """Return why there are no GPUs, with a remedy, and the style of the text."""
         problem = self.session.monitor.problem
         return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 
     def _past(self, samples: Sequence[GpuSample]) -> RecentHistory:
-        """Return the history: the newest samples, or a longer span once it is read from the store."""
+        """Return the history: the latest samples, or a longer span once it has been read from the store."""
         n = self.size.width
         stored = self._back.stored(" ".join(sample.uuid for sample in samples), n)
         if stored is None or {*stored.slots} != {sample.index for sample in samples}:
@@ -231,7 +231,7 @@ class Dashboard(FramedScreen):
     def _view(self, n_gpus: int) -> str:
         """Return the view to show.
 
-        Until the user chooses one, use a map if the GPUs need more than twice the lines available.
+        Until the user chooses one, use the map if the GPUs need more than twice the available lines.
         """
         taken = self._others.rows if self._others else 0
         if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=self._n_job_rows, taken=taken).gpus:
@@ -239,7 +239,7 @@ class Dashboard(FramedScreen):
         return "map"
 
     def _arrange(self, n_gpus: int) -> PanelHeights:
-        """Give the panels their rows, if the layout has changed."""
+        """Assign rows to the panels if the layout has changed."""
         view, (width, height) = self._view(n_gpus), self.size
         inside = width - 2 * (frame_of(width, height) == "framed")
         rows = arrange(
@@ -302,12 +302,12 @@ class Dashboard(FramedScreen):
 
     def _follow_selected(self) -> None:
         """Have the watcher read the job under the cursor, if there is space for its preview."""
-        # Another screen follows its own job. Textual counts the screen below the top one as current too.
+        # Another screen follows its own job. Textual also considers the screen below the top one current.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 
     def select(self, job_id: int | None) -> None:
-        """Put the cursor on a job, which may not be in the list yet."""
+        """Put the cursor on a job, which may not be listed yet."""
         for panel in self.query(JobsPanel):
             panel.select(str(job_id))
 
@@ -398,7 +398,7 @@ class Dashboard(FramedScreen):
         self.session.actions.delete(self.query_one(JobEdits).targets)
 
     def _act(self, verb: str, act: Callable[[int], object]) -> None:
-        """Apply the action to the job under the cursor, on the host that runs it."""
+        """Apply an action to the job under the cursor, on the host that runs the job."""
         if not (self._others and self._others.act(verb)):
             self._with_selected(act)
 

@@ -29,12 +29,12 @@ from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
 from trainer.contract.store.states import JobState
 
-# Actions possible on a job of another host, by the names in `offers_for`.
+# Actions that are possible on another host's job, by their names in `offers_for`.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
-# Offset between the GPU indices of one host and the next, to keep them distinct.
+# The offset between the GPU indices of one host and the next, which keeps them distinct.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
-_FEWEST_LINES = 3  # of the panel, which then scrolls
+_FEWEST_LINES = 3  # lines of the panel, which scrolls if it needs more
 _SHARE = 2  # other hosts' GPUs take at most every second row of the window
 
 
@@ -48,12 +48,12 @@ class DashboardHosts:
 
     @property
     def titles(self) -> dict[str, str]:
-        """The panel titles, by panel id, that change when there are other hosts."""
+        """The panel titles that change when there are other hosts, by panel id."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
     def _space(self) -> int:
-        """The number of lines inside the frame of the panel of remote GPUs: at most half the window or what is left.
+        """The number of lines inside the frame of the remote GPU panel: at most half the window or the lines left.
 
         Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of their hosts.
         """
@@ -74,7 +74,7 @@ class DashboardHosts:
         return self._space + FRAMES[frame_of(*self._screen.size)]
 
     def show_gpus(self, chrome: int) -> None:
-        """Draw the newest samples of the other hosts."""
+        """Draw the latest samples of the other hosts."""
         panel = self._screen.query_one(FarGpus)
         panel.styles.height = self._space + chrome
         panel.show_hosts([self._host(view) for view in self._hosts.views], self._space)
@@ -82,7 +82,7 @@ class DashboardHosts:
     def totals(self, samples: Sequence[GpuSample], past: RecentHistory, *, live: bool) -> list[Total]:
         """Return the totals over the GPUs of all hosts; the arguments are this host's samples and history.
 
-        Other hosts only report current values, so a longer history (not `live`) covers this host only.
+        Other hosts report only current values, so a longer history (not `live`) covers this host only.
         """
         every, slots, limits_w = list(samples), dict(past.slots), dict(past.power_limits_w)
         place_of = {sample.index: "" for sample in samples}
@@ -106,7 +106,7 @@ class DashboardHosts:
         return self._hosts.past(view.name, self._screen.size.width, self._session.settings.sampling_interval_s)
 
     def show_jobs(self) -> None:
-        """Hand the remote jobs to the jobs table."""
+        """Pass the remote jobs to the jobs table."""
         self._screen.query_one(JobsFinder).show_far(self._hosts.views)
 
     def _host(self, view: HostView) -> FarHost:
@@ -128,7 +128,7 @@ class DashboardHosts:
         return (view, job) if view and job else None
 
     def offers(self) -> Mapping[str, str]:
-        """Return the actions on the job under the cursor, if it is a remote job."""
+        """Return the actions on the job under the cursor if it is a remote job."""
         if (at := self.selected) is None:
             return {}
         offered = offers_for(at[1], readonly=self._session.readonly)
@@ -183,7 +183,7 @@ def _is_stopping(job: JobView) -> bool:
 
 
 def _obstacle(verb: str, job: JobView) -> str:
-    """Return why the job's state does not allow the action, as words that follow its name; "" if it does."""
+    """Return why the job's state forbids the action, in words that follow the job's name; "" if it allows it."""
     if verb == "continue":
         return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
     return ENDED[job.state] if job.state.is_final else ""
@@ -192,7 +192,7 @@ def _obstacle(verb: str, job: JobView) -> str:
 def _early_steps(job: JobView) -> int | None:
     """Return the number of cool-down steps; None if the job cannot finish early.
 
-    Hosts do not send the config. A job that has a loss is a training.
+    Hosts do not send the config, but a job that has a loss is a training.
     """
     return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
 

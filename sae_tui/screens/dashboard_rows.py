@@ -1,4 +1,4 @@
-"""Computes how many rows each panel of the dashboard gets, so that they fill the window."""
+"""Computes how many rows each panel of the dashboard gets, so that the panels fill the window."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
-# Minimum widths for four plots as totals, and for the preview next to the jobs.
+# The minimum widths for showing the totals as four plots, and the preview next to the jobs.
 PLOTS_FROM, BESIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
-_LEAST_JOBS = 5  # with the heading
+_LEAST_JOBS = 5  # including the heading
 _LEAST_PLOT, _GOOD_PLOT, _TALLEST_PLOT = 2, 4, 12
 _LEAST_PREVIEW, _GOOD_PREVIEW = 5, 14
 _MANY_JOBS = 8
@@ -19,10 +19,10 @@ _MANY_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class PanelHeights:
-    """The rows inside each panel's frame; 0 if the panel is hidden.
+    """The number of rows inside each panel's frame; 0 if the panel is hidden.
 
-    `plot` is the height of each of the four plots of all GPUs, 0 if each is a single line. `per_gpu` is the lines per
-    GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
+    `plot` is the height of each of the four plots of totals, 0 if each is a single line. `per_gpu` is the number of
+    lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
     """
 
     frame: Frame
@@ -36,12 +36,12 @@ class PanelHeights:
 
     @property
     def chrome(self) -> int:
-        """The rows that a panel's frame takes."""
+        """The number of rows that a panel's frame takes."""
         return FRAMES[self.frame]
 
     @property
     def height(self) -> int:
-        """The rows of all panels with their frames."""
+        """The number of rows that all panels take, including their frames."""
         stacked = [self.totals, self.gpus, self.jobs, 0 if self.beside else self.preview]
         return sum(rows + self.chrome for rows in stacked if rows)
 
@@ -61,8 +61,8 @@ def arrange(
     """Return the rows of the panels in a window of `width` x `height` cells; the head and the footer take one row each.
 
     `is_card_view` selects the card view; with `tiles`, `n_gpus` counts rows of tiles. `previews` means that a job can
-    be previewed. Without jobs their panel explains what to do. `taken` is the rows of the panel of other
-    hosts, `words` the rows needed to explain why there are no GPUs.
+    be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows of the panel of
+    other hosts, and `words` the number needed to explain why there are no GPUs.
     """
     space = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
@@ -85,7 +85,7 @@ def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_
 def _grown(
     rows: PanelHeights, space: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
 ) -> PanelHeights:
-    """Distribute the remaining rows, most useful first; GPUs that are not lines get up to `tallest` rows each."""
+    """Distribute the remaining rows, most useful first; in views other than lines, GPUs get up to `tallest` rows."""
     several = bool(rows.totals) and width >= PLOTS_FROM
     preferences = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
     preferences += [_plots(_LEAST_PLOT)] if several else []
@@ -108,5 +108,5 @@ def _grown(
 
 
 def _plots(rows: int) -> dict[str, int]:
-    """Return the request for plots of `rows` rows, in a two by two grid with a heading each."""
+    """Return the fields for plots of `rows` rows, in a two by two grid with a heading each."""
     return {"plot": rows, "totals": 2 * (rows + 1)}

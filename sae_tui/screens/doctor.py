@@ -1,4 +1,4 @@
-"""The doctor screen: one row per finding as soon as it is found, worst first; the selected one in full below."""
+"""The doctor screen: one row per finding as soon as it is available, worst first; the selected one in full below."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEVELS = tuple(_STYLES)  # the worst first
 
 
 class DoctorScreen(FramedScreen):
-    """Shows findings as a thread reports them: the driver may hang, and importing torch takes seconds."""
+    """Shows findings as a thread reports them, since the driver may hang and importing torch takes seconds."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
@@ -39,7 +39,7 @@ class DoctorScreen(FramedScreen):
     """
 
     class Found(Message):
-        """A finding of one run of the checks; None marks the end of the run."""
+        """A finding from one run of the checks; None marks the end of the run."""
 
         def __init__(self, look: int, finding: Finding | None) -> None:
             super().__init__()
@@ -49,7 +49,7 @@ class DoctorScreen(FramedScreen):
     def __init__(
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
-        """Take two functions that yield findings; `probe` finds more, but runs work on the GPUs."""
+        """Take two functions that yield findings; `probe` finds more, but uses the GPUs."""
         super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False
@@ -82,10 +82,10 @@ class DoctorScreen(FramedScreen):
         self._begin(self._probe)
 
     def _begin(self, examine: Callable[[], Iterable[Finding]]) -> None:
-        """Start a new run of the checks. Findings of an earlier run are ignored."""
+        """Start a new run of the checks; findings from an earlier run are ignored."""
         self._look += 1
         self.findings, self.done = [], False
-        # A plain thread, not a worker: on exit the app would wait for a worker that is stuck in the driver.
+        # Use a plain thread instead of a worker: on exit the app would wait for a worker that is stuck in the driver.
         threading.Thread(target=self._run, args=(self._look, examine), name="doctor", daemon=True).start()
         self._show()
 

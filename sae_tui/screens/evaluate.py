@@ -20,7 +20,7 @@ from trainer.contract.errors import UserError, sentence
 
 
 class EvaluateDialog(Dialog[EvaluationChoice | None]):
-    """Shows the parts to tick; Enter or the button starts the evaluation, Escape cancels."""
+    """Shows the parts as checkboxes; Enter or the button starts the evaluation, Escape cancels."""
 
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel", id="evaluate.cancel", tooltip="Measure nothing"),
@@ -66,7 +66,7 @@ class EvaluateDialog(Dialog[EvaluationChoice | None]):
             self.dismiss(None)
 
     def action_start(self) -> None:
-        """Start the ticked parts; if the Cancel button has the focus, cancel instead."""
+        """Start the selected parts; if the Cancel button has the focus, cancel instead."""
         focused = self.focused
         if focused is not None and focused.id == "cancel":
             self.dismiss(None)
@@ -80,7 +80,7 @@ class EvaluateDialog(Dialog[EvaluationChoice | None]):
 
 
 class Evaluates(Screen[None]):
-    """A screen with a key that opens the dialog for an evaluation of the job."""
+    """A screen with a key that opens the evaluation dialog for the job."""
 
     session: Session
     job_id: int

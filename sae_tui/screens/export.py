@@ -26,7 +26,7 @@ from trainer.contract.settings.catalog import WRITTEN_FORMATS
 
 
 class ExportDialog(Dialog[None]):
-    """Asks for format and folder, and shows the answer. Escape closes it; a running export continues."""
+    """Asks for format and folder, and shows the result. Escape closes it; a running export continues."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
     DEFAULT_CSS = """
@@ -122,6 +122,6 @@ class ExportDialog(Dialog[None]):
             app.notify(words, markup=False)
 
     def _show(self, words: str) -> None:
-        """Show the answer, unless the dialog was closed."""
+        """Show the result, unless the dialog was closed."""
         if self.is_attached:
             self.query_one("#answer", Label).update(words)

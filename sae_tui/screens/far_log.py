@@ -13,7 +13,7 @@ from sae_tui.session import Session
 
 
 class FarLogScreen(LogScreen):
-    """Follows the log of one rank, over ssh."""
+    """Follows the log of one rank over ssh."""
 
     def __init__(self, session: Session, hosts: Hosts, host: str, job: JobView) -> None:
         super().__init__(session, job.id, job.world_size)

@@ -39,7 +39,7 @@ WORDS: dict[Order, str] = {
 class Opened(Message):
     """The feature files of a job's SAEs were opened, by SAE label.
 
-    `problem` says why that failed; `question` offers a way to create the files, if there is one.
+    `problem` explains why that failed; `question` offers a way to create the files, if there is one.
     """
 
     def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:
@@ -50,7 +50,7 @@ class Opened(Message):
 
 
 def open_features(data: DataDir, job_id: int) -> Opened:
-    """Open the feature files of a job's SAEs; if there are none, find out how they could be created.
+    """Open the feature files of a job's SAEs; if there are none, determine how they could be created.
 
     Raise `UserError` for files that cannot be read.
     """
@@ -109,7 +109,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._title()
 
     def show_gpus(self) -> None:
-        """Do nothing: the GPUs are on the dashboard."""
+        """Do nothing, since only the dashboard shows GPUs."""
 
     def show_jobs(self) -> None:
         """Read the features again after an evaluation of the job has ended."""
@@ -172,10 +172,10 @@ class FeaturesScreen(Evaluates, FramedScreen):
         elif self._features is not None:
             self.query_one(LatentDetail).show_instead("None of its latents has fired.")
 
-    # keys
+    # The following methods handle keys.
 
     def action_back(self) -> None:
-        """End a search, or go back to the job."""
+        """End a search, or return to the job."""
         if self.words:
             self.words, latent = "", self.query_one(LatentList).latent
             self._show(latent)

@@ -26,7 +26,7 @@ _FACTS_BESIDE_FROM = 76  # columns
 
 
 class GpuScreen(FramedScreen):
-    """Shows the histories, details and processes of a GPU. Details are only read while this screen is shown."""
+    """Shows the histories, details and processes of a GPU. Details are read only while this screen is shown."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the dashboard"),
@@ -80,7 +80,7 @@ class GpuScreen(FramedScreen):
 
     @property
     def sample(self) -> GpuSample | None:
-        """The newest sample of the GPU; None if the GPU is no longer present."""
+        """The latest sample of the GPU; None if the GPU is no longer present."""
         return next((one for one in self.session.monitor.latest() if one.index == self.index), None)
 
     def show_gpus(self) -> None:
@@ -92,7 +92,7 @@ class GpuScreen(FramedScreen):
             self.query_one(GpuHistory).show([])
             self.query_one(GpuDetailsView).show([((" ✗ this GPU is no longer present", "bad"),)])
             return
-        # Request the details again: when the screen of another GPU closes, it cancels the request.
+        # Request the details again, since the screen of another GPU cancels the request when it closes.
         self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
         ((holder, style),) = self.session.holders([sample])
@@ -113,7 +113,7 @@ class GpuScreen(FramedScreen):
         history.show_gpu(sample, window, cursor, words)
 
     def _window(self, sample: GpuSample) -> Window:
-        """Return the window to draw; start a read of the store if one is due."""
+        """Return the window to draw; if a read of the store is due, start it."""
         n = self.query_one(GpuHistory).n_columns
         span_s = self._back.span_s
         if span_s is None:
@@ -149,7 +149,7 @@ class GpuScreen(FramedScreen):
         window = self._window(sample)
         column = self._cursor_in(window)
         column = (len(window.jobs) if column is None else column) + by
-        # Past the newest column, show the current values.
+        # Beyond the latest column, show the current values.
         self._cursor_time = window.time_of(max(0, column) + 0.5) if column < len(window.jobs) else None
         self.show_gpus()
 

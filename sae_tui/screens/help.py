@@ -1,4 +1,4 @@
-"""The help screen: the keys of a screen by topic, taken from the bindings."""
+"""The help screen: the keys of a screen by topic, taken from its bindings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _APART = 3
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic and its keys: (keys, name, what they do)."""
+    """A topic and its keys, each as (keys, name, description)."""
 
     title: str
     keys: tuple[tuple[str, str, str], ...]

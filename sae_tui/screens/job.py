@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail
 
 
-# The footer shows the most useful keys first.
+# The most useful keys, which the footer shows first.
 _KEYS = [
     f"job.{name}"
     for name in ("back", "stop", "pause", "continue", "card", "features", "evaluate", "export", "log", "metrics")
@@ -41,7 +41,7 @@ _BESIDE_FROM = 120  # minimum width for the settings next to the other panels
 
 
 class JobScreen(Evaluates, FramedScreen):
-    """Follows one job; every panel draws from the job details that the watcher keeps."""
+    """Follows one job; every panel draws from the job details that the watcher keeps up to date."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
@@ -88,10 +88,10 @@ class JobScreen(Evaluates, FramedScreen):
         self.session = session
         self.job_id = job_id
         self._panels = {name: entry.make(name) for name, entry in PANELS.items()}
-        # None until the user chooses a rank; until then show rank 0, or the rank that failed.
+        # None until the user chooses a rank; until then, rank 0 or the rank that failed is shown.
         self._rank: int | None = None
         self.member = ""
-        # None until toggled; until then the settings are shown if the window is wide enough.
+        # None until toggled; until then, the settings are shown if the window is wide enough.
         self._settings: bool | None = None
 
     def compose(self) -> ComposeResult:
@@ -119,7 +119,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
-        """Draw again: while another screen was on top, this one got no updates."""
+        """Redraw, since this screen got no updates while another one was on top."""
         self.show_jobs()
 
     @property
@@ -137,7 +137,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.set_class(self.shows_settings, "-settings")
 
     def show_gpus(self) -> None:
-        """Do nothing: the GPUs are on the dashboard."""
+        """Do nothing, since only the dashboard shows GPUs."""
 
     def show_jobs(self) -> None:
         """Draw the current state of the job."""

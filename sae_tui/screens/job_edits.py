@@ -23,7 +23,7 @@ JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 class JobEdits(JobsFinder):
     """The jobs table with keys that edit jobs.
 
-    Tags apply to all marked jobs, other edits to the job under the cursor.
+    Tags apply to all marked jobs, other edits only to the job under the cursor.
     """
 
     BINDINGS = [
@@ -55,7 +55,7 @@ class JobEdits(JobsFinder):
 
     @property
     def targets(self) -> list[int]:
-        """The marked jobs, or the one under the cursor."""
+        """The marked jobs or, if there are none, the job under the cursor."""
         return self.marked or [job.id for job in [self.selected] if job]
 
     def action_compare(self) -> None:

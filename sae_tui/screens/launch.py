@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Looked(Message):
-    """Stored activations were inspected; `problem` says why that failed."""
+    """Stored activations were inspected; `problem` explains why that failed."""
 
     def __init__(self, place: str, inspected: Inspected | None, problem: str = "") -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Looked(Message):
 
 
 class LaunchScreen(FramedScreen):
-    """Shows the launch form, has it reviewed and launches the job."""
+    """Shows the launch form, has it reviewed, and launches the job."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
@@ -92,7 +92,7 @@ class LaunchScreen(FramedScreen):
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:
-        """Draw the GPUs as they are now."""
+        """Draw the current state of the GPUs."""
         self.form.show_gpus()
 
     def show_jobs(self) -> None:
@@ -125,7 +125,7 @@ class LaunchScreen(FramedScreen):
         self.app.push_screen(Ask("Job file to open", "path of a .toml file"), take)
 
     def action_reset(self) -> None:
-        """Undo all changes after asking."""
+        """Undo all changes after a confirmation."""
         self.form.reset()
 
     def action_find_setting(self) -> None:
@@ -145,7 +145,7 @@ class LaunchScreen(FramedScreen):
         self.form.once_reviewed(self._launch_reviewed)
 
     def _refuse(self, what: str, review: Review) -> None:
-        """Name the settings to correct, in one line that soon disappears. More text would cover the review."""
+        """Name the settings to correct, in one line that soon disappears, since more text would cover the review."""
         wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
         which = list(dict.fromkeys(wrong))
         why = f"correct {join_words(which)} first" if which else "its Python is still being checked"
@@ -192,14 +192,14 @@ class LaunchScreen(FramedScreen):
             self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
 
     def _launch_there(self, host: str, gpus: str) -> None:
-        # Send the form as typed: values that are wrong here, such as paths to data on the other host, may be right
+        # Send the form as typed: values that are wrong here, such as paths to data on the other host, may be correct
         # there.
         if self.session.hosts:
             launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)
 
     def action_inspect(self) -> None:
-        """Inspect the stored activations that the form names."""
+        """Inspect the stored activations that are named in the form."""
         self.form.once_reviewed(self._inspect)
 
     def _inspect(self, review: Review) -> None:

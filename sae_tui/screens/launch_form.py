@@ -1,4 +1,4 @@
-"""The launch form, top to bottom: the GPUs, the job's settings, and a review."""
+"""The launch form, from top to bottom: the GPUs, the job's settings, and a review."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from trainer.contract.paths import DataDir
     from trainer.contract.store.rows import Job
 
-# Opening a job file changes twenty fields at once, and these should cause one review.
+# Opening a job file changes twenty fields at once, which should cause only one review.
 _SETTLE_S = 0.05
-# The heading above the settings, for each kind of job.
+# The heading above the settings, by kind of job.
 HEADINGS = {JobConfig.kind: "Data and training", ExtractJob.kind: "Model and text"}
 
 
 class ClonedJob(msgspec.Struct, frozen=True):
-    """The job being cloned: its original settings, and the settings that the new form starts with."""
+    """The job being cloned: its original settings, and the settings with which the new form starts."""
 
     job_id: int
     was: AnyJob
@@ -58,10 +58,10 @@ class ClonedJob(msgspec.Struct, frozen=True):
 
 
 class LaunchForm(VerticalScroll, can_focus=False):
-    """GPUs, settings and review below each other; the review follows every change."""
+    """GPUs, settings and review, one below the other; the review is updated after every change."""
 
     class Reviewed(Message):
-        """A draft was checked, off the main thread."""
+        """A draft was checked on another thread."""
 
         def __init__(self, number: int, review: Review, overridden: dict[str, str]) -> None:
             super().__init__()
@@ -75,14 +75,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        # The entries that set the kind of job; it has no field in the form.
+        # The entries that determine the kind of job, which has no field in the form.
         self._kind: dict[str, Any] = {}
         self._settings = job_form.chosen_settings({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # The values and the preset that filled the form. A value that differs was changed by the user.
+        # The values and the preset that filled the form; a value that differs was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
@@ -132,7 +132,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draw the GPUs as they are now. When the first GPUs appear, tick the GPUs that the settings select."""
+        """Draw the current state of the GPUs. When the first GPUs appear, select those given in the settings."""
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -146,7 +146,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Show the memory need and the free memory; check the draft again when it stops fitting or fits again."""
+        """Show needed and free memory; check the draft again when it no longer fits or fits again."""
         need, capacity = (
             self.review.need,
             job_form.capacity(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere)),
@@ -156,11 +156,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if need and need.lacks(capacity) != need.judged_lacking:
             self._check()
 
-    # filling in
+    # The following methods fill in the form.
 
     @property
     def changed(self) -> list[str]:
-        """The settings changed by the user since the form was filled, by path."""
+        """The settings that the user has changed since the form was filled, by path."""
         return [path for form in self.query(SettingForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     @property
@@ -177,7 +177,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
 
     def fill(self, path: Path) -> None:
-        """Load a job file into the form. If it cannot be read, notify and leave the form unchanged."""
+        """Load a job file into the form. If it cannot be read, notify the user and leave the form unchanged."""
         try:
             table = job_form.read_job_table(path)
         except UserError as error:
@@ -206,12 +206,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.put_in(table)
 
     def _show_preset(self) -> None:
-        """Reset the menu to the preset that filled the form, even if the user picked another."""
+        """Reset the menu to the preset that filled the form, even if the user selected another."""
         menu = self.query_one("#preset", Menu)
         menu.value = Menu.NULL if self._preset is None else self._preset
 
     def reset(self) -> None:
-        """Undo all changes after asking."""
+        """Undo all changes after a confirmation."""
         if not self.changed:
             self.notify("No setting was changed.")
             return
@@ -219,7 +219,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
-        """Notify that the draft was kept, and how many of its settings differ from the start values."""
+        """Notify the user that the draft was kept, and how many of its settings differ from the start values."""
         if self._kept.is_left and not self.changed:
             self.notify("Your draft is restored; pick a preset to start over.")
         elif self.changed:
@@ -242,7 +242,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
-        """Tick the GPUs that a job file asks for, if they are available; "auto" leaves the ticks unchanged."""
+        """Select the GPUs that a job file requests, if they are available; "auto" leaves the selection unchanged."""
         word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
@@ -269,12 +269,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
         else:
             self._show_preset()
 
-    # checking
+    # The following methods check the draft.
 
     @on(SettingForm.Edited)
     @on(GpuPicker.Changed)
     def _check(self) -> None:
-        """Check the draft once the changes have settled; only the newest result counts."""
+        """Check the draft once the changes have settled; only the latest result counts."""
         self._asked += 1
         if self._soon is not None:
             self._soon.stop()
@@ -294,7 +294,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         self._kept.follow(candidate, is_changed=bool(self.changed))
-        # A daemon thread: a data path on a dead file server must not keep the app from exiting.
+        # Use a daemon thread, since a data path on a dead file server must not prevent the app from exiting.
         here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
@@ -313,7 +313,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
         review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=check_again)
         overridden = job_form.overridden(candidate.values, review)
-        # The app and its event loop may have ended meanwhile.
+        # The app and its event loop may have ended in the meantime.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
 
@@ -334,7 +334,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             then(event.review)
 
     def _show_changes(self, form: SettingForm) -> None:
-        """Show how many settings were changed, and update the key that exists for sweeps only."""
+        """Show how many settings were changed, and update the key that exists only for sweeps."""
         count = len(self.changed)
         self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
         if form.is_sweep != self._was_sweep:
@@ -354,7 +354,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def draft_as_text(self, *, elsewhere: bool = False) -> str:
         """Return the form as a job file; invalid values appear as typed.
 
-        With `elsewhere`, leave out the Python of this machine's settings: the other host has its own.
+        With `elsewhere`, omit the Python set for this machine, since the other host has its own.
         """
         form = self.query_one(SettingForm)
         values, wrong = self._typed_into(form)
@@ -369,7 +369,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Build the form again, since another architecture or source has other settings; then check it."""
+        """Rebuild the form, since another architecture or source has other settings; then check it."""
         self._settings, self._building = job_form.chosen_settings(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
@@ -392,7 +392,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return self.session.recommend(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
-        """Tick the GPUs that the settings select."""
+        """Select the GPUs given in the settings."""
         default = self.session.settings.default_gpu_selection
         if default == "available":
             picker.action_available()

@@ -50,7 +50,7 @@ class LogScreen(FramedScreen):
     """
 
     class Lines(Message):
-        """Lines were read by the reader with this number."""
+        """The reader with this number has read lines."""
 
         def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ class LogScreen(FramedScreen):
             self._reader.stop()
 
     def show_gpus(self) -> None:
-        """Do nothing: the GPUs are on the dashboard."""
+        """Do nothing, since only the dashboard shows GPUs."""
 
     def show_jobs(self) -> None:
         self._title()
@@ -117,12 +117,12 @@ class LogScreen(FramedScreen):
 
     @property
     def job(self) -> JobView | None:
-        """The job as last read, if it is in the list."""
+        """The job as last read, if it is listed."""
         return next((one for one in self.session.jobs if one.id == self.job_id), None)
 
     @property
     def place(self) -> str:
-        """The host of the job, as words that follow its number; "" for this host."""
+        """The job's host, in words that follow the job's number; "" for this host."""
         return ""
 
     @on(Lines)
@@ -161,7 +161,7 @@ class LogScreen(FramedScreen):
         self._title()
 
     def _match_count(self) -> str:
-        """Return in words how many lines match the search; "" without a search."""
+        """Return how many lines match the search, in words; "" without a search."""
         (text,) = [search.value for search in self.query("#log-search").results(Input)] or [""]
         count = sum(view.n_found for view in self.query(LogView))
         return f" · {plural(count, 'line') if count else 'no line'} with {text!r}" if text else ""
@@ -173,7 +173,7 @@ class LogScreen(FramedScreen):
         view = self.query_one(LogView)
         view.focus()
         if view.pattern:
-            # Go to the newest match first, since the view was at the end of the log.
+            # Go to the latest match first, since the view was at the end of the log.
             _ = view.jump(-1) or view.jump(1)
 
     def action_jump(self, direction: int) -> None:

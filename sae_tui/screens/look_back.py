@@ -1,4 +1,4 @@
-"""The time span that a screen shows: the newest samples, or a longer span that a thread reads from the store."""
+"""The time span that a screen shows: the latest samples, or a longer span that a thread reads from the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textual.screen import Screen
 from sae_tui.gpu.window import SPANS_S
 from trainer.contract.errors import UserError
 
-_REREAD_S = 5.0  # the store is written this often
+_REREAD_S = 5.0  # interval at which the store is written
 T = TypeVar("T")
 
 
@@ -34,7 +34,7 @@ def span_keys(
 class LookBack(Generic[T]):
     """The time span that a screen shows, and the data read for it.
 
-    Data belongs to a subject, such as a GPU. Data that arrives late for another subject or span is not shown.
+    Data belongs to a subject, such as a GPU. Data that arrives late, for an earlier subject or span, is not shown.
     """
 
     class Found(Message):
@@ -43,7 +43,7 @@ class LookBack(Generic[T]):
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
         """Take the screen to notify, and a function that reads a subject's last seconds into at most n columns."""
         self._screen, self._read = screen, read
-        self._place = 0  # 1-based index into `SPANS_S`; 0 is the newest samples
+        self._place = 0  # 1-based index into `SPANS_S`; 0 means the latest samples
         self._due = 0.0  # when to read next
         self._found: dict[tuple[str, float], T] = {}
         # Running reads. While a read hangs on its disk, the same read is not started again.
@@ -51,16 +51,16 @@ class LookBack(Generic[T]):
 
     @property
     def span_s(self) -> int | None:
-        """The span in seconds that is read from the store; None while the newest samples are shown."""
+        """The span in seconds that is read from the store; None while the latest samples are shown."""
         return SPANS_S[self._place - 1] if self._place else None
 
     def longer(self, by: int) -> None:
-        """Move `by` steps to longer spans; if negative, to shorter ones."""
+        """Move `by` steps to longer spans, or to shorter ones if negative."""
         self._place = max(0, min(len(SPANS_S), self._place + by))
         self.forget()
 
     def forget(self) -> None:
-        """Discard what was read, so that the next request reads again."""
+        """Discard what was read, so that the next request reads it again."""
         self._found, self._due = {}, 0.0
 
     def stored(self, subject: str, n: int) -> T | None:
@@ -77,7 +77,7 @@ class LookBack(Generic[T]):
         return self._found.get((subject, span_s))
 
     def _fetch(self, subject: str, span_s: float, n: int) -> None:
-        # Added here, not by the caller, since a worker may be cancelled before its thread starts.
+        # Registered here rather than by the caller, since a worker may be cancelled before its thread starts.
         self._under_way.add((subject, span_s))
         try:
             self._found[subject, span_s] = self._read(subject, span_s, n)

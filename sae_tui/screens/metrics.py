@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid: filtered by a regular expression, zoomed, and read out at a step."""
+"""All metrics of a job in a grid, which can be filtered by a regular expression, zoomed, and read out at a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS_ACROSS = 60  # presses of an arrow key from one end of the plot to the ot
 
 
 class MetricsList(Filtered):
-    """The grid of metrics with an input line for the regular expression."""
+    """The grid of metrics, with an input line for the regular expression."""
 
     PLACEHOLDER = "fvu|loss, ^held, rank"
 
@@ -73,7 +73,7 @@ class MetricsScreen(FramedScreen):
         self.job_id = job_id
         self._chosen = 0  # index among the metrics that the expression matches
         self._alone = False
-        # The visible range of steps, None for all; and the step that is read out, None for the newest.
+        # The visible range of steps, None for all; and the step that is read out, None for the latest.
         self._span: tuple[float, float] | None = None
         self._cursor: float | None = None
 
@@ -107,7 +107,7 @@ class MetricsScreen(FramedScreen):
         each = columns * rows
         first = 0 if self._alone else self._chosen - self._chosen % each
         shown = found[self._chosen : self._chosen + 1] if self._alone else found[first : first + each]
-        # All plots show the same steps, so that the cursor is at the same column.
+        # All plots show the same steps, so that the cursor is in the same column.
         span = self._span or self._all_steps()
         grid.show_metrics(shown, span, self._cursor, None if self._alone else self._chosen - first)
         place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
@@ -123,7 +123,7 @@ class MetricsScreen(FramedScreen):
         return "it has no measurements" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:
-        """Return the metrics that the expression matches, or all while it is invalid, and the error in it."""
+        """Return the metrics that the expression matches, or all if it is invalid, and the error in it."""
         detail = self.session.detail
         assert detail is not None
         try:
@@ -163,7 +163,7 @@ class MetricsScreen(FramedScreen):
         if steps:
             first, last = steps
             at = (last if self._cursor is None else self._cursor) + by * (last - first) / _STEPS_ACROSS
-            # Past the newest step, show the current values.
+            # Beyond the latest step, show the current values.
             self._cursor = max(first, at) if at < last else None
             self.show_jobs()
 

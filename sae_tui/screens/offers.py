@@ -1,4 +1,4 @@
-"""The actions that are possible in a job's state, and so the keys that are offered."""
+"""The actions that are possible in a job's state, which determine the keys that are offered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIVE = {"open": "Open", "stop": "Stop", "pause": "Pause", "log": "Log", "clone
 _STOPPING = {"open": "Open", "stop": "End now", "log": "Log", "clone": "Clone"}
 _WAITING = {"hold": "Hold", "stop": "Cancel", "after": "After", "sooner": "Sooner", "open": "Open", "clone": "Clone"}
 _HELD = {"continue": "Resume", "hold": "Release", "stop": "Cancel", "after": "After", "open": "Open", "clone": "Clone"}
-# While its SAEs are evaluated, the stop key stops the evaluation.
+# While a job's SAEs are evaluated, the stop key stops the evaluation.
 _EVALUATED = {"open": "Open", "stop": "Stop", "log": "Log", "clone": "Clone"}
 _FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compare", "delete": "Delete"}
 _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}
@@ -22,7 +22,7 @@ _LOOKS = frozenset({"open", "log", "mark", "compare"})
 
 
 def offers_for(job: Job, *, readonly: bool = False) -> Mapping[str, str]:
-    """Return the verbs that make sense for a job now, most important first, each with its label.
+    """Return the verbs that apply to a job now, most important first, each with its label.
 
     With `readonly`, return only verbs that change nothing.
     """

@@ -1,4 +1,4 @@
-"""A table of processes with keys: filter, sort, tree, details of a process, and signals."""
+"""A table of processes with keys for filtering, sorting, the tree, process details, and signals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sae_tui.widgets.table import KeyedTable
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the monitor lists the processes of the GPUs
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # offered for a rank before any signal
+_JOB = "job"  # offered before any signal if the process is a rank
 
 
 class ProcessPage(TextScreen):
@@ -62,7 +62,7 @@ class ProcessPage(TextScreen):
 
 
 class ProcessList(Filtered):
-    """The processes on the GPUs of the given samples."""
+    """The processes on the GPUs in the given samples."""
 
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
@@ -119,14 +119,14 @@ class ProcessList(Filtered):
         pids = [process.pid for sample in samples for process in sample.processes or ()]
         if gpus != self._gpus:
             self._processes = None
-        # Request the shares again: when the previous list closes, it cancels the request.
+        # Request the shares again, since the previous list cancels the request when it closes.
         self.session.monitor.want_shares(True)
         shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
-        # Read at once when a new process appears or the first shares arrive.
+        # Read immediately if a new process appears or the first shares arrive.
         is_new = (gpus, pids) != (self._gpus, self._pids) or (any(shares.values()) and not self._has_shares)
         self._gpus, self._pids, self._has_shares = gpus, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
-        # A hung process can make the read hang too; do not start a second read then.
+        # A hanging process can make the read hang too; do not start a second read then.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), shares)
@@ -145,7 +145,7 @@ class ProcessList(Filtered):
 
     @on(Read)
     def _take(self, event: Read) -> None:
-        # Ignore processes of GPUs that are no longer shown.
+        # Ignore processes on GPUs that are no longer shown.
         if event.gpus == self._gpus:
             self._processes = event.processes
             self._draw()
@@ -167,7 +167,7 @@ class ProcessList(Filtered):
         self.say(" · ".join(filter(None, notes)))
 
     def _silence(self) -> str:
-        """Return how old the list is if the system has not answered for a while, else ""."""
+        """Return how old the list is if the system has not responded for a while, else ""."""
         silent_s = time.monotonic() - self._read_at
         if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
             return ""
@@ -194,7 +194,7 @@ class ProcessList(Filtered):
 
     @on(KeyedTable.Chosen)
     def _open(self, event: KeyedTable.Chosen) -> None:
-        """Open or fold a job's ranks, or show the full page of a process."""
+        """Unfold or fold a job's ranks, or show the full page of a process."""
         event.stop()
         entry = self.table.selected
         if entry and entry.n_below:
@@ -204,7 +204,7 @@ class ProcessList(Filtered):
             self.app.push_screen(ProcessPage(process, may_show=not self.session.readonly))
 
     def action_signal(self) -> None:
-        """Ask for a signal and a confirmation, then send it to the process that was shown."""
+        """Ask for a signal and a confirmation, then send the signal to the process that was shown."""
         entry = self.table.selected
         if entry is None or self.session.actions.refused():
             return

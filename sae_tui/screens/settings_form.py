@@ -26,7 +26,7 @@ from trainer.contract.wording import join_words, plural
 class SettingsScreen(FramedScreen):
     """Shows the content of the settings file; `draft` keeps unsaved input, by setting, while the screen is closed.
 
-    Saving writes only changed settings, so changes made to the file by other programs are kept.
+    Saving writes only changed settings, so that changes made to the file by other programs are kept.
     """
 
     BINDINGS = [
@@ -50,7 +50,7 @@ class SettingsScreen(FramedScreen):
         self._draft = draft
         self._read_settings = read_settings
         self._path = session.data.settings_file
-        # The content of the file, valid or not, and why it cannot be read.
+        # The content of the file, whether valid or not, and why it cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
         # Settings in the file that are not applied, with the reason.
@@ -112,7 +112,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:
-        """Return the errors of settings by name, including settings that were not changed."""
+        """Return the errors in settings by name, including settings that were not changed."""
         values, wrong = self.query_one(SettingForm).values()
         for name in values.get("hosts", []):
             try:
@@ -140,7 +140,7 @@ class SettingsScreen(FramedScreen):
         self.query_one(SettingForm).find()
 
     def action_reset(self) -> None:
-        """Restore the saved value of the field with the cursor; if it is unchanged, the default."""
+        """Restore the saved value of the field under the cursor; if it is unchanged, restore the default."""
         for row in self.query_one(SettingForm).rows:
             if row.has_focus_within:
                 name, default = row.field.path, row.field.setting.default

@@ -1,7 +1,7 @@
-"""Textual's terminal driver, changed to restore the terminal only after all output of the app is written.
+"""Textual's terminal driver, modified to restore the terminal only after all of the app's output is written.
 
-While the app has the terminal, nothing else writes there: standard error goes to a log. Signals that end programs quit
-the app, so that the terminal is restored.
+While the app has the terminal, nothing else writes there: standard error goes to a log. Termination signals quit the
+app, so that the terminal is restored.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from textual.drivers.linux_driver import LinuxDriver
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 from trainer.contract.paths import open_private
 
-# Textual's input thread looks up its parser and decoder classes by these names in its module.
+# Textual's input thread looks up its parser and decoder classes under these names in its module.
 vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 
 _STDERR = 2
-# Without a handler these would end the app at once and leave the terminal in application mode.
+# Without a handler, these signals would end the app at once and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# Seconds to quit after such a signal. systemd and container runtimes send SIGKILL after 10 s or more.
+# How many seconds the app has to quit after such a signal. systemd and container runtimes send SIGKILL after 10 s or
+# more.
 _QUIT_LIMIT_S = 5.0
 # End an unfinished sequence, then switch off what Textual switched on: paste, wrap, resize reports, mouse, keyboard
 # protocol, alternate screen, cursor, focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
-# Bytes. The log is emptied at this size; the size is checked each time this much was drawn.
+# In bytes. The log is emptied at this size, which is checked each time this much has been drawn.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 
 class StderrAside:
     """The original standard error, on which the app draws, while descriptor 2 goes to a log.
 
-    Libraries such as NVML and the C library write to descriptor 2 directly, which would corrupt the screen.
+    Libraries such as NVML and the C library write directly to descriptor 2, which would corrupt the screen.
     """
 
     def __init__(self, log: Path | None) -> None:
-        """Redirect descriptor 2 to this file, or to /dev/null if it is None or not writable."""
+        """Redirect descriptor 2 to this file, or to /dev/null if the file is None or not writable."""
         before = sys.__stderr__
         assert before is not None
         self.screen = open(  # noqa: SIM115
@@ -83,7 +84,7 @@ class Quitter:
     """
 
     def __init__(self, quit_app: Callable[[int], object], restore: Callable[[], object]) -> None:
-        """Take a function that quits the app with an exit code, and one that restores the terminal at once."""
+        """Take a function that quits the app with an exit code, and one that restores the terminal immediately."""
         self.code = 0
         self._quit_app, self._restore = quit_app, restore
         self._signalled, self._signal = os.pipe()
@@ -97,7 +98,7 @@ class Quitter:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        # Start no thread and take no lock here: a handler can interrupt the main thread anywhere.
+        # Start no thread and take no lock here, since a handler can interrupt the main thread anywhere.
         is_first, self.code = not self.code, 128 + number
         self._hurry()
         if is_first:
@@ -141,10 +142,10 @@ class TerminalDriver(LinuxDriver):
         super().write(data)
 
     def start_application_mode(self) -> None:
-        """Take the terminal. From now on the event loop handles ctrl+z and SIGCONT, between two callbacks.
+        """Take over the terminal. From now on, the event loop handles ctrl+z and SIGCONT, between two callbacks.
 
-        A Python signal handler can interrupt any code. If it interrupts a write and writes itself, it deadlocks on the
-        single lock of the output queue: about one in a hundred stops while the app was drawing hung.
+        A Python signal handler can interrupt any code. If it interrupts a write and itself writes, it deadlocks on the
+        single lock of the output queue: about one in a hundred stops hung while the app was drawing.
         """
         if os.isatty(_STDERR):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
@@ -176,7 +177,7 @@ class TerminalDriver(LinuxDriver):
         loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
 
     def _restore_at_once(self) -> None:
-        """Restore the terminal, if the app has it, from any thread; discard output that it has not accepted."""
+        """Restore the terminal from any thread, if the app has it; discard output that it has not accepted."""
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
@@ -185,8 +186,8 @@ class TerminalDriver(LinuxDriver):
         with contextlib.suppress(termios.error, OSError):  # the terminal is gone
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
             terminal = os.dup(drawn_on)
-            # A thread may be stuck in a write, which blocks all other writes. A signal interrupts it, and its remaining
-            # output goes to /dev/null.
+            # A thread may be stuck in a write, which blocks all other writes. A signal interrupts that write, and its
+            # remaining output goes to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), drawn_on)
             if (writer := self._writer_thread) and writer.ident and writer.is_alive():
                 signal.pthread_kill(writer.ident, signal.SIGWINCH)
@@ -198,7 +199,7 @@ class TerminalDriver(LinuxDriver):
     def _sigtstp_application(self, *args: Any) -> None:
         """Suspend the app; if it does not have the terminal, let the kernel stop the process as usual.
 
-        While the app starts or ends, Textual would stop it even if no shell can continue it, and would take the
+        While the app starts or ends, Textual would stop it even if no shell can continue it, and would take over the
         terminal for an app that has ended.
         """
         if self.attrs_before is not None:
@@ -208,7 +209,7 @@ class TerminalDriver(LinuxDriver):
         _stop()
 
     def _sigcont_application(self, *args: Any) -> None:
-        """Take the terminal back if it was given up; after any other stop Textual would start reading it twice.
+        """Take back the terminal if it was given up; after any other stop, Textual would start reading it twice.
 
         An app that is quitting leaves the terminal alone, since the shell has it now.
         """
@@ -227,7 +228,7 @@ def _stop() -> None:
 def _at_rest(app: App[Any]) -> Iterator[None]:
     """Close the GPU driver while the app is stopped, so that GPUs can be reset.
 
-    This works because the main thread sends itself the stop signal and continues only after the stop.
+    This works because the main thread sends the stop signal to itself and continues only after the stop.
     """
     pause, resume = (getattr(app, name, None) for name in ("pause_reading", "resume_reading"))
     with contextlib.suppress(Exception):  # an error must not prevent the stop
@@ -258,8 +259,8 @@ def has_shell() -> bool:
 def give_away(app: App[None]) -> Iterator[None]:
     """Give the terminal to another program; raise `SuspendNotSupported` if the app has none.
 
-    ctrl+c and ctrl+\\ in that program do not end the app, and ctrl+z is handled by the shell: Textual would stop the
-    app even if no shell can continue it. Exceptions are raised after the block, since Textual takes the terminal back
+    ctrl+c and ctrl+\\ in that program do not end the app, and the shell handles ctrl+z, whereas Textual would stop the
+    app even if no shell can continue it. Exceptions are raised after the block, since Textual takes back the terminal
     only if nothing is raised.
     """
 
@@ -279,8 +280,8 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
-    # The other program does not inherit a handler, but would inherit an ignored signal.
-    # While the app waits for the other program, it cannot quit.
+    # The other program does not inherit a handler, but would inherit an ignored signal. While the app waits for the
+    # other program, it cannot quit.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
     acts[signal.SIGTSTP] = stop

@@ -1,8 +1,8 @@
 """Handles keys in the order in which they were typed, even if many arrive at once.
 
-Textual 8.2 passes a character to the focused field at once, but a bound key first bubbles up to the app through the
-queue of every widget in between. A screen or field that it opens only gets keys some messages later. Over a slow
-connection several keys arrive in one read, and `/quick` would quit the app.
+Textual 8.2 passes a character to the focused field immediately, but a bound key first bubbles up to the app through the
+queue of every widget in between. A screen or field that it opens only gets keys several messages later. Over a slow
+connection several keys arrive in one read, and typing `/quick` would quit the app.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from textual.message_pump import MessagePump
 
 from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 
-# A key that is not handled after this time no longer delays the keys after it.
+# A key that is not handled within this time no longer delays the keys after it.
 _LONGEST_S = 5.0
-# A key that quits the app is dispatched after this time even if keys before it are waiting.
+# A key that quits the app is dispatched after this time, even if keys before it are still waiting.
 _URGENT_AFTER_S = 1.0
-# Polling interval for a screen that has to answer.
+# The polling interval for a screen that has to answer.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
 
@@ -31,12 +31,12 @@ Typed = events.Key | events.Paste | Packet
 
 
 class KeysInOrder(App[None]):
-    """Dispatches a key after the previous one is handled: the focus has moved, the screen is open.
+    """Dispatches a key only once the previous one is handled: the focus has moved, the screen is open.
 
     Text pasted while no field has the focus is not treated as keys, even if the terminal does not mark pasted text.
     """
 
-    # Ids of bindings that are followed by text input.
+    # The ids of bindings that are followed by text input.
     BEFORE_TEXT: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class KeysInOrder(App[None]):
         self._pasted: tuple[events.Key, ...] = ()
 
     async def on_event(self, event: events.Event) -> None:
-        """Queue typed keys until their turn, then dispatch them; dispatch all other events at once."""
+        """Queue typed keys until their turn, then dispatch them; dispatch all other events immediately."""
         if isinstance(event, events.InputEvent) and not self._screen_stack:
             return  # there is no screen for input that arrives while the app exits
         if not isinstance(event, Typed) or event.is_forwarded:
@@ -86,7 +86,7 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Dispatch a key that quits the app before its turn, if an earlier key is stuck."""
+        """Dispatch a key that quits the app before its turn if an earlier key is stuck."""
         if event in self._typed:
             self._typed.remove(event)
             self._dispatch(event)
@@ -102,7 +102,7 @@ class KeysInOrder(App[None]):
             await self._wait_until_settled()
 
     async def _wait_until_settled(self) -> None:
-        """Wait until focus and screen no longer change, and the screen has nothing left to answer."""
+        """Wait until focus and screen no longer change and the screen has nothing left to answer."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:
@@ -110,7 +110,7 @@ class KeysInOrder(App[None]):
             while getattr(self.screen, "has_to_answer", False):
                 await asyncio.sleep(_LOOK_S)
 
-    # pasted text
+    # The following methods handle pasted text.
 
     def _takes_text(self) -> bool:
         return self.focused is not None and self.focused.check_consume_key("a", "a")
@@ -143,7 +143,7 @@ class KeysInOrder(App[None]):
 
 
 async def _wait_for_queue(pump: MessagePump) -> None:
-    """Wait until a widget has handled everything in its queue; return at once if it is being removed."""
+    """Wait until a widget has handled everything in its queue; return immediately if it is being removed."""
     reached = asyncio.Event()
     if pump.call_later(reached.set):
         await reached.wait()

@@ -1,8 +1,8 @@
 """Turns terminal input into messages: reports which keys arrived together, and joins pasted text from several reads.
 
 A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
-queries. Textual 8.2 stops at the first byte that is not UTF-8 and at some sequences, and reads an unknown sequence as
-keys.
+queries. Textual 8.2 stops at the first byte that is not UTF-8 and at some sequences, and interprets an unknown sequence
+as keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from textual._xterm_parser import (
 )
 from textual.message import Message
 
-# If at least this many characters arrive in one read and some are not bound to a command, treat them as pasted text.
+# If at least this many characters arrive in one read and some are not bound to a command, they are treated as pasted
+# text.
 FEWEST_PASTED = 4
 # A paste that receives no more text for this long counts as complete.
 _PAUSE_S = 3.0
@@ -45,13 +46,13 @@ _SEQUENCE = re.compile(
     r"|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\|(?=\x1b[^\\]))"
     r"|\x1b\\)"
 )
-# An incomplete sequence or paste marker; the rest may still arrive.
+# An incomplete sequence or paste marker whose remainder may still arrive.
 _BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
 # Sequences other than keys that Textual handles.
 _KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)
 # The parser waits for the end of an unrequested string up to this many characters.
 _LONGEST_STRING = 1024
-# No screen has more columns or lines; a mouse position in pixels is below 2^16.
+# No screen has more columns or lines than this; a mouse position in pixels is below 2^16.
 _MOST_CELLS, _MOST_PIXELS = 2000, 65535
 _OLD_REPORT = b"\x1b[M"
 
@@ -65,7 +66,7 @@ class Packet(events.Event, bubble=False):
 
 
 class TerminalDecoder:
-    """Decodes terminal input: UTF-8, with U+FFFD for any other byte.
+    """Decodes terminal input: UTF-8, with U+FFFD for any invalid byte.
 
     An old mouse report has three bytes from 32 to 255 that are not text: button, column and line. They become spaces,
     so that the report stays three characters long.
@@ -73,7 +74,7 @@ class TerminalDecoder:
 
     def __init__(self) -> None:
         self._decode = getincrementaldecoder("utf-8")("replace").decode
-        # Trailing bytes that may begin a report, and the number of missing bytes of a report.
+        # Trailing bytes that may begin a report, and the number of bytes that a report still lacks.
         self._begun, self._n_left = b"", 0
         self._read_at = 0.0
 
@@ -135,7 +136,7 @@ class PacketParser(XTermParser):
             yield from super().feed(pending)  # alt with a key that also begins sequences
 
     def parse_mouse_code(self, code: str) -> Message | None:
-        """Return the event of a mouse report; None if its position is on no screen."""
+        """Return the event for a mouse report; None if its position is on no screen."""
         if any(int(number) > _MOST_PIXELS for number in re.findall(r"\d+", code)):
             return None
         try:
@@ -144,7 +145,7 @@ class PacketParser(XTermParser):
             return None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
-        """Return the keys of a sequence; none if its numbers are not characters."""
+        """Return the keys of a sequence; return none if its numbers are not characters."""
         try:
             keys = list(super()._sequence_to_key_events(sequence, alt))
             for key in keys:
@@ -167,14 +168,14 @@ class PacketParser(XTermParser):
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 begun = _BEGUN.search(keys)
                 if begun and (begun[0] != _ESC or not marker):
-                    # A sequence that is incomplete before a marker stays incomplete.
+                    # A sequence that is incomplete before a marker remains incomplete.
                     keys, self._pending = keys[: begun.start()], "" if marker else begun[0][:_LONGEST_STRING]
                 yield from self._keys(keys)
             self._pasting ^= bool(marker)
             data = rest
 
     def _keys(self, data: str) -> Iterator[Message]:
-        """Yield the events of these characters; drop unknown sequences."""
+        """Yield the events for these characters, dropping unknown sequences."""
         parts = _SEQUENCE.split(data)
         for text, sequence in zip(parts[::2], [*parts[1::2], ""], strict=True):
             yield from self._typed(text)
@@ -192,10 +193,10 @@ class PacketParser(XTermParser):
         return bool(self._sequence_to_key_events(sequence))
 
     def _typed(self, data: str) -> Iterator[Message]:
-        """Split escape and a key into two keys: over a slow connection they arrive together, and Textual would drop the
-        escape.
+        """Split escape followed by a key into two keys.
 
-        Escape followed by a digit is alt with that digit.
+        Over a slow connection both arrive together, and Textual would drop the escape. Escape followed by a digit is
+        alt with that digit.
         """
         first, *rest = _ESCAPE_AND_KEY.split(data)
         yield from super().feed(first) if first else ()

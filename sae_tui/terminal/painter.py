@@ -1,7 +1,7 @@
 """Sends to the terminal only the cells that differ from what it shows.
 
-Textual 8.2 repaints a changed span from the left edge of its widget and repeats the whole style for every segment: 19
-KB per second for 8 GPUs, although the changed cells need less than 3 KB.
+Textual 8.2 repaints a changed span from the left edge of its widget and repeats the full style for every segment: 19 KB
+per second for 8 GPUs, although the changed cells need less than 3 KB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.contract.printable import MARK
 Codes = tuple[str, str, str]  # SGR codes of attributes, foreground, background
 Cell = tuple[str, Codes]  # the right half of a wide character is ""
 
-# Moving the cursor costs about 7 bytes, so writing a gap of two unchanged cells again is cheaper.
+# Moving the cursor costs about 7 bytes, so rewriting a gap of two unchanged cells is cheaper.
 _GAP = 2
 
 
@@ -35,7 +35,8 @@ class Printable(LineFilter):
     """Blocks text that could control the terminal, whichever widget draws it.
 
     Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 and the marks of right-to-left text. The filter
-    keeps the width of a text, since the layout depends on it: zero-width characters are removed, others become a mark.
+    preserves the width of the text, since the layout depends on it: zero-width characters are removed, others are
+    replaced by a mark.
     """
 
     def apply(self, segments: list[Segment], background: Background) -> list[Segment]:
@@ -63,7 +64,7 @@ class Painter:
         if isinstance(renderable, ChopsUpdate):
             return self.lean(renderable)
         if isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
-            # Textual 8.2 repaints the whole screen whenever something changes behind a dialog, 18 KB per second.
+            # Textual 8.2 repaints the entire screen whenever something changes behind a dialog, 18 KB per second.
             return self.lean_whole(renderable)
         if renderable is not None:
             self.forget()
@@ -79,7 +80,7 @@ class Painter:
         return _LeanUpdate(self, update)
 
     def lean_whole(self, update: LayoutUpdate) -> CompositorUpdate:
-        """Return an update of the whole screen that renders only the cells that differ."""
+        """Return an update of the entire screen that renders only the cells that differ."""
         width = update.region.width
         chops = [{0: Strip.join(list(line))} for line in update.strips]
         return self.lean(ChopsUpdate(chops, [(y, 0, width) for y in range(len(chops))], [[width]] * len(chops)))
@@ -105,7 +106,7 @@ class _LeanUpdate(CompositorUpdate):
 
 
 class _Pen:
-    """Writes runs of cells, and only sends the codes that differ between two styles."""
+    """Writes runs of cells, sending only the codes that differ between two styles."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -132,7 +133,7 @@ class _Pen:
 
 
 def _cells(update: ChopsUpdate, y: int, start: int, end: int, colors: ColorSystem) -> Iterator[tuple[int, Cell]]:
-    """Yield the cells of a span, each with its column, left to right."""
+    """Yield the cells of a span, each with its column, from left to right."""
     for stop, (x, strip) in zip(update.chop_ends[y], update.chops[y].items(), strict=False):
         if strip is None or x >= end or stop <= start:
             continue

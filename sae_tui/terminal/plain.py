@@ -1,4 +1,4 @@
-"""The plain look: every sign as an ASCII character of the same width, for terminals that show nothing else.
+"""The plain look: every symbol as an ASCII character of the same width, for terminals that show nothing else.
 
 Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, curves use `*`. The layout stays the
 same, so other code is not affected.
@@ -18,8 +18,8 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 Look = Literal["auto", "full", "plain"]
-# Terminals that only show ASCII or, like the Linux console, a few blocks but no braille. TERM=vte is GNOME's, which
-# shows everything.
+# Terminals that show only ASCII or, like the Linux console, a few blocks but no braille. TERM=vte is GNOME's terminal,
+# which shows everything.
 _PLAIN_TERMS = re.compile(r"vt(?!e)|linux|ansi|cons|sun|wy|dumb", re.IGNORECASE)
 
 _SIGNS = {
@@ -42,7 +42,7 @@ _SIGNS = {
 
 
 def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
-    """Return True to draw with ASCII only: as the user chose, else depending on the terminal and its character set."""
+    """Return True to draw with ASCII only: as the user chose, or depending on the terminal and its characters."""
     return look == "plain" if look != "auto" else not has_blocks or bool(_PLAIN_TERMS.match(term))
 
 
@@ -67,7 +67,7 @@ class Plain(LineFilter):
 
 
 def _of_scrollbar(segment: Segment) -> bool:
-    """Return True for the end of a scrollbar: its block characters do not stand for values of a history."""
+    """Return True for the end of a scrollbar, whose block characters do not represent values of a history."""
     return bool(segment.style and "@mouse.down" in segment.style.meta)
 
 
@@ -89,7 +89,7 @@ def _sign(char: str, letters: bool) -> str:
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
 # On a scale of 1: a background that differs from the app's by more than the first value stands out; text whose
-# brightness differs from its background by less than the second is faint.
+# brightness differs from its background's by less than the second is faint.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 

@@ -17,18 +17,18 @@ from trainer.contract.printable import printable
 # Textual's driver writes this before its first packet.
 _READY = b"__GANGLION__\n"
 _HEAD = 5  # bytes: the kind of a packet, and the size of its payload
-# A whole screen of 300x100 cells with a different style in each cell is 2 MB.
+# An entire screen of 300x100 cells with a different style in each cell takes 2 MB.
 _LARGEST_PACKET = 8 << 20
 _CHUNK = 64 << 10
 _KEPT_ERRORS = 4096
-# Seconds that the process has to exit after SIGTERM.
+# How many seconds the process has to exit after SIGTERM.
 _LEAVE_S = 2.0
-# Variables of the terminal in which the server was started; they are wrong for a browser.
+# Variables of the terminal in which the server was started, which are wrong for a browser.
 _OF_A_TERMINAL = ("LINES", "STY", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX")
 
 
 class AppProcess:
-    """The process and its pipes; the process ends when the server does, even if the server crashes."""
+    """The app's process and its pipes; the process ends when the server does, even if the server crashes."""
 
     def __init__(self, argv: Sequence[str], columns: int, rows: int) -> None:
         """Start the process; raise `OSError` if that fails."""
@@ -74,13 +74,13 @@ class AppProcess:
             await self._input.drain()
 
     async def close(self) -> str:
-        """End the process with its children, except jobs; return the last line that it wrote as an error, or ""."""
+        """Stop the process with its children, except jobs; return the last line that it wrote as an error, or ""."""
         if self._closing:
             return ""
         self._closing = True
         has_ended = self._output.at_eof()
         signal_all(self._process, signal.SIGTERM)
-        # An app that is blocked writing its screen would not end, so read its output.
+        # An app that is blocked while writing its screen would not end, so read its output.
         draining = asyncio.create_task(self._drain())
         code = await asyncio.to_thread(end, self._process, _LEAVE_S)
         draining.cancel()
@@ -100,7 +100,7 @@ class AppProcess:
         return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "it ended at once")
 
     async def _drain(self) -> None:
-        # A second reader raises RuntimeError; then the pipe is already being drained.
+        # A second reader raises RuntimeError; in that case, the pipe is already being drained.
         with contextlib.suppress(RuntimeError):
             while await self._output.read(_CHUNK):
                 pass
@@ -121,7 +121,7 @@ def _unpack(data: bytes) -> tuple[bytes, bytes, bool]:
             return b"".join(drawn), b"", True
         if stop > len(data):
             break
-        # Ignore other packets, such as requests to open a link: another user may share the browser.
+        # Ignore other packets, such as requests to open a link, since another user may share the browser.
         if kind == b"D":
             drawn.append(data[at + _HEAD : stop])
         at = stop

@@ -1,4 +1,4 @@
-"""The page of a session: the terminal that comes with textual-serve, with no content from other sites."""
+"""The page of a session: the terminal from textual-serve, without content from other sites."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ body { font: 16px "Roboto Mono", monospace; }
 .closed, body.-first-byte .opening, body.-closed .opening { display: none; }
 body.-closed .closed { display: block; }
 """
-# Without it no key reaches the terminal until the user clicks. It must run after the script of textual-serve.
+# Without this, no key reaches the terminal until the user clicks. It must run after the script of textual-serve.
 _SCRIPT = """\
 addEventListener("load", () => document.querySelector(".textual-terminal textarea").focus());
 """
-# The script of textual-serve connects each element of this class, and records the connection state in the body's
-# classes.
+# The script of textual-serve connects each element of this class, and records the connection state in the classes of
+# the body.
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">

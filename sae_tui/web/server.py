@@ -25,13 +25,13 @@ MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
 # Any other request must finish within this time: the terminal is 1 MB, which takes a while over a slow connection.
 PATIENCE_S = 60.0
-# Pasted text arrives in one message.
+# Pasted text arrives in a single message.
 LONGEST_MESSAGE = 256 << 10
-# Minimum cost of a message, in bytes; a moving mouse sends a hundred per second.
+# The minimum cost of a message in bytes; a moving mouse sends a hundred messages per second.
 _LEAST_COST = 512
 # A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
-# A browser that disappears without closing, such as a sleeping laptop, is noticed after 1.5 times this interval. It
+# A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval. It
 # must be long, since on a slow connection the ping may be queued behind a lot of output.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # columns, and lines
@@ -47,7 +47,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 # The terminal's script would insert its own style into the page. The policy blocks it like all inline styles; page.css
-# contains it.
+# contains it instead.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src {address}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -57,9 +57,9 @@ Tell = Callable[[int, str], None]
 
 
 async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[[str], None]) -> int:
-    """Serve sessions, each a process of `argv`, until a signal ends the server; return 128 plus the signal's number.
+    """Serve sessions, each a process of `argv`, until a signal ends the server; return 128 plus the signal number.
 
-    `tell` is called with the port and the address once the server is reachable; `warn` with the reason when a session
+    Call `tell` with the port and the address once the server is reachable, and `warn` with the reason when a session
     fails.
     """
     # Do not log requests of other users, since their bytes must not reach this terminal.
@@ -95,7 +95,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _end_on_signals() -> asyncio.Future[int]:
-    """Return a future that a termination signal completes; ignored signals, as after `nohup`, stay ignored."""
+    """Return a future that a termination signal completes; ignored signals, as after `nohup`, remain ignored."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -110,7 +110,7 @@ def _end_on_signals() -> asyncio.Future[int]:
 
 
 class Looks:
-    """Answers requests with the page, its files, or a session; everything else gets the same 404 answer."""
+    """Answers requests with the page, its files, or a session; all other requests get the same 404 response."""
 
     def __init__(self, argv: Sequence[str], warn: Callable[[str], None]) -> None:
         """Read the page's files; raise `UserError` if they are not installed."""
@@ -151,7 +151,7 @@ class Looks:
         return response
 
     async def close(self) -> None:
-        """End all sessions, and refuse every later request."""
+        """End all sessions, and refuse all later requests."""
         self._closed = True
         await asyncio.gather(*(look.close() for look in self._open))
 
@@ -214,14 +214,14 @@ async def _type(look: AppProcess, browser: web.WebSocketResponse) -> None:
 
 
 def packet_of(message: str) -> tuple[bytes, bytes] | tuple[()] | None:
-    """Return the packet for a message of the page's script; () if none is needed, None if the message is unknown."""
+    """Return the packet for a message from the page's script; () if none is needed, None if the message is unknown."""
     try:
         said = msgspec.json.decode(message.encode(errors="replace"))
     except msgspec.DecodeError:
         return None
     match said:
         case ["stdin", ""]:
-            return ()  # the app would take it for the end of its input
+            return ()  # the app would interpret it as the end of its input
         case ["stdin", str(text)]:
             return b"D", text.encode(errors="replace")
         case ["resize", {"width": int(columns), "height": int(rows)}]:
@@ -240,7 +240,7 @@ def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
 
 
 async def _run_until_first(jobs: Sequence[Any]) -> None:
-    """Run all until one has ended; a browser or an app that disconnects meanwhile is not an error."""
+    """Run all until one has ended; it is not an error if a browser or an app disconnects in the meantime."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -258,14 +258,14 @@ def _headers(host: str) -> dict[str, str]:
 
 
 def nothing() -> web.Response:
-    """Return the 404 answer, for unknown paths and for clients without access."""
+    """Return the 404 response, for unknown paths and for clients without access."""
     policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
     response = web.Response(status=404, text="404: Not Found", headers=_HEADERS | policy)
     response.force_close()
     return response
 
 
-# aiohttp's handling of connections
+# The following classes limit connections in aiohttp.
 
 
 class _Connections(web.Server):
@@ -276,7 +276,7 @@ class _Connections(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """Closes the connection after a time limit, and answers invalid HTTP with the same 404."""
+    """Closes the connection after a time limit, and answers invalid HTTP with the same 404 response."""
 
     __slots__ = ("_hanging_up",)
 
@@ -284,7 +284,8 @@ class _Connection(web.RequestHandler):
         self._hanging_up: asyncio.TimerHandle | None = None
         assert self._manager is not None  # None only once the connection is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
-            # Refuse it before aiohttp starts a task for it, which would fail as soon as the connection is gone.
+            # Refuse the connection before aiohttp starts a task for it, which would fail as soon as the connection is
+            # gone.
             transport.abort()  # type: ignore[attr-defined]
             return
         super().connection_made(transport)

@@ -1,1 +1,1 @@
-"""Widgets that depend on Textual and, from this project, only on the settings of the contract."""
+"""Widgets that depend on Textual and, within this project, only on the settings in the contract."""

@@ -1,4 +1,4 @@
-"""A history as an area over a fixed axis: one column per interval, the newest at the right."""
+"""A history as an area over a fixed axis: one column per interval, with the latest on the right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sae_tui.format import count, fit, tall_sparkline
 from sae_tui.widgets.lines import SHADES, Line, Span
 
 _AXIS = 5  # cells for the numbers left of the plot
-_TALL = 5  # minimum height to label the middle of the axis
+_TALL = 5  # minimum height at which the middle of the axis is labelled
 
 
 def area(
@@ -24,8 +24,8 @@ def area(
 ) -> list[Line]:
     """Return the heading and `height` rows below it, of `width` cells each.
 
-    `history` has values from 0 to 1, as a share of `ceiling`, the end of the axis. None leaves a gap, which is marked
-    if another quantity, `others`, has a value there. `cursor` is a column to mark.
+    `history` contains values from 0 to 1, as shares of `ceiling`, the end of the axis. None leaves a gap, which is
+    marked if another quantity, `others`, has a value there. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [
@@ -52,7 +52,7 @@ def columns_of(width: int) -> int:
 
 
 def time_axis(begin: str, end: str, width: int) -> Line:
-    """Return the time axis below areas that are `width` cells wide: their begin and end."""
+    """Return the time axis below areas that are `width` cells wide, labelled at both ends."""
     space = columns_of(width)
     return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, space - len(begin))), width), "dim"),)
 
@@ -70,7 +70,7 @@ def beside(left: Sequence[Line], right: Sequence[Line], gap: int) -> list[Line]:
 
 
 def _axis(ceiling: float | None, height: int) -> list[str]:
-    """Return a label for each row of an axis that starts at 0: its ends, and its middle if it fits."""
+    """Return a label for each row of an axis that starts at 0: at its ends, and in the middle if it fits."""
     if not ceiling:
         return [""] * height
     labels = [count(ceiling), *[""] * (height - 2), "0"][:height]

@@ -11,7 +11,7 @@ from sae_tui.widgets.dialog import Dialog
 
 
 class Ask(Dialog[str | None]):
-    """A dialog with one input: Enter returns its text, Escape returns None."""
+    """A dialog with one input field: Enter returns its text, Escape returns None."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
     DEFAULT_CSS = """

@@ -1,4 +1,4 @@
-"""A plot of several curves or points as text: each has its own glyph and colour."""
+"""A plot of several curves or points as text, each with a glyph and colour."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def glyph(number: int) -> Span:
 
 
 class Canvas:
-    """A grid of cells; later drawings cover earlier ones."""
+    """A grid of cells in which later drawings cover earlier ones."""
 
     def __init__(self, width: int, height: int) -> None:
         self._cells: list[list[Span]] = [[(_BLANK, "text")] * width for _ in range(height)]
@@ -59,13 +59,13 @@ class Canvas:
 
 
 def frame(rows: Sequence[Line], low: str, high: str) -> list[Line]:
-    """Return the rows with a y axis at the left, labelled at both ends."""
+    """Return the rows with a y axis on the left, labelled at both ends."""
     labels = [high, *[""] * (len(rows) - 2), low][: len(rows)]
     return [((fit(label, AXIS - 1, right=True) + "┤", "dim"), *row) for label, row in zip(labels, rows, strict=True)]
 
 
 def x_axis(first: str, last: str, title: str, width: int) -> Line:
-    """Return the line below a plot: both ends of the axis, and its title between them."""
+    """Return the line below a plot: both ends of the axis, with its title between them."""
     space = max(0, width - AXIS - len(first))
     middle = title.center(space - len(last)) if len(title) < space - len(last) - 2 else " " * max(0, space - len(last))
     return cut(((" " * AXIS + first + middle + last, "dim"),), width)
@@ -92,7 +92,7 @@ def _row(entries: Sequence[Line], each: int) -> Line:
 
 
 def _squeeze(entry: Line, width: int) -> Line:
-    """Cut an entry to `width` cells. Only its longest part, the name, is cut; the values after it stay complete."""
+    """Truncate an entry to `width` cells. Only its longest part, the name, is shortened; the values stay complete."""
     excess = _length(entry) - width
     longest = max(range(len(entry)), key=lambda place: cell_len(entry[place][0]))
     text, style = entry[longest]

@@ -1,4 +1,4 @@
-"""An input line above a table that filters its rows by words, with the number of results at the right."""
+"""An input line above a table that filters its rows by words, with the number of results on the right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sae_tui.widgets.table import KeyedTable
 
 
 class Filter(Input):
-    """The filter's input: Enter keeps the text and returns to the table, Escape clears it."""
+    """The input field of the filter: Enter keeps the text and returns to the table, Escape clears it."""
 
     BINDINGS = [
         Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="Show all rows again"),
@@ -23,12 +23,12 @@ class Filter(Input):
 
     def action_leave(self, keep: bool) -> None:
         self.value = self.value if keep else ""
-        # At once, since the next key is meant for the table.
+        # Immediately, since the next key is meant for the table.
         self.query_ancestor(Filtered).focus_rows()
 
 
 class Found(LineView):
-    """The text at the right of the filter line, such as the number of rows found and the order."""
+    """The text on the right of the filter line, such as the number of rows found and the order."""
 
     text = ""
 
@@ -41,7 +41,7 @@ class Found(LineView):
 
 
 class Filtered(Vertical):
-    """A table with a line above it, which is visible while there is a filter or a text to show."""
+    """A table below a line that is visible while there is a filter or a text to show."""
 
     DEFAULT_CSS = """
     Filtered { height: 1fr; min-height: 1; }
@@ -71,7 +71,7 @@ class Filtered(Vertical):
         return bool(self.words) or self.query_one(Filter).has_focus
 
     def say(self, text: str) -> None:
-        """Show a text at the right of the line; hide the line if there is neither a text nor a filter."""
+        """Show a text on the right of the line; hide the line if there is neither a text nor a filter."""
         self.set_class(self.filtering or bool(text), "-in-use")
         # Hide the input while nothing is filtered, since an empty one would look like a filter.
         self.set_class(not self.filtering, "-unfiltered")

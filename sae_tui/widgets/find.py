@@ -15,7 +15,7 @@ from sae_tui.widgets.dialog import Dialog
 
 
 class Find(Dialog[str | None]):
-    """Returns the key of the item chosen with Enter, None for Escape; `things` are (key, description) pairs."""
+    """Returns the key of the item chosen with Enter, or None for Escape; `things` are (key, description) pairs."""
 
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel", id="find.cancel", tooltip="Back to the previous screen"),
@@ -77,7 +77,7 @@ class Find(Dialog[str | None]):
 
 
 def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, str]]:
-    """Return the items with all words, sorted: exact names, names starting with the first word, then the rest."""
+    """Return the items that contain all words: exact names, then names that start with the first word, then others."""
     words = text.lower().split()
     matches = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
 

@@ -1,4 +1,4 @@
-"""The line of keys at the bottom: current actions at the left, quit and help at the right."""
+"""The line of keys at the bottom: current actions on the left, quit and help on the right."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from textual.widgets import Input
 
 from sae_tui.widgets.lines import Line, LineView, Span
 
-# Never left out, however narrow the terminal is.
+# Keys that are never omitted, however narrow the terminal is.
 _ALWAYS = ("quit", "help")
-# Keys that type a character into a text field, but that Textual 8.2 does not treat as printable.
+# Keys that type a character into a text field but that Textual 8.2 does not treat as printable.
 _TYPED = ("slash", "plus", "minus", "less_than_sign", "greater_than_sign")
 _APART = "  "
 
 
 @dataclass(frozen=True, slots=True)
 class FooterOffer:
-    """The screen's key offers, by binding id: those to show first, those to hide, and replacement labels."""
+    """The keys that a screen offers, by binding id: which to show first, which to hide, and replacement labels."""
 
     first: Sequence[str] = ()
     hidden: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class FooterKey:
 class Footer(LineView):
     """Shows the active bindings that have `show`; the screen's `keys_offered` can hide, order and rename them.
 
-    Entries that do not fit are left out completely, starting from the end.
+    Entries that do not fit are omitted entirely, starting from the end.
     """
 
     DEFAULT_CSS = "Footer { dock: bottom; height: 1; background: $panel; }"
@@ -67,7 +67,7 @@ class Footer(LineView):
         self._draw()
 
     def _bindings_updated(self, screen: Screen[object]) -> None:
-        # While the terminal is in the background nothing has the focus, and the footer should not change.
+        # While the terminal is in the background, nothing has the focus, and the footer should not change.
         if self.is_attached and screen is self.screen and self.app.app_focus:
             self.call_after_refresh(self._draw)
 
@@ -85,7 +85,7 @@ class Footer(LineView):
 def arrange(left: Sequence[FooterKey], right: Sequence[FooterKey], width: int) -> list[tuple[int, FooterKey]]:
     """Return each entry with its column.
 
-    The right entries lose their labels if space is short; the left ones fill the rest.
+    The right entries lose their labels if space is short; the left ones fill the remaining space.
     """
     if _length(right) + 2 > width:
         right = [FooterKey(entry.shown, "", entry.key, entry.enabled) for entry in right]
@@ -117,7 +117,7 @@ def _line(places: Sequence[tuple[int, FooterKey]], width: int) -> Line:
 
 
 def _entries(screen: Screen[object]) -> tuple[list[FooterKey], list[FooterKey]]:
-    """Return the entries of the active bindings, for the left and for the right end."""
+    """Return the entries of the active bindings for the left and for the right end."""
     offer = screen.keys_offered() if hasattr(screen, "keys_offered") else FooterOffer()
     typing = isinstance(screen.focused, Input)
     active = [one for key, one in screen.active_bindings.items() if not (typing and key in _TYPED)]
@@ -125,7 +125,7 @@ def _entries(screen: Screen[object]) -> tuple[list[FooterKey], list[FooterKey]]:
     shown |= {one.binding.action: one for one in reversed(active) if one.binding.show}
     right = [_entry(screen.app, shown.pop(action), {}) for action in _ALWAYS if action in shown]
     order = {name: place for place, name in enumerate(offer.first)}
-    # Without a given order, bindings of the focused widget come before the screen's, and these before the app's.
+    # Unless an order is given, bindings of the focused widget precede the screen's, which precede the app's.
     left = [one for one in active if shown.get(one.binding.action) is one and one.binding.id not in offer.hidden]
     left.sort(key=lambda one: order.get(one.binding.id or "", len(order)))
     return [_entry(screen.app, one, offer.words) for one in left], right

@@ -12,21 +12,21 @@ from textual.widgets import Label
 
 Frame = Literal["framed", "ruled", "bare"]
 
-FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # with the rows that each takes
-# In smaller windows the sides and feet of frames are not worth their space; with fewer rows than the third value,
+FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # with the number of rows that each takes
+# In smaller windows, the sides and feet of frames are not worth their space; with fewer rows than the third value,
 # neither are the titles.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
 
 def frame_of(width: int, height: int) -> Frame:
-    """Return how much of a frame fits: all of it, only its top line with the title, or none."""
+    """Return how much of a frame fits: all of it, only its top line with the title, or nothing."""
     if width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS:
         return "framed"
     return "ruled" if height >= RULED_FROM_ROWS else "bare"
 
 
 class HeadingLine(Label):
-    """Shows the title of a screen's main panel if there is no frame to hold it."""
+    """Shows the title of a screen's main panel if there is no frame to contain it."""
 
     DEFAULT_CSS = """
     HeadingLine { display: none; width: 100%; height: 1; background: $panel; text-style: bold; }
@@ -38,7 +38,7 @@ class FramedScreen(Screen[None]):
     """A screen whose panels (widgets of class `panel`) have as much of a frame as the window size allows."""
 
     def on_compose(self) -> None:
-        # Set the classes before there are widgets: setting them later would make Textual compute all styles again.
+        # Set the classes before there are widgets: setting them later would make Textual recompute all styles.
         self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:
@@ -70,7 +70,7 @@ def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
 
 
 def _with_hint(title: Content, hint: str, width: int) -> Content:
-    """Return the title followed by a hint, with a space at both ends; a long title is cut to fit the hint."""
+    """Return the title followed by a hint, with a space at both ends; a long title is truncated to fit the hint."""
     space = width - len(hint) - 6  # two cells before the hint; a space and a frame cell at each end
     if hint and 0 < space < title.cell_length:
         title = title.truncate(space, ellipsis=True)

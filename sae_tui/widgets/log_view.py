@@ -1,4 +1,4 @@
-"""A view of thousands of log lines: draws only visible lines, searches, filters, and follows the end."""
+"""A view of thousands of log lines that draws only visible lines, searches, filters, and follows the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LogView(LineView, can_focus=True):
         self._only = False
         self._left = 0
         self._at: int | None = None
-        # Number of lines that match the search.
+        # The number of lines that match the search.
         self.n_found = 0
         # The text to show if there are no lines.
         self._nothing = ""
@@ -50,7 +50,7 @@ class LogView(LineView, can_focus=True):
 
     @property
     def has_long_lines(self) -> bool:
-        """True if a visible line extends past the edge, or the view is scrolled sideways."""
+        """True if a visible line extends beyond the edge, or if the view is scrolled sideways."""
         top = round(self.scroll_y)
         texts = (self._all[at][1] for at in self._shown[top : top + self.size.height])
         return self._left > 0 or any(cell_len(text) > self._space for text in texts)
@@ -75,7 +75,7 @@ class LogView(LineView, can_focus=True):
         return self.size.width - (11 if self.names else 1)
 
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Add (source, text) lines, and drop the oldest beyond the limit."""
+        """Add (source, text) lines, and drop the oldest lines beyond the limit."""
         self._all += lines
         if len(self._all) > MOST_LINES:
             del self._all[: len(self._all) - MOST_LINES * 9 // 10]
@@ -122,7 +122,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def action_shift(self, direction: int) -> None:
-        """Scroll the lines sideways: long ones are cut, not wrapped."""
+        """Scroll the lines sideways, since long lines are cut instead of wrapped."""
         self._left = shift(self._left, direction, [text for _, text in self._all], self._space)
         self.refresh()
 
@@ -177,6 +177,6 @@ class LogView(LineView, can_focus=True):
 
 
 def shift(left: int, direction: int, lines: Sequence[str], width: int) -> int:
-    """Return the number of columns hidden at the left after one step, limited by the longest line."""
+    """Return the number of columns hidden on the left after one step, limited by the longest line."""
     longest = max(map(len, lines), default=0)
     return max(0, min(left + direction * _STEP, max(0, longest - width + _STEP)))

@@ -1,4 +1,4 @@
-"""A line plot in braille: 2 x 4 dots per cell, on an axis with round numbers."""
+"""A line plot in braille, with 2 x 4 dots per cell, on an axis with round numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textual.events import Resize
 from sae_tui.format import UNKNOWN, count, fit, number
 from sae_tui.widgets.lines import Line, LineView
 
-# The bit of a braille character for a dot at (column, row) of its 2 x 4 cell.
+# The bit of a braille character for a dot at (column, row) in its 2 x 4 cell.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # cells for the numbers left of the plot
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
@@ -20,7 +20,7 @@ _BLANK = chr(0x2800)  # a braille character without dots
 
 
 class Plot(LineView):
-    """One series over steps, as (x, y) points; with `from_zero` the axis starts at 0, to show absolute size.
+    """A series over steps, as (x, y) points; with `from_zero` the axis starts at 0, to show absolute size.
 
     The axis reaches at least `least_top`, so that small values look small; `word` formats a value.
     """
@@ -56,10 +56,10 @@ class Plot(LineView):
         behind: Sequence[tuple[float, float | None]] = (),
         span: tuple[float, float] | None = None,
     ) -> None:
-        """Draw the finite points of a series, oldest first; `note` is shown after the newest value.
+        """Draw the finite points of a series, oldest first; `note` is shown after the latest value.
 
-        A `cursor` at a step shows the value there instead of the newest. The points `behind` are a second curve, drawn
-        dim on the same axes. `span` is the range of steps; the default is the range of the points.
+        With a `cursor` at a step, the value at that step is shown instead of the latest. The points `behind` are a
+        second curve, drawn dim on the same axes. `span` is the range of steps; the default is the range of the points.
         """
         self._note, self._nothing, self._cursor, self._span = note, nothing, cursor, span
         self._points, self._behind = _finite(points), _finite(behind)
@@ -95,7 +95,7 @@ class Plot(LineView):
 
     @property
     def _steps(self) -> tuple[float, float]:
-        """The first and the last step of the axis."""
+        """The first and last step of the axis."""
         xs = [x for points in (self._points, self._behind) if points for x in (points[0][0], points[-1][0])]
         return self._span or (min(xs), max(xs))
 
@@ -110,7 +110,7 @@ class Plot(LineView):
         return tuple(("".join(text for text, _ in run), style) for style, run in runs)
 
     def _value(self) -> str:
-        """Return the newest value, or the last one up to the cursor with its step."""
+        """Return the latest value, or the last one up to the cursor with its step."""
         if self._cursor is not None and self._cursor < self._points[0][0]:
             return UNKNOWN
         if self._cursor is None:

@@ -1,4 +1,4 @@
-"""A dialog that shows a text over the screen below."""
+"""A dialog that shows text over the screen below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Lines = Callable[[int], Sequence[Line]]
 
 
 class Page(LineView, can_focus=True):
-    """Lines generated for the available width; the cursor keys scroll them."""
+    """Lines generated for the available width, which the cursor keys scroll."""
 
     DEFAULT_CSS = "Page { height: auto; max-height: 100%; background: $surface; }"
 
@@ -29,7 +29,7 @@ class Page(LineView, can_focus=True):
         self.draw_again()
 
     def draw_again(self) -> None:
-        """Build the lines again after their content has changed."""
+        """Rebuild the lines after their content has changed."""
         # Reserve a column for the scrollbar, which appears if there are more lines than rows.
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
@@ -57,8 +57,8 @@ class TextScreen(Dialog[None]):
         yield box
 
     def hide_values(self) -> None:
-        """Hide text that must not appear in a screenshot; most texts have nothing to hide."""
+        """Hide text that must not appear in a screenshot; most pages have nothing to hide."""
 
     def draw_again(self) -> None:
-        """Build the lines again after their content has changed."""
+        """Rebuild the lines after their content has changed."""
         self.query_one(Page).draw_again()

@@ -1,4 +1,4 @@
-"""A form generated from settings: one line each, validated while the user types."""
+"""A form generated from settings, one line each, validated while the user types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Field:
     """A setting and its path in the job file, such as `train.lr`; with `several`, a list of values makes a sweep.
 
     `label` is shown before the field; it is the setting's name unless another field has the same name. `section` is the
-    heading above it, by default the section of the path.
+    heading above it, by default the section in the path.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Field:
 
     @property
     def typing(self) -> str:
-        """A hint on what can be typed instead of a plain value."""
+        """A hint about what can be typed instead of a plain value."""
         if self.options or not self.setting.is_number:
             return self.setting.wanted if self.setting.is_list and self.setting.default == [] else ""
         lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
@@ -69,9 +69,9 @@ class Field:
 
 
 class SettingRow(Horizontal):
-    """Label, input and, at the right, the help or the problem.
+    """A label, an input field and, on the right, the help or the problem.
 
-    A hidden row is empty until `fill` is called: with all editors, a form takes four times as long to open.
+    A hidden row is empty until `fill` is called, since with all editors a form takes four times as long to open.
     """
 
     DEFAULT_CSS = """
@@ -182,14 +182,14 @@ class SettingRow(Horizontal):
 
     @property
     def is_changed(self) -> bool:
-        """True if there is an original value and the value differs from it."""
+        """True if there is an original value and the current value differs from it."""
         return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[Text, str]]:
-        """Return the words to choose from, plus the current value, which a file may set to several words or an unknown
-        one.
+        """Return the words to choose from, and the current value if it is not one of them.
 
-        Words are never parsed as markup, since a file may contain anything.
+        A file may set several words or an unknown one. Words are never parsed as markup, since a file may contain
+        anything.
         """
         words = dict.fromkeys((*self.field.options, self.field.show(self.start)))
         return [(Text(visible(word)), word) for word in words]
@@ -203,7 +203,7 @@ class SettingForm(Vertical):
     """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
 
     Posts `Edited` after every change; `values` returns the entered values, including hidden rows. Values that differ
-    from `original`, if given, are highlighted; with `marks_usual`, also values that differ from the default.
+    from `original`, if given, are highlighted; with `marks_usual`, so are values that differ from the default.
     """
 
     BINDINGS = [
@@ -289,7 +289,7 @@ class SettingForm(Vertical):
 
     @property
     def is_sweep(self) -> bool:
-        """True if a field seems to have several values, judging by commas and brackets."""
+        """True if a field seems to contain several values, judging by commas and brackets."""
         return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
@@ -315,7 +315,7 @@ class SettingForm(Vertical):
         self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in self.rows]), go)
 
     def focus_again(self) -> None:
-        """Focus the field that had the focus last, or the first field."""
+        """Focus the field that last had the focus, or the first field."""
         row = self._last if self._last in self.rows else self.rows[0]
         row.focus_editor()
 

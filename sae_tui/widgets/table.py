@@ -1,6 +1,6 @@
 """A table whose cursor belongs to a row's key, so that re-sorting never selects another row.
 
-The built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" would stop another job.
+The built-in `DataTable.sort` keeps the cursor's index, so that "stop the selected job" would stop another job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its title, its least width, whether it takes spare space, and its `drop` priority (highest first)."""
+    """A column: its title, minimum width, whether it takes spare space, and its `drop` priority (highest first)."""
 
     title: str
     width: int
@@ -33,10 +33,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: a key that does not change with sorting, and a span per column. Cell `spill` extends over empty cells
-    after it.
+    """A row: a key that does not change with sorting, and one span per column.
 
-    The cursor skips headings.
+    Cell `spill` extends over the empty cells after it. The cursor skips headings.
     """
 
     key: str
@@ -86,7 +85,7 @@ class KeyedTable(LineView, can_focus=True):
         self._awaited: str | None = None
 
     def show_rows(self, rows: Sequence[Row]) -> None:
-        """Replace the rows; the cursor stays on its key, or goes to the nearest row if the key is gone."""
+        """Replace the rows; the cursor stays on its key, or moves to the nearest row if the key is gone."""
         keys = [row.key for row in rows if not row.is_heading]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
@@ -155,7 +154,7 @@ class KeyedTable(LineView, can_focus=True):
         widths = _fit_columns(self.columns, self.size.width)
         heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
         if self.rows or not self.empty:
-            # Bind the current rows and cursor: both may change before a line is drawn again.
+            # Bind the current rows and cursor, since both may change before a line is drawn again.
             marks = {self.cursor: "cursor" if self.has_focus else "here"}
             rows, columns = self.rows, self.columns
 
@@ -168,7 +167,7 @@ class KeyedTable(LineView, can_focus=True):
 
 
 def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
-    """Return the lines shown instead of rows: unchanged if they fit, else wrapped."""
+    """Return the lines shown instead of rows: unchanged if they fit, otherwise wrapped."""
     space = max(10, width - 2)
     lines: list[Line] = [((text, "dim"),) for text in empty.splitlines()] if isinstance(empty, str) else list(empty)
     found: list[Line] = []
