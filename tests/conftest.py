@@ -23,8 +23,8 @@ settings.register_profile("same", deadline=None, max_examples=60, derandomize=Tr
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# The first tests of three processes: keys typed into an app and a real model, jobs that are killed and awaited, and
-# trainings. In file order the first two groups would run one after the other, and the cores would idle during the
+# The tests with which three processes start: keys typed into an app and a real model, jobs that are killed and awaited,
+# and trainings. In file order, the first two groups would run one after the other, and the cores would idle during the
 # second.
 FIRST = (
     ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
@@ -35,7 +35,7 @@ FIRST = (
 
 @pytest.fixture(autouse=True)
 def _hung_drivers() -> Iterator[None]:
-    """Keep a deliberately hung driver from making later calls of `main` exit with `os._exit`."""
+    """Prevent a deliberately hung driver from making later calls of `main` exit with `os._exit`."""
     yield
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the tests that passed only on the second try, as the last line."""
+    """Print the tests that passed only on the second attempt, as the last line."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and config.getoption("lf", default=False):
         print("flaky:", ", ".join(report.nodeid for report in reporter.stats.get("passed", [])) or "none")

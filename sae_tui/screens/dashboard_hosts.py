@@ -34,7 +34,7 @@ _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
 # The offset between the GPU indices of one host and the next, which keeps them distinct.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
-_FEWEST_LINES = 3  # lines of the panel, which scrolls if it needs more
+_FEWEST_LINES = 3  # fewest lines of the panel, which then scrolls
 _SHARE = 2  # other hosts' GPUs take at most every second row of the window
 
 

@@ -29,7 +29,7 @@ from sae_tui.widgets.table import KeyedTable
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the monitor lists the processes of the GPUs
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # offered before any signal if the process is a rank
+_JOB = "job"  # offered for a rank, before any signal
 
 
 class ProcessPage(TextScreen):

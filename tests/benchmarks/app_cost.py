@@ -1,9 +1,9 @@
-"""Measures the cost of watching the app: start-up, CPU, memory and bytes sent to the terminal.
+"""Measures the cost of keeping the app open: start-up time, CPU time, memory and bytes sent to the terminal.
 
 python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
 Runs `sae-tui` of the working folder in a pseudo-terminal, with simulated NVML GPUs whose values all change, and jobs
-that log one step per second. Prints each figure as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s), and the
+that log one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s), and the
 start-up time next to that of a Textual app that shows one word.
 """
 
@@ -118,7 +118,7 @@ def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, s
 
 
 def keep_training(data: DataDir, n_jobs: int) -> None:
-    """Record running jobs of this host, and log a step per second for each while this process runs.
+    """Record running jobs of this host, and log a step per second for each of them while this process runs.
 
     This process acts as their supervisor.
     """

@@ -37,7 +37,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT))
-# Neither our code nor another tool may contact a hub.
+# Neither our code nor other tools may contact a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RECIPES = {"topk": "SaeLens topk", "batch_topk": "SaeLens batchtopk"}
@@ -157,7 +157,7 @@ class Chain:
         }
 
     def _train_saelens(self, rows: str, out: Path) -> float:
-        """Train SAELens' SAE on the same batches as ours, write it, and return tokens per second."""
+        """Train SAELens' SAE on the same batches as ours, save it, and return the tokens per second."""
         from trainer.activations.shards import Shards
         from trainer.activations.training_data import IndexedData
         from trainer.parallel.group import Group
@@ -215,7 +215,7 @@ class Chain:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a folder in fp32, the only form that SAELens loads."""
+    """Save the model in a GGUF file as a folder in fp32, the only form that SAELens loads."""
     import transformers
 
     name = {"gguf_file": file.name}
@@ -266,7 +266,7 @@ def data_row(layer: str, told: dict[str, Any]) -> tuple[str, ...]:
 
 
 def quality(layer: str, told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the row of each trainer's SAE."""
+    """Yield one row for the SAE of each trainer."""
     for name, whose in (("ours", "ours"), ("theirs", "SAELens")):
         card = told["cards"][name]
         figures, spliced, probing = card["figures"], card["spliced"], card.get("probing")

@@ -28,7 +28,7 @@ from faults.real_job import Result, undisturbed
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault, its guarantees, the meaning of its seconds, and the function that injects it once."""
+    """A fault, its guarantees, the meaning of its measured seconds, and the function that injects it once."""
 
     what: str
     seconds: str

@@ -1,8 +1,8 @@
-"""Measures a search in the stored contexts of an SAE, and the size of these contexts.
+"""Measures a search in an SAE's stored max-activating examples, and the size of these examples.
 
 PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
 
-The 50,000 distinct tokens follow Zipf's law. Each latent has 20 contexts of 20 tokens. The target is 0.3 s, which still
+The 50,000 distinct tokens follow Zipf's law. Each latent has 20 examples of 20 tokens. The target is 0.3 s, which still
 feels immediate.
 """
 
@@ -23,7 +23,7 @@ SEARCHES = ("w1x", "w123x", "x9", "1", "w", "nothing")
 
 
 def write(folder: Path, n_latents: int) -> float:
-    """Write contexts of random tokens; return the CPU seconds that computing the tensors takes."""
+    """Write examples of random tokens; return the CPU seconds spent on computing the tensors."""
     contexts = Contexts(n_latents, N_CONTEXTS)
     weights = 1 / torch.arange(1, N_TOKENS + 1, dtype=torch.float64)
     tokens = torch.multinomial(weights, n_latents * N_CONTEXTS * WIDTH, replacement=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _time(features: Features, words: str) -> float:
-    """Return the CPU time of a search, since the machine may have other load."""
+    """Return the CPU time of a search rather than its wall time, since the machine may have other load."""
     begun = time.process_time()
     features.search(words)
     return time.process_time() - begun

@@ -39,17 +39,18 @@ from trainer.ranks.devices import torch_vendor, visible_gpus
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tui"]
-# As in gpu_profile.py, and one for a CPU.
+# The cases of gpu_profile.py, and one for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# The kinds of SAE that are timed first, and the others; with `dead` some latents are dead, so that AuxK is active.
+# The kinds of SAE that are timed first, followed by the others; with `dead` some latents are dead, so that AuxK is
+# active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
     "jumprelu", "gated", "standard",
 )  # fmt: skip
 KINDS_OF_CPU = ("jumprelu",)
-# These cases need a fake driver, take a CPU for a GPU, or need more memory than there is; a CPU runs only a few, since
+# These cases need a fake driver, treat a CPU as a GPU, or need more memory than there is. A CPU runs only a few, since
 # it is slow.
 NOT_FOR_GPUS = (
     "fake_cuda/kernel_cases.py",
@@ -59,17 +60,18 @@ NOT_FOR_GPUS = (
     "runtime/kernel_count_cases.py",
 )
 CASES_OF_CPU = "metrics/interval_cases.py"
-# Compiling takes 0.3 to 1 s a kernel, and there are 600; each process takes half a GB of the GPU.
+# Compiling takes 0.3 to 1 s per kernel, and there are 600; each process takes half a GB of GPU memory.
 MOST_PROCESSES = 8
 # The settings of each mode, and its minimum number of GPUs.
 MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
-# Seconds for all parts on one GPU and for all parts on several, and the least that a part is started with.
+# The time limits in seconds for all parts on one GPU and for all parts on several, and the minimum remaining time for
+# starting a part.
 LIMIT_S, LEAST_S = {False: 480.0, True: 300.0}, 5.0
 OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
 
 
 class Part(NamedTuple):
-    """A command with its time limit; its answer is its last line of output, or a file.
+    """A command with its time limit, whose result is its last line of output, or a file.
 
     It sees one GPU with these variables, unless it `sees_all`.
     """
@@ -83,7 +85,7 @@ class Part(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The outcome of a part, and its answer, parsed if it is JSON; `why` is the reason why it was not run."""
+    """The outcome of a part and its result, parsed if it is JSON; `why` explains why it was not run."""
 
     state: str
     seconds: float = 0.0
@@ -105,7 +107,7 @@ def main() -> int:
         parser.error(str(error))
     cuda_variables.set_here()
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
-        # Empty at first, so that the first step takes as long as on a new machine.
+        # Initially empty, so that the first step takes as long as on a new machine.
         caches = {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         chosen = [
             part._replace(variables={**caches, **({} if part.sees_all else one_gpu), **part.variables})
@@ -123,7 +125,7 @@ def main() -> int:
 
 
 def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]:
-    """Run the parts within the seconds that are left for one GPU and for all, and print a line for each."""
+    """Run the parts within the seconds that remain for one GPU and for all, and print a line for each."""
     report = {}
     for part in chosen:
         ran = run_within(part, left_s[part.sees_all])
@@ -134,7 +136,7 @@ def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]
 
 
 def run_within(part: Part, left_s: float) -> Ran:
-    """Run a part in the time that is left; it is wrong only if it needs more than its own limit."""
+    """Run a part in the remaining time; it fails only if it needs more than its own limit."""
     if left_s < LEAST_S:
         return Ran(NOT_RUN, why="no time was left")
     ran = run(part._replace(limit_s=min(part.limit_s, left_s)))
@@ -152,9 +154,9 @@ def pinned_to(gpus: str) -> dict[str, str]:
 
 
 def parts(gpus: str, folder: Path) -> Iterator[Part]:
-    """Yield the parts for this GPU, or the CPU, the most important first."""
+    """Yield the parts for this GPU, or the CPU, most important first."""
     on_cpu = gpus == "cpu"
-    # A part sees no other GPU.
+    # The part sees no other GPU.
     alone, device = ("cpu", "cpu") if on_cpu else ("auto:1", "cuda")
     shapes = TINY if on_cpu else SHAPES
     yield Part("driver", script("gpu_driver.py"), 60, sees_all=True)
@@ -185,7 +187,7 @@ def parts(gpus: str, folder: Path) -> Iterator[Part]:
 
 
 def several(word: str, n_gpus: int) -> Iterator[Part]:
-    """Yield the parts for that many whole GPUs, or CPU processes; slices of a GPU are never connected."""
+    """Yield the parts for this number of entire GPUs, or CPU processes; GPU slices are never connected."""
     if n_gpus < 2:
         return
     all_of_them = f"{word}:{n_gpus}"
@@ -214,13 +216,13 @@ def script(name: str) -> list[str]:
 
 
 def kernels(on_cpu: bool) -> Part:
-    """Return the part that runs the cases of Triton's kernels, several at a time."""
+    """Return the part that runs the test cases of the Triton kernels, several at a time."""
     every = [file for file in sorted(ROOT.glob("tests/**/*_cases.py")) if not str(file).endswith(NOT_FOR_GPUS)]
     files = [str(file) for file in every if not on_cpu or str(file).endswith(CASES_OF_CPU)]
     at_once = 0 if on_cpu else min(MOST_PROCESSES, os.cpu_count() or 1)
     plugins = ["-p", "no:cacheprovider", "-p", "support.programs"]
     argv = [sys.executable, "-m", "pytest", "-n", str(at_once), *plugins, "--tb", "short", *files]
-    # The cases choose their device by this variable.
+    # The cases select their device by this variable.
     return Part("kernels", argv, 150, variables={"TRITON_INTERPRET": "1" if on_cpu else "0", "OMP_NUM_THREADS": "1"})
 
 
@@ -241,7 +243,7 @@ def bench(architecture: str, sizes: tuple[int, int, int, int], gpus: str) -> lis
 
 
 def sample_job(folder: Path, n_steps: int) -> Path:
-    """Write a job on the sample that comes with the program."""
+    """Write a job that uses the sample data included with the program."""
     sample = ROOT / "data" / "sample"
     job = folder / "job.toml"
     job.write_text(
@@ -261,7 +263,7 @@ def peers(on_cpu: bool) -> list[str]:
 
 
 def run(part: Part) -> Ran:
-    """Run a part and read the JSON in its file, or in its last line; end all its processes if it takes too long."""
+    """Run a part and read the JSON in its file, or in its last line; kill all its processes if it takes too long."""
     began, paths = time.monotonic(), os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     try:
         process = subprocess.Popen(
@@ -282,7 +284,7 @@ def run(part: Part) -> Ran:
 
 
 def answer_in(text: str) -> Any:
-    """Return the JSON that a text is, or its last line; else the end of the text."""
+    """Return the JSON in the text or its last line; otherwise, return the end of the text."""
     for part in (text, text.strip().rpartition("\n")[2]):
         with contextlib.suppress(ValueError):
             return json.loads(part)
@@ -290,7 +292,7 @@ def answer_in(text: str) -> Any:
 
 
 def summary(part: Part, ran: Ran) -> str:
-    """Return the main figures of a part."""
+    """Return the main results of a part."""
     if ran.state == NOT_RUN:
         return ran.why
     if ran.state == WRONG:
@@ -299,12 +301,12 @@ def summary(part: Part, ran: Ran) -> str:
     try:
         return word(ran.answer) if word else ""
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        # A summary that fails, for example because a tool is missing, must not end the run.
+        # A failing summary, for example because a tool is missing, must not end the run.
         return f"its answer has no summary ({type(error).__name__}: {error})"
 
 
 def wrong_words(part: Part, ran: Ran) -> str:
-    """Return the errors that the part reports, else the last line that it wrote."""
+    """Return the errors that the part reports; if there are none, the last line that it wrote."""
     if isinstance(ran.answer, dict) and (wrong := ran.answer.get("wrong")):
         return "; ".join(wrong)
     if isinstance(ran.answer, dict) and (failed := ran.answer.get("failed")):
@@ -370,7 +372,7 @@ def nccl_words(answer: dict[str, Any]) -> str:
 
 
 def failure_words(answer: dict[str, Any]) -> str:
-    """Return what each check found; one that could not be made has its reason."""
+    """Return the results of each check; for a check that could not run, the reason."""
     return "; ".join(f"{name}: {one.get('not_run', 'ok')}" for name, one in answer["checks"].items())
 
 

@@ -40,13 +40,13 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def record(file: Path, entry: dict[str, Any]) -> None:
-    """Add an entry, and replace any entry of the same GPU model and commit."""
+    """Add an entry, replacing any entry of the same GPU model and commit."""
     others = [one for one in read(file) if any(one[key] != entry[key] for key in NUMBER_OF_ENTRY)]
     file.write_text(json.dumps([*others, entry], indent=1) + "\n")
 
 
 def entry_of(report: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
-    """Return the entry of a day: the GPU, versions, the state of each part, and figures of steps and modes."""
+    """Return the entry for a day: the GPU, versions, the state of each part, and results for steps and modes."""
     answers = {name: ran["answer"] for name, ran in report.items() if ran["state"] == "ok"}
     driver = answers.get("driver") or {}
     states = driver.get("state") or []
@@ -78,7 +78,7 @@ def commit_here() -> str:
 
 
 def table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the newest entry of each GPU model as Markdown."""
+    """Return the latest entry of each GPU model as a Markdown table."""
     newest = {entry["gpu"]: entry for entry in entries}
     if not newest:
         return NOTHING
@@ -107,7 +107,7 @@ def cell(figures: Mapping[str, float], key: str, form: str, unit: float = 1) -> 
 
 
 def sentence(entry: Mapping[str, Any]) -> str:
-    """Return a sentence with versions, the states of the parts, and the step time of each mode."""
+    """Return a sentence with the versions, the states of the parts, and the step time of each mode."""
     states = [part["state"] for part in entry["parts"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     versions = ", ".join(f"{name} {entry[name]}" for name in ("torch", "cuda", "triton", "nccl") if entry.get(name))

@@ -20,11 +20,11 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.ranks.devices import torch_vendor, visible_gpus
 
 MIB = 2**20
-# CUDA leaves a part of the memory to the driver, for page tables and the like.
+# CUDA leaves some of the memory to the driver, for example for page tables.
 LEAST_OF_CUDA = 0.9
 # Allowed deviation from nvidia-smi's values just before and just after; nvidia-smi reports multiples of 1 MiB.
 NEAR_USED = 64 * MIB
-# Values that affect the current speed of a GPU. Names that the driver does not know are left out.
+# Values that affect the current speed of a GPU. Names that the driver does not know are omitted.
 STATE = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current", "persistence_mode", "ecc.mode.current",
@@ -34,7 +34,7 @@ QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=cs
 
 
 class Memory(NamedTuple):
-    """The bytes of a GPU according to nvidia-smi, or None."""
+    """The memory sizes of a GPU in bytes according to nvidia-smi, or None."""
 
     total: int | None
     used: int | None
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 
 def main() -> int:
     by_cuda = {gpu.uuid: gpu.memory_bytes for gpu in visible_gpus()}
-    # Query the app between two calls of nvidia-smi, since other processes may allocate memory meanwhile.
+    # Query the app between two calls of nvidia-smi, since other processes may allocate memory in the meantime.
     before = by_tool()
     gpus = by_app()
     after = by_tool()
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that decide which kernels run."""
+    """Return the versions that determine which kernels run."""
     import torch
 
     triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
@@ -79,7 +79,7 @@ def states() -> list[dict[str, str]]:
 
 
 def by_app() -> list[dict[str, Any]]:
-    """Return the GPUs that the app lists for PyTorch's GPU vendor."""
+    """Return the GPUs that the app lists for the vendor that PyTorch is built for."""
     source = ["--gpu-source", torch_vendor()] if torch_vendor() else []
     argv = [sys.executable, "-m", "sae_tui", *source, "gpus", "--json"]
     return json.loads(subprocess.check_output(argv, timeout=60))
@@ -98,9 +98,9 @@ def read_tool(text: str) -> dict[str, Memory]:
 
 
 def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
-    """Return a sentence for each GPU that only one of the two lists, or whose memory differs from CUDA's.
+    """Return a sentence for each GPU that only one of the two lists contains, or whose memory differs from CUDA's.
 
-    MIG slices may be missing, since CUDA lists only one.
+    MIG slices may be missing, since CUDA lists only one of them.
     """
     totals = {gpu["uuid"]: gpu["memory_total"] for gpu in gpus if gpu["healthy"]}
     unknown = [f"CUDA has {uuid}, and the app has not" for uuid in by_cuda if uuid not in totals]
@@ -117,7 +117,7 @@ def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> li
 
 
 def differs_from_tool(gpus: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
-    """Return a sentence for each GPU that nvidia-smi does not list, or whose memory differs from its value.
+    """Return a sentence for each GPU that nvidia-smi does not list, or whose memory differs from nvidia-smi's value.
 
     MIG slices are skipped, since nvidia-smi lists none.
     """

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 D_IN, SAE, TRAIN = 768, {"d_sae": 24576, "k": 32}, {"batch_size": 4096, "n_steps": 10**5}
 MIB = 2**20
 ASSERTING = "import torch; torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].sum().item()"
-# Timeouts of a child process and of the sanitizer, which is 10 to 50 times as slow as the kernels.
+# Timeouts of a child process and of the sanitizer, which is 10 to 50 times slower than the kernels.
 CHILD_S, SANITIZER_S = 60, 90
 SANITIZED = ROOT / "tests" / "trainer" / "metrics" / "interval_cases.py"
 COMPUTE_APPS = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def result_of(check: Callable[[], dict[str, Any]], device: str) -> dict[str, Any]:
-    """Return the result of a check; a check that cannot run here does not count as wrong."""
+    """Return the result of a check; a check that cannot run here does not count as failed."""
     if device != "cuda":
         return {"not_run": "needs a GPU"}
     try:
@@ -78,7 +78,7 @@ def steps_on_gpu() -> RepeatedStep:
 
 
 def shortage_in_graph() -> dict[str, Any]:
-    """Let memory run out while a step is captured: plain steps must follow, and no memory may leak."""
+    """Let memory run out while a step is captured: plain steps must still work, and no memory may leak."""
     steps, words = steps_on_gpu(), list[str]()
     (learner,) = steps.learners
     recorded: Any = learner.whole_steps
@@ -89,7 +89,7 @@ def shortage_in_graph() -> dict[str, Any]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    # Allow only the memory of the plain steps; a graph needs more.
+    # Allow only as much memory as the plain steps need; a graph needs more.
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         steps.take(1)
@@ -104,7 +104,7 @@ def shortage_in_graph() -> dict[str, Any]:
 
 
 def lost_memory() -> list[str]:
-    """Return a sentence if freed memory stays reserved after a failed capture."""
+    """Return a sentence if freed memory remains reserved after a failed capture."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -116,7 +116,7 @@ def lost_memory() -> list[str]:
 
 
 def device_assert() -> dict[str, Any]:
-    """Return the message that a user would see after a device-side assert, raised in another process."""
+    """Return the message that a user would see after a device-side assert, which is raised in another process."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
         return {"wrong": ["the child did not fail"]}
@@ -148,7 +148,7 @@ def sanitized() -> dict[str, Any]:
 
 
 def process_memory() -> dict[str, Any]:
-    """Return the bytes of steps according to PyTorch and the driver; the difference is CUDA's context."""
+    """Return the bytes used by steps according to PyTorch and the driver, which differ by CUDA's context."""
     steps = steps_on_gpu()
     steps.take(8)
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def process_memory() -> dict[str, Any]:
 
 
 def bytes_by_driver() -> tuple[int, str]:
-    """Return the bytes of this process; in a container, where pids differ, all bytes in use on the GPU."""
+    """Return the bytes used by this process; in a container, where pids differ, all bytes in use on the GPU."""
     if shutil.which(COMPUTE_APPS[0]):
         done = subprocess.run(COMPUTE_APPS, capture_output=True, text=True, timeout=30)
         rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]

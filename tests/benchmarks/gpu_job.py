@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def new_run(folder: Path, n_steps: int, uuids: tuple[str, ...]) -> RankSpec:
-    """Write the job into a new run and return its first attempt."""
+    """Write the job into a new run and return the spec of its first attempt."""
     batch = 1024 if uuids else 128
     job, problems = parse_job(
         {
@@ -115,7 +115,7 @@ def step_of(paths: RunPaths) -> int:
 
 
 def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
-    """Return the tensors of the SAE and its features, and the curves, that are not equal to the bit."""
+    """Return the tensors of the SAE and its features, and the curves, that are not bit-identical."""
     tensors = [tensors_of(spec) for spec in (one, other)]
     names = sorted(tensors[0].keys() | tensors[1].keys())
     differing = [name for name in names if not all(name in of_run for of_run in tensors) or not equal(name, tensors)]
@@ -126,13 +126,13 @@ def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
 
 
 def equal(name: str, tensors: list[dict[str, torch.Tensor]]) -> bool:
-    # Compare bytes, since NaN differs from itself as a number.
+    # Compare bytes, since NaN does not equal itself as a number.
     first, second = (of_run[name].contiguous().view(-1).view(torch.uint8) for of_run in tensors)
     return torch.equal(first, second)
 
 
 def tensors_of(spec: RankSpec) -> dict[str, torch.Tensor]:
-    """Return the tensors of the SAE that a run has written."""
+    """Return the tensors of the SAE that a run has saved."""
     files = sorted(spec.output_dir.rglob("*.safetensors"))
     return {f"{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
 

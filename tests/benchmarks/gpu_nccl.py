@@ -34,7 +34,7 @@ Exchange = Callable[[DistributedGroup, Tensor], Tensor]
 
 
 def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Exchange:
-    """Return an exchange of two tensors at once, in place, that returns the first."""
+    """Return an exchange of two tensors together, in place, that returns the first one."""
 
     def both(group: DistributedGroup, tensor: Tensor) -> Tensor:
         tensors = [tensor.clone(), torch.cat([tensor.reshape(-1)] * 2).reshape(-1, *tensor.shape[1:])]
@@ -44,7 +44,7 @@ def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Ex
     return both
 
 
-# Name, types, whether it accepts tensors without dimensions, and the function that must return its argument.
+# The name, the types, whether it accepts tensors without dimensions, and the function, which must return its argument.
 EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("sum", ADDED, True, in_place(lambda group, tensors: group.sum_(*tensors))),
     ("sum parts", ADDED, False, in_place(lambda group, tensors: group.sum_parts_(tensors))),
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def connected(device: torch.device, folder: Path, found: dict[str, Any]) -> DistributedGroup:
-    """Connect the only rank, as `join` does, and record the seconds and the memory that this takes."""
+    """Connect the only rank, as `join` does, and record the seconds and memory that this takes."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -124,7 +124,7 @@ def words_of(dtype: torch.dtype) -> str:
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    # Integers that bf16 represents exactly.
+    # Integers that bf16 can represent exactly.
     count = torch.arange(N_ROWS * 3, device=device)[: torch.Size(shape).numel()]
     return (count % 2 == 0 if dtype == BOOL else count).to(dtype).reshape(shape)
 
@@ -163,7 +163,7 @@ def replayed(exchange: Exchange, group: DistributedGroup, dtype: torch.dtype, de
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     finally:
-        # A graph with NCCL kernels must be freed before the group.
+        # A graph with NCCL kernels must be freed before the group is.
         graph.reset()
 
 

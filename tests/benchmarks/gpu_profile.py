@@ -61,7 +61,7 @@ def main() -> None:
         show(figures, options.kernels)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-        # A learner and its captured graph reference each other: nine of shape A would fill a GPU of 80 GB.
+        # A learner and its captured graph reference each other, so nine of shape A would fill a GPU of 80 GB.
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -71,7 +71,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
-    # Compute the model first: real steps on a CPU select another top-k implementation.
+    # Compute the model first, since real steps on a CPU select another top-k implementation.
     expected = modelled_ms(job, d_in, device, dead=rest == ["dead"])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -81,7 +81,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     if rest == ["dead"]:
         since_fired(learner.sae)
     steps.take_plainly()
-    # The first step includes the compilation of kernels that no earlier case used.
+    # The first step includes compiling kernels that no earlier case has used.
     first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
     plain, host = timed(steps, device)
     kernels, phases = profiled(steps, device)
@@ -142,7 +142,7 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def profiled(steps: RepeatedStep, device: torch.device) -> tuple[list[tuple[str, float, float]], dict[str, float]]:
-    """Return each kind of kernel with its count and milliseconds, the longest first, and the ms of each phase."""
+    """Return each kind of kernel with its count and milliseconds, longest first, and the milliseconds of each phase."""
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(N_PROFILED)
         synchronise(device)

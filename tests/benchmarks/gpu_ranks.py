@@ -26,7 +26,7 @@ from trainer.measuring.bench import run_ranks
 from trainer.ranks.device_choice import parse_target
 
 SAMPLE, D_IN = Path(__file__).parents[2] / "data" / "sample", 384
-# Two kinds that select latents, per token and per batch, and one with a penalty.
+# Two kinds that select latents, per token or per batch, and one with a penalty.
 KINDS = ["topk", "batch_topk", "jumprelu"]
 MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}, "dp": {}}
 # Divisible by 2, but not by 3, 4 or 8.
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
-    """Return a job with the same number of tokens per step on any number of GPUs; latents soon count as dead."""
+    """Return a job with the same number of tokens per step on any number of GPUs; its latents soon count as dead."""
     tokens = TOKENS_OF_RANK * n_ranks
     job, problems = parse_job(
         {
@@ -92,7 +92,7 @@ def trained(job: JobConfig) -> dict[str, float]:
 
 
 def differing(fvus: dict[str, dict[str, float]]) -> list[str]:
-    """Return a sentence for each kind whose FVU in a mode differs from the FVU on one GPU."""
+    """Return a sentence for each kind whose FVU in some mode differs from its FVU on one GPU."""
     return [
         f"{mode}: FVU of {kind} is {fvu:.5f}, and {fvus['one'][kind]:.5f} on one GPU"
         for mode, of_kind in fvus.items()

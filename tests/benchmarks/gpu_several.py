@@ -29,7 +29,7 @@ from trainer.ranks.foreground import read_progress
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SHAPES = {"cuda": (768, 24576, 32, 4096), "cpu": (64, 512, 8, 256)}
-# Seconds until the ranks must train, seconds from the kill to the end of the command, and the poll interval.
+# Seconds until the ranks must be training, seconds from the kill to the end of the command, and the poll interval.
 STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 
@@ -71,7 +71,7 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def killed(gpus: str, mode: str) -> dict[str, Any]:
-    """Kill the last rank of a training during its steps; return how and when the command ends."""
+    """Kill the last rank of a training during its steps; return how the command ends, and after how long."""
     job = parsed(
         {
             "data": {"path": str(SAMPLE)},
@@ -103,7 +103,7 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
 
 
 def last_rank(process: subprocess.Popen[str], run_dir: Path) -> int | None:
-    """Return the pid of the last rank once the ranks train, or None."""
+    """Return the pid of the last rank once the ranks are training, or None."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < STARTED_S:
         heartbeat, _ = read_progress(RunPaths(run_dir).metrics_db)

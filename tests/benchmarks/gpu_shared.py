@@ -41,8 +41,8 @@ from trainer.training.step import take_step
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor")
 N_RANKS, N_STEPS, N_MEASURED, LIMIT_S = 2, 20, 5, 90.0
-# Largest relative difference of the FVU. In 16 bits, rounding decides which of nearly equal activations are chosen; the
-# self-test allows as much (`trainer.self_test.learning.NEAR`).
+# The largest allowed relative difference of the FVU. In 16 bits, rounding decides which of several nearly equal
+# activations are selected; the self-test allows the same difference (`trainer.self_test.learning.NEAR`).
 NEAR = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 
 
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def run_ranks(device: str) -> dict[str, Any]:
-    """Start both ranks and return what the first found; exit with the words of one that fails."""
+    """Start both ranks and return the results of the first; if one fails, exit with its message."""
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         place = Path(folder) / "rendezvous"
         argv = [sys.executable, __file__, "--device", device, "--place", str(place), "--rank"]
@@ -83,7 +83,7 @@ def run_ranks(device: str) -> dict[str, Any]:
 
 
 def run_rank(device: torch.device, index: int, place: Path) -> None:
-    """Train in each mode; the first rank also trains alone and writes what it found."""
+    """Train in each mode; the first rank also trains alone and writes the results."""
     world, cases = join(device, index, N_RANKS, place), []
     size = SMALL if device.type == "cuda" else TINY
     x = rows(size.batch_size, size.d_in).to(device)
@@ -119,7 +119,7 @@ def job_of(size: Size, kind: str, precision: str, mode: str) -> JobConfig:
 
 
 def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
-    """Take the steps, all on x; return the FVU over the last of them and where the host waits in a further one."""
+    """Take the steps, all on x; return the FVU over the last of them, and where the host waits in one more step."""
     set_matmul_precision(resolve_precision(job.train.precision, parallel.device))
     torch.manual_seed(0)
     learner = Learner(job, x.shape[1], None, parallel)
@@ -131,7 +131,7 @@ def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
 
     for number in range(N_STEPS):
         if number == N_STEPS - N_MEASURED:
-            # The metrics of the steps before.
+            # Discard the metrics of the earlier steps.
             learner.sums()
         take(number)
     totals = parallel.sum_parts(learner.sums(), parallel.data)
@@ -140,7 +140,7 @@ def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
 
 
 def wrong_of(cases: list[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each case that differs from one rank, or whose host waited."""
+    """Return a sentence for each case that differs from a single rank, or whose host waited."""
     wrong = []
     for case in cases:
         name = f"{case['mode']}, {case['kind']}, {case['precision']}"

@@ -2,8 +2,9 @@
 
 python tests/benchmarks/house.py [CHECKOUT]
 
-Rooms are the files and folders on one level of a folder. Floors are the longest chain of their imports, including
-imports for type checkers. Arrows are the pairs of rooms with an import. Arrows back up are arrows within a cycle.
+The rooms of a folder are its files and direct subfolders. The number of floors is the length of the longest chain of
+imports between rooms, including imports for type checkers. An arrow is a pair of rooms of which one imports the other;
+an arrow back up is part of a cycle.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _assigned(function: Function) -> Iterator[str]:
 
 
 def plan(root: Path, folder: str) -> tuple[int, int, int, int]:
-    """Return the rooms, floors, arrows and arrows back up on one level of a folder."""
+    """Return the numbers of rooms, floors, arrows and arrows back up in a folder."""
     package = folder.replace("/", ".")
     capacities = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
     imports: dict[str, set[str]] = {capacity: set() for capacity in capacities}

@@ -95,7 +95,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     narrow = torch.bfloat16 if options.precision == "bf16" else torch.float32
     width, n = narrow.itemsize, options.batch * options.k
     torch.manual_seed(0)
-    # Inputs of the products are 16-bit, as under autocast; sums are fp32.
+    # The inputs of the products are 16-bit, as under autocast; sums are fp32.
     x, W_enc, W_dec = (
         torch.randn(*shape, device=options.device).to(narrow)
         for shape in ((n_tokens, d_in), (d_in, d_sae), (d_sae, d_in))
@@ -153,7 +153,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 def fresh(places: Places) -> Places:
-    """Return the same indices, not yet sorted."""
+    """Return the same indices as a new object that is not sorted yet."""
     return Places(places.latents, places.tokens, places.starts)
 
 

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle: float) -> None:
-    """Print a line for a screen: the CPU time to open and leave it, and the time until it can be read."""
+    """Print a line for a screen: the CPU time to open and leave it, and the time until it is readable."""
     latencies: list[float] = []
 
     def press() -> None:
@@ -80,7 +80,7 @@ def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle
 
 
 def spent(terminal: Terminal, what: Callable[[], None]) -> float:
-    """Return the CPU seconds that the app uses during `what`."""
+    """Return the CPU seconds that the app uses while `what` runs."""
     before, _ = terminal.usage()
     what()
     after, _ = terminal.usage()

@@ -106,7 +106,7 @@ def prepare(files: list[Path], where: str) -> None:
 
 
 def read_through(files: list[Path]) -> None:
-    """Read files from beginning to end into one buffer."""
+    """Read files sequentially into one buffer."""
     buffer = bytearray(2**22)
     for file in files:
         with file.open("rb", buffering=0) as stream:
@@ -115,20 +115,20 @@ def read_through(files: list[Path]) -> None:
 
 
 def read_in_batches(source: Shards, empty: Empty = empty_rows) -> None:
-    """Read an epoch in the order of a training."""
+    """Read an epoch in training order."""
     data = IndexedData(source, 0, 0, Group())
     for position in range(0, source.n_tokens, BATCH):
         data.read(position, min(BATCH, source.n_tokens - position), empty)
 
 
 def one_place(d_in: int) -> Empty:
-    """Return a function that returns the same memory for each batch."""
+    """Return a function that returns the same memory for every batch."""
     place = torch.empty(BATCH * d_in)
     return lambda n, width, _: place[: n * width].view(n, width)
 
 
 def wait_of_training(folder: Path) -> float:
-    """Train, and return the share of the time spent waiting for data."""
+    """Train, and return the share of time spent waiting for data."""
     table = {
         "data": {"path": str(folder)},
         "sae": {"expansion_factor": 8, "k": 32},
@@ -145,7 +145,7 @@ def wait_of_training(folder: Path) -> float:
 
 
 class Waits(RunProgress):
-    """Keeps the last reported share of time that a training waited for data."""
+    """Keeps the last reported share of time that a training spent waiting for data."""
 
     last = 0.0
 

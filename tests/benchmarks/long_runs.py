@@ -93,7 +93,7 @@ class Rows:
 
 
 def measure(fitted: Any, rows: Rows) -> dict[str, float]:
-    """Return the FVU on held-out texts, its standard error over texts, and the share of latents that never fire."""
+    """Return the FVU on held-out texts, its standard error over texts, and the share of never-firing latents."""
     mean = sum(x.double().sum(0) for x, _ in rows.held_out_batches()) / len(rows.held_out)
     n_texts = int(rows.documents.max()) + 1
     error, spread = torch.zeros(2, n_texts, dtype=torch.float64)
@@ -193,7 +193,7 @@ def rule(left: int, y: float) -> str:
 
 
 def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
-    """Run the cases that the results lack, and append them."""
+    """Run the cases that are missing from the results, and append them."""
     rows = Rows(folder)
     for n_steps in options.steps:
         for seed in options.seeds:
@@ -207,7 +207,7 @@ def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return the results as a Markdown table: a line for each hook, width and length, with means over seeds."""
+    """Return the results as a Markdown table: one line per hook, width and length, with means over seeds."""
     lines = [
         f"| hook | latents | steps | passes | {' | '.join(RECIPES)} |",
         f"|---|---|---|---|{'---|' * len(RECIPES)}",
@@ -221,7 +221,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def cell(of_recipe: list[dict[str, Any]], of_case: list[dict[str, Any]]) -> str:
-    """Return the mean FVU over seeds, and by how much it exceeds that of the default recipe with the same seeds."""
+    """Return the mean FVU over seeds, and by how much it exceeds the default recipe's FVU with the same seeds."""
     if not of_recipe:
         return "–"
     mean = sum(one["fvu"] for one in of_recipe) / len(of_recipe)

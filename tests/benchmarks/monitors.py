@@ -122,7 +122,7 @@ def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
 
 
 def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], seconds: float) -> dict[str, float]:
-    """Return the figures of a program that is started, left idle, and navigated."""
+    """Return the measurements of a program that is started, left idle, and navigated."""
 
     def begin() -> tuple[Terminal, float]:
         terminal = Terminal(monitor.argv, columns=columns, rows=rows, env=env)
@@ -160,7 +160,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
 
 
 def press_keys(terminal: Terminal, seconds: float) -> list[float]:
-    """Move the cursor down and up for this many seconds; return the milliseconds until each key has an effect.
+    """Move the cursor down and up for this many seconds; return the milliseconds until each key takes effect.
 
     A sample drawn at that moment counts as the effect, which favours all programs equally.
     """

@@ -38,7 +38,7 @@ from torch import Tensor
 
 N_HELD_OUT = 16_384
 N_FIRING = 65_536
-# OpenAI's number of rows for initialising b_dec.
+# The number of rows that OpenAI uses to initialise b_dec.
 N_SAMPLE = 32_768
 CHUNK = 4096
 
@@ -61,7 +61,7 @@ class Data:
         return self.train[:N_SAMPLE].float()
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Yield batches without end; an incomplete batch at the end of an epoch is dropped."""
+        """Yield batches endlessly; an incomplete batch at the end of an epoch is dropped."""
         generator = torch.Generator().manual_seed(self._seed + 1)
         while True:
             order = torch.randperm(len(self.train), generator=generator).to(self.train.device)
@@ -95,7 +95,7 @@ class Point:
 
 @dataclasses.dataclass
 class Result:
-    """A recipe's curve, and everything that it depends on."""
+    """The curve of a recipe, and everything on which it depends."""
 
     recipe: str
     kind: str
@@ -293,7 +293,7 @@ def over_seeds(results: list[list[Result]]) -> Table:
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
     """Return the seconds until the lowest FVU of any peer of the same kind is reached, and the speed-up over that peer.
 
-    The lowest FVU counts, not the last: sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
+    The lowest FVU counts rather than the last: sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
     """
     rivals = [point for other in results if other.is_peer and other.kind == result.kind for point in other.curve]
     if not rivals:

@@ -69,7 +69,7 @@ def name_of(mode: str, runs: list[dict[str, Any]]) -> str:
 
 
 def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one bench, or several independent ones at once, and return the measurements."""
+    """Run one bench, or several independent ones simultaneously, and return the measurements."""
     is_alone = mode in ALONE
     ranks = 1 if mode == "single" or is_alone else options.ranks
     settings = {

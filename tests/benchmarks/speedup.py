@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU of the page: the driver's name for it, its memory, and the link between several of them."""
+    """A GPU in the page: the driver's name for it, its memory, and the link between several such GPUs."""
 
     name: str
     gib: int
@@ -115,7 +115,7 @@ def forecasts(
     fixed: bool = False,
     gib: int | None = None,
 ) -> list[Forecast]:
-    """Return forecasts for 1, 2, 4 and 8 GPUs of this name, with `gib` GiB of memory if it is given."""
+    """Return forecasts for 1, 2, 4 and 8 GPUs with this name, with `gib` GiB of memory if given."""
     work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), gpu)
     capacity = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
     return forecast(work, box, counts=COUNTS, capacity=capacity)
@@ -151,7 +151,7 @@ def page_with(page: str) -> str:
 
 
 def exchange_table() -> str:
-    """Return a table of the megabytes that a GPU sends in a step in each mode, with weak scaling."""
+    """Return a table of the megabytes that a GPU sends per step in each mode, with weak scaling."""
     heads = [f"{name}, {count} GPUs" for name in SHAPES for count in COUNTS[1:]]
     rows = []
     for mode, parallel in {**MODES, "hybrid of 2": {"mode": "hybrid", "latent_ranks": 2}}.items():

@@ -1,4 +1,4 @@
-"""Measures how long a screen waits if there are many long runs, and the cost of reporting for the training.
+"""Measures how long a screen waits if there are many long runs, and how much reporting costs the training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
@@ -145,7 +145,7 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
 
 
 def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time the refreshes of the job list."""
+    """Time the refreshes of the jobs list."""
     first, changed = [], []
     for _ in range(5):
         with contextlib.closing(JobsReader(data)) as reader:
@@ -159,7 +159,7 @@ def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | No
 
 
 def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
-    """Time the reporting of 30 values at every step on the training thread."""
+    """Time how long reporting 30 values at every step takes on the training thread."""
     path = folder / "reported.db"
     progress = StoredProgress(path, 5000, threading.Event(), None)
     progress.rows([MetricRow("loss", 0, 1.0)])
@@ -168,7 +168,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
     with subprocess.Popen([sys.executable, "-c", LOCKER, str(path)]) as locker:
         times = []
         for step in range(1, 5001):
-            # Stands for a training step.
+            # This stands in for a training step.
             time.sleep(0.001)
             times.append(timed(lambda step=step: report(progress, step)))
         locker.kill()

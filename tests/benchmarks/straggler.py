@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, float, float, list[str]]:
-    """Return the tokens/s in the last half of each of three periods, and the messages of the events."""
+    """Return the tokens/s in the last half of each of three periods, and the event messages."""
     with tempfile.TemporaryDirectory() as folder, training(Path(folder) / "run", options, rebalance) as run_dir:
         rates = [rate(run_dir, options.seconds)]
         with burning(options.burners):

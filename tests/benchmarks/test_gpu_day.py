@@ -1,4 +1,4 @@
-"""The parts of `make test-gpu` without a GPU: runs on the CPU, and the evaluation of their answers."""
+"""Tests the parts of `make test-gpu` without a GPU: runs them on the CPU, and evaluates their results."""
 
 from __future__ import annotations
 

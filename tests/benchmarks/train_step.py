@@ -42,7 +42,7 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# Large enough that no cache holds them, small enough for a laptop.
+# Large enough that no cache can hold the rows, small enough for a laptop.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
 
@@ -91,7 +91,7 @@ def setup_of(options: argparse.Namespace, d_in: int | None = None) -> peers.Setu
 
 
 class Worker:
-    """A process that trains one recipe, a round at each request."""
+    """A process that trains one recipe, one round per request."""
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
@@ -101,7 +101,7 @@ class Worker:
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the process's answer to a question, as JSON; raise `EOFError` if it has died."""
+        """Return the process's reply to a request, as JSON; raise `EOFError` if it has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(question, file=self._process.stdin, flush=True)
@@ -117,7 +117,7 @@ class Worker:
 
 
 def take_turns(workers: dict[str, Worker], options: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds of all recipes in turn, then evaluate them; leave out failing recipes, with the reason on stderr."""
+    """Run rounds of all recipes in turn, then evaluate them; omit failing recipes, with the reason on stderr."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     ends: dict[str, dict[str, Any]] = {}
     for question in ["start", *["round"] * (options.steps // options.round), "end"]:
@@ -177,7 +177,7 @@ def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
     """Return the minimum seconds of a sparse step, max(FLOPs/peak, bytes/bandwidth), and both measured speeds."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
-    # The encoder's product; then decoding, its two gradients and the encoder's gradient on k latents per token.
+    # The products: the encoder's; then decoding, its two gradients and the encoder's gradient on k latents per token.
     n_flops = 2 * tokens * d_in * options.d_sae + 8 * tokens * options.k * d_in
     # Fused Adam reads p, g, m and v and writes p, m and v. Gradients are written; pre-activations are written and read.
     width = 2 if options.precision == "bf16" else 4
@@ -290,7 +290,7 @@ def status_bytes(key: str) -> int | None:
 
 
 def rows(options: argparse.Namespace) -> Tensor:
-    """Return the rows of the file, or sums of k of 2·d_sae random directions with different frequencies."""
+    """Return the rows in the file, or sums of k of 2·d_sae random directions with different frequencies."""
     if options.data:
         return load_file(options.data)["activations"]
     generator = torch.Generator().manual_seed(options.seed)

@@ -37,7 +37,7 @@ log_every = 1
 
 
 class Shell:
-    """`sae-tui` on simulated GPUs."""
+    """Runs `sae-tui` on simulated GPUs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class Shell:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build stand-ins for NVIDIA's library in a folder: `new`, `old` and `none`."""
+    """Build stand-ins for NVIDIA's library in the folders `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

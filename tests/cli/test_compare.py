@@ -1,4 +1,4 @@
-"""`jobs FILTER` and `compare`."""
+"""Tests for `jobs FILTER` and `compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sae-tui completion --install`: the file's location, and the files that it does not change."""
+"""Tests for `sae-tui completion --install`: the location of the file, and the files that it leaves unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`doctor`, called as by a script."""
+"""Tests for `doctor`, called as by a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture
 def quick_torch(shell):
-    """Install a package named torch that is imported immediately."""
+    """Install a package named torch whose import is instantaneous."""
     site = shell.folder / "site"
     site.mkdir()
     (site / "torch.py").write_text(

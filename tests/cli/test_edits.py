@@ -1,4 +1,4 @@
-"""Commands that change jobs, called as by a script."""
+"""Tests for commands that change jobs, called as by a script."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_waiting_for_several_jobs_exits_with_the_worst_code(shell):
 
 
 def wait_for_state_of_all(shell, count: int) -> None:
-    """Wait until this many jobs are not only recorded, but queued."""
+    """Wait until this many jobs are queued, not merely recorded."""
     waiting = ["queued"] * count
     wait_for_store(shell.data, lambda control: [job.state for job in control.jobs() if job.waits_for] == waiting)
 
@@ -210,11 +210,11 @@ def pauses(pid: int) -> int:
 def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
     assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it queued")
-    # After ten context switches it has polled the job more than once.
+    # After ten context switches, it has polled the job more than once.
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
         assert waiting.poll() is None
-    # Stop the process, so that it does not see the job as stopped before it is deleted.
+    # Stop the process, so that it does not notice that the job is stopped before the job is deleted.
     waiting.send_signal(signal.SIGSTOP)
     shell.run("stop", 1)
     wait_for_state(shell, 1, "stopped")
@@ -227,7 +227,7 @@ def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
 def test_commands_work_in_a_deleted_working_folder(shell):
     gone = shell.folder / "gone"
     gone.mkdir()
-    # A shell that deletes its own working folder.
+    # The shell deletes its own working folder.
     script = 'rmdir "$PWD"; exec "$@"'
     for arguments in (("validate", shell.job_file), ("jobs",), ("launch", shell.job_file, "--hold")):
         argv = ["sh", "-c", script, "sh", *shell.argv(*arguments)]

@@ -1,4 +1,4 @@
-"""An extraction as a job, run by commands as in a script: real processes, a tiny model."""
+"""Tests for an extraction as a job, run by commands as in a script, with real processes and a tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.store.job_store import Control
 
-# Several seconds of work; a shard is written about every 0.1 s.
+# This is several seconds of work; a shard is written about every 0.1 s.
 N_ROWS = 40_000
 
 
@@ -136,5 +136,5 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     assert f"mlp_out.0 holds {n_rows:,} rows, but job 1 promised 100,000,000; give it more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
-    # The existing rows count now, not the requested ones.
+    # The existing rows count now, instead of the requested ones.
     assert f"holds {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

@@ -1,4 +1,4 @@
-"""`sae-tui features`: the tokens on which the latents of an SAE fire."""
+"""Tests for `sae-tui features`, which shows the tokens on which the latents of an SAE fire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpus`, `metrics`, `recommend`."""
+"""Tests for `gpus`, `metrics` and `recommend`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_recommend_skips_an_unhealthy_gpu_and_explains_the_shortfall(shell):
 
 
 def test_recommend_skips_gpus_that_are_too_small(shell):
-    # 11 GiB of pre-activations: too much for the RTX 3080.
+    # The job needs 11 GiB of pre-activations, too much for the RTX 3080.
     big = ("--set", "train.batch_size=3800", "--set", "sae.d_sae=1500000", "--set", "parallel.mode=ddp")
     answer = shell.json("recommend", shell.job_file, "--count", 3, *big)
     assert answer["gpus"] == [0, 1]
@@ -200,7 +200,7 @@ def test_commands_work_in_a_locale_without_a_degree_sign(shell):
 
 
 def test_a_running_command_has_closed_the_driver(shell, drivers, tmp_path):
-    """Otherwise GPUs could not be reset while `launch --wait` waits."""
+    """Check that the driver is closed, since otherwise GPUs could not be reset while `launch --wait` waits."""
     on_nvml(shell, drivers, "gpus", "--json", GPUS=2, OPEN=tmp_path / "open")
     (file,) = tmp_path.glob("open.*")
     assert file.read_text() == "0\n"

@@ -1,4 +1,4 @@
-"""`sae-tui import`: another tool's SAE as a job, with real processes on the activations of the repository."""
+"""Tests for `sae-tui import`: another tool's SAE as a job, with real processes on the activations in the repository."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: She
     assert len(next(line for line in text.splitlines() if line.startswith("report card FVU")).split()) == 7
     assert "job 2 resumes from step 0" in shell.run("resume", 2, "--set", "train.n_steps=3", "--wait").stdout
     assert shell.json("job", 2)["step"] == 3
-    # Training continued from the imported weights, not from random ones.
+    # Training continued from the imported weights rather than random ones.
     assert shell.json("compare", 1, 2)["runs"][1]["fvu"] < 2 * mine["card_fvu"]
 
 
@@ -78,7 +78,7 @@ def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) 
 def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     shell: Shell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if another process had created the folder after the job's id was chosen.
+    # Simulate another process that created the folder after the job's id was chosen.
     monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
     (shell.data.sae(2) / "precious").mkdir(parents=True)
     with pytest.raises(UserError, match="the SAE could not be copied into"):

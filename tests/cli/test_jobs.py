@@ -1,4 +1,4 @@
-"""`validate`, `launch`, `jobs`, `job`, `stop`, `logs`."""
+"""Tests for `validate`, `launch`, `jobs`, `job`, `stop` and `logs`."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # The process of a rank includes PyTorch; both the measurement and the estimate count it.
+    # The process of a rank includes PyTorch, which both the measurement and the estimate count.
     measured = job["peak_memory_bytes"]
     assert measured > 100 * 2**20
     assert job["estimated_memory_bytes"] > 100 * 2**20
@@ -562,7 +562,7 @@ def test_new_jobs_use_the_python_of_the_settings_and_clones_their_parents(shell)
     assert not launched("clone", 1)
     shell.job_file.write_text(shell.job_file.read_text() + '[launch]\npython = ""\n')
     assert not launched("launch", shell.job_file)
-    # Other users could have written it.
+    # Other users could have written the file.
     shell.data.settings_file.chmod(0o666)
     said = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--hold", code=0)
     assert any("settings.toml: python: is not run, since others may write to" in line for line in said)

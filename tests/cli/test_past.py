@@ -1,4 +1,4 @@
-"""`metrics`: the history of each GPU and of all GPUs together, written to the output while it is read."""
+"""Tests for `metrics`: the history of each GPU and of all GPUs combined, written to the output while it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# getrusage would not do: its peak includes the test process, which this process was a copy of before exec.
+# getrusage is unsuitable, since its peak includes the test process, of which this process was a copy before exec.
 MEASURED = """
 import sys
 from pathlib import Path

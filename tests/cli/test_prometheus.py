@@ -1,4 +1,4 @@
-"""The metrics for Prometheus, checked by prometheus-client's own parser."""
+"""Tests for the Prometheus metrics, using prometheus-client's own parser."""
 
 from __future__ import annotations
 

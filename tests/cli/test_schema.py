@@ -1,4 +1,4 @@
-"""`sae-tui schema`, and JSON errors of commands."""
+"""Tests for `sae-tui schema`, and for JSON errors of commands."""
 
 from __future__ import annotations
 

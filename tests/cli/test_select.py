@@ -1,4 +1,4 @@
-"""`select`, and `gpus --watch`: GPUs for other programs and for scripts."""
+"""Tests for `select` and `gpus --watch`: GPUs for other programs and for scripts."""
 
 from __future__ import annotations
 

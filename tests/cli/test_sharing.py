@@ -1,4 +1,4 @@
-"""Errors of `sae-tui export`; its output is tested by the guide for agents."""
+"""Tests for errors of `sae-tui export`; the tests of the guide for agents cover its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stream`: the messages to another machine's app, and the end of the stream."""
+"""Tests for `stream`: the messages to another machine's app, and the end of the stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def streaming(shell, *words: object) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def messages(out: IO[bytes], *, until: type[Message]) -> list[Message]:
-    """Return the messages up to and including the first of a kind."""
+    """Return the messages up to and including the first one of a kind."""
     read: list[Message] = []
     while not read or not isinstance(read[-1], until):
         line = out.readline()

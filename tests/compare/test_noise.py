@@ -35,7 +35,7 @@ def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums of an SAE whose error varies widely between texts, in the same way as for all others."""
+    """Return the sums of an SAE whose error varies widely between texts, in the same way as for all other SAEs."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]

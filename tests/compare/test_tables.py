@@ -83,7 +83,7 @@ def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> Non
     ]
     lines = {line.title: line.words() for line in results(saes)}
     assert lines["held-out FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
-    # Speed is no quality.
+    # Speed is not a quality result.
     assert lines["tokens/s"][0] == "3 ★"
 
 
@@ -125,7 +125,7 @@ def test_a_quality_star_shows_its_tokens_if_token_counts_differ() -> None:
     lines = words(run(1, 0.10, 300_000), run(2, 0.25, 60_000), run(3, 0.3, 0))
     assert lines["held-out FVU"] == ["0.1 ★ (300.0k tokens)", "0.25", "0.3"]
     assert lines["tokens/s"] == ["1000 ★", "500", "333"]
-    # A run ends with an entire step, so numbers of tokens rarely agree exactly.
+    # A run ends with a complete step, so token counts rarely agree exactly.
     assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 
@@ -148,7 +148,7 @@ def test_the_dead_fraction_has_a_binomial_error() -> None:
 
     assert words(run(1, 0.010), run(2, 0.015))["dead"] == ["1% same", "1.5% same"]
     assert words(run(1, 0.010), run(2, 0.040))["dead"] == ["1% ★", "4%"]
-    # With 8,000 latents the same difference is a lead.
+    # With 8,000 latents, the same difference is a lead.
     assert words(run(1, 0.010, None), run(2, 0.015, None))["dead"] == ["1% ★", "1.5%"]
 
 

@@ -1,4 +1,4 @@
-"""Shards, jobs, stores and real processes for the tests of the contract."""
+"""Fixtures for the tests of the contract: shards, jobs, stores and real processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
-    """Return a safetensors file built by hand, so that tests can corrupt any part of it."""
+    """Return a safetensors file built byte by byte, so that tests can corrupt any part of it."""
     size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
     header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
@@ -34,7 +34,7 @@ def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: s
 
 @pytest.fixture
 def write_shard(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes `tmp_path/acts/<file>` and returns the folder."""
+    """Return a function that writes `tmp_path/acts/<file>` and returns its folder."""
 
     def write(n_tokens: int = 1000, d_in: int = 8, *, file: str = "a.safetensors", **options: Any) -> Path:
         folder = tmp_path / "acts"
@@ -47,7 +47,7 @@ def write_shard(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_job() -> Callable[..., JobConfig]:
-    """Return a function that makes a job from the keys of its sections; the default data path does not exist."""
+    """Return a function that creates a job from the keys of its sections; the default data path does not exist."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         job, problems = parse_job({"data": {"path": "acts"}} | sections)
@@ -81,7 +81,7 @@ def control(tmp_path: Path, copy_store: Callable[[Schema, Path], Path]) -> Itera
 
 @pytest.fixture
 def queued() -> Callable[..., Job]:
-    """Return a function that makes a job row as a launcher would write it."""
+    """Return a function that creates a job row as a launcher would write it."""
 
     def make(**fields: Any) -> Job:
         return Job(
@@ -105,7 +105,7 @@ class Child:
         self.process.stdin.flush()
 
     def hear(self) -> str:
-        """Return the next line that the process prints; empty after it has exited."""
+        """Return the next line that the process prints; "" once it has exited."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -145,7 +145,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """Make a folder that every user can reach, unlike pytest's own."""
+    """Create a folder that every user can reach, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Tests of error reports for bad input."""
+"""Tests for error reports about bad input."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Tests of the exit codes with real processes."""
+"""Tests for the exit codes, with real processes."""
 
 from __future__ import annotations
 

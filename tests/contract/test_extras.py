@@ -1,4 +1,4 @@
-"""Missing optional packages are reported with the install command for the current environment."""
+"""Tests that missing optional packages are reported with the install command for the current environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of failures as JSON for scripts."""
+"""Tests for failures as JSON for scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of atomic writes: a killed writer leaves the old or the new file, and links are never followed."""
+"""Tests for atomic writes: a killed writer leaves the old or the new file, and links are never followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from trainer.contract.files import lfs_pointer_in, open_plain, write_own, write_
 from trainer.contract.paths import DataDir
 
 OLD, NEW = b"old " * 10_000, b"new " * 20_000
-# Kills a writer before and after each of its calls into C, which include all system calls, and prints the state left.
+# This kills a writer before and after each of its calls into C, which include all system calls, and prints the state
+# left behind.
 KILLED = """
 import itertools, os, signal, sys
 from pathlib import Path

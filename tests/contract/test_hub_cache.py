@@ -1,4 +1,4 @@
-"""Links in the hub's cache may lead only to blobs of the same model; all others are refused."""
+"""Tests that links in the hub's cache may lead only to blobs of the same model; all others are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.language import lack_of_model
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Make the cache of a model with one snapshot, whose `layers.10/cfg.json` is a link to a blob."""
+    """Create the cache of a model with one snapshot, whose `layers.10/cfg.json` is a link to a blob."""
     model = tmp_path / "hub" / "models--a--b"
     (model / "blobs").mkdir(parents=True)
     (model / "blobs" / "abc").write_text("{}")

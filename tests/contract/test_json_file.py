@@ -23,7 +23,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record with every type that our files use."""
+    """A record that contains every type used in our files."""
 
     name: str = ""
     number: int = 0

@@ -1,4 +1,4 @@
-"""Tests of locks between real processes, which are released when their holders die."""
+"""Tests for locks between real processes, which are released when their holders die."""
 
 from __future__ import annotations
 

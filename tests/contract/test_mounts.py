@@ -1,4 +1,4 @@
-"""Tests of finding the file system of a path in the kernel's list of mounts."""
+"""Tests for finding the file system of a path in the kernel's list of mounts."""
 
 from __future__ import annotations
 

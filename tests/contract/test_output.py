@@ -1,4 +1,4 @@
-"""Tests of how commands print untrusted text."""
+"""Tests for how commands print untrusted text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer import cli
 from trainer.contract.errors import BadUsage
 from trainer.contract.output import SafeParser, run_command
 
-# Includes surrogates, which stand for the bytes of a name that is not UTF-8.
+# This includes surrogates, which represent the bytes of a name that is not UTF-8.
 TEXTS = st.text(st.characters())
 EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 

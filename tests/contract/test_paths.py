@@ -1,4 +1,4 @@
-"""Tests of the paths of all files."""
+"""Tests for the paths of all files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.ranks.foreground import own_box_file
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> None:
-    """Set the usual umask, so that folders are private through their own mode and not through a strict umask."""
+    """Set the usual umask, so that folders are private because of their own mode rather than a strict umask."""
     before = os.umask(0o022)
     yield
     os.umask(before)

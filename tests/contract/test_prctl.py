@@ -1,4 +1,4 @@
-"""Tests with real processes whose parents die."""
+"""Tests for real processes whose parents die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.contract.process import ProcessRef
 
-# Starts a process that ends with its parent, and prints its pid.
+# This starts a process that ends with its parent, and prints its pid.
 PARENT = """
 import subprocess, sys
 code = "import os, signal, sys; from trainer.contract.prctl import end_with_parent; " \\

@@ -1,4 +1,4 @@
-"""Tests of untrusted text that is made safe to show in a terminal."""
+"""Tests for making untrusted text safe to show in a terminal."""
 
 from __future__ import annotations
 

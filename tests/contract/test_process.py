@@ -1,4 +1,4 @@
-"""Tests of process identity: a pid alone is not enough."""
+"""Tests for process identity: a pid alone is not sufficient."""
 
 from __future__ import annotations
 

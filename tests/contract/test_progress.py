@@ -1,4 +1,4 @@
-"""Tests of a command's progress: JSON for a parent process, lines in a pipe, a bar in a terminal."""
+"""Tests for a command's progress: JSON for a parent process, lines in a pipe, a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_share_counts_all_stages_and_time_left_follows_the_current_pace() -> Non
         assert list(track([1, 2], "rows")) == [1, 2]
         stage("rows", 4)
         advance()
-        # One of two passes is done, and a quarter of the second.
+        # One of two passes is complete, and a quarter of the second.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
         shown._stage.began = time.monotonic() - 5
-        # A quarter took 5 s where 1.25 s were planned, so the rest takes 15 s and the probes 40 s.
+        # A quarter took 5 s where 1.25 s were planned, so the rest takes 15 s and the probes take 40 s.
         assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
         stage("something else")
         assert shown.reached.share == pytest.approx(10 / 20)

@@ -1,4 +1,4 @@
-"""Tests of file ownership and write permissions."""
+"""Tests for file ownership and write permissions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """Return a project folder as on a cluster: setgid and writable for its group."""
+    """Return a project folder as on a cluster: setgid and writable by its group."""
     tmp_path.chmod(0o2775)
     return tmp_path
 
@@ -92,7 +92,7 @@ def test_a_program_is_trusted_if_others_cannot_change_any_step_of_its_path(tmp_p
     (tmp_path / "a" / "b").mkdir(parents=True)
     (program := tmp_path / "a" / "program").touch()
     (tmp_path / "link").symlink_to("a/b/../program")
-    # Like /tmp: only the owner of an entry can replace it.
+    # As in /tmp, only the owner of an entry can replace it.
     tmp_path.chmod(0o1777)
     ways = (program, tmp_path / "link", tmp_path / "a" / "b" / ".." / "program")
     assert [distrust_of_program(way) for way in ways] == ["", "", ""]

@@ -1,4 +1,4 @@
-"""One interface for our trainer, other trainers and plain loops, so that benchmarks treat all of them equally.
+"""A common interface for our trainer, other trainers and plain loops, so that benchmarks treat all of them equally.
 
 Every recipe keeps its library's defaults: learning rate, schedule, initial weights, normalisation, AuxK, clipping. Two
 defaults are limited to a tenth of the run: warm-ups of 1,000 steps, since dictionary_learning rejects a warm-up longer
@@ -41,7 +41,7 @@ RECIPES = {kind.name: kind for kind in _KINDS}
 
 
 def build(name: str, setup: Setup, sample: Tensor) -> Recipe:
-    """Build a recipe at its start, with the random numbers of `setup.seed`."""
+    """Build a recipe in its initial state, with random numbers from `setup.seed`."""
     torch.manual_seed(setup.seed)
     torch.set_float32_matmul_precision("highest")
     return RECIPES[name](setup, sample)

@@ -26,7 +26,7 @@ class Setup:
     device: str = "cpu"
     bf16: bool = False
     seed: int = 0
-    # Whether a trainer that chooses its own step size may do so; it then gets the same tokens in other batches.
+    # Whether a trainer that chooses its own step size may do so; it then gets the same tokens in different batches.
     own_steps: bool = False
 
     @property
@@ -34,7 +34,7 @@ class Setup:
         return self.batch_size * self.n_steps
 
     def short(self, n_steps: int) -> int:
-        """Return `n_steps`, a library's default, but at most a tenth of the run."""
+        """Return `n_steps`, a library's default, limited to a tenth of the run."""
         return max(1, min(n_steps, self.n_steps // 10))
 
     @property
@@ -51,12 +51,12 @@ class Seen(NamedTuple):
 
 
 class Recipe(ABC):
-    """One trainer in one configuration; recipes of the same `kind` are compared."""
+    """A trainer in a certain configuration; recipes of the same `kind` are compared."""
 
     name: str
     kind = "topk"
     package, module = "torch", "torch"
-    # Whether this is another tool's trainer, not a loop written here.
+    # Whether this is another tool's trainer rather than a loop written here.
     is_peer = True
     writes_sae = True
 
@@ -70,7 +70,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def step(self, x: Tensor) -> None:
-        """Do one training step on x [batch_size, d_in]."""
+        """Take one training step on x [batch_size, d_in]."""
 
     @abstractmethod
     def reconstruct(self, x: Tensor) -> Seen:
@@ -81,7 +81,7 @@ class Recipe(ABC):
         return self.reconstruct(x)
 
     def save(self, folder: Path) -> None:
-        """Write the SAE to an empty folder as its library does, if it `writes_sae`."""
+        """Save the SAE to an empty folder as its library does, if it `writes_sae`."""
         raise NotImplementedError
 
     @classmethod
@@ -91,7 +91,7 @@ class Recipe(ABC):
 
     @classmethod
     def version(cls) -> str:
-        """Return the package and its version; without the version if it is not installed as a package."""
+        """Return the package and its version; omit the version if it is not installed as a package."""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{cls.package} {importlib.metadata.version(cls.package)}"
         return cls.package

@@ -10,9 +10,9 @@ from peers.base import Recipe, Seen, Setup
 
 
 class PlainSparse(Recipe):
-    """A simple sparse loop: tied unit rows, b_dec at the mean, Adam at the published learning rate.
+    """A simple sparse loop: tied unit rows, b_dec at the mean, Adam with the published learning rate.
 
-    Only the encoder's product is dense. Gradients of the weights use active latents only.
+    Only the encoder's product is dense. Weight gradients use active latents only.
     """
 
     name = "plain sparse loop"

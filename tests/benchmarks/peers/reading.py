@@ -1,7 +1,7 @@
 """The speed of running a language model up to a hook: our extraction, a plain loop over transformers, and SAELens.
 
-All run on the same text with the same fp32 weights and tokens per forward pass, and none computes the blocks above the
-highest hook. Loading is not timed. Tokenising is timed, except in the plain loop.
+All run on the same text with the same fp32 weights and number of tokens per forward pass, and none computes the blocks
+above the highest hook. Loading is not timed. Tokenising is timed, except in the plain loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 
 class Reader(ABC):
-    """One way to read, created again for each measurement; `does` describes the work that is timed."""
+    """One way to read, recreated for each measurement; `does` describes the work that is timed."""
 
     name: str
     does: str
@@ -76,7 +76,7 @@ class Ours(Reader):
         self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 
     def tokens_per_s(self) -> float:
-        # It counts all tokens of the last batch, although not all of its rows are kept.
+        # The runner counts all tokens of the last batch, although not all of its rows are kept.
         return self._extraction.run().tokens_per_s or 0.0
 
 
@@ -143,7 +143,7 @@ class SaeLensRunner(Reader):
 
 
 class SaeLensStore(SaeLensRunner):
-    """`ActivationsStore`, which SAELens' trainings read from; the model's batches are not mixed."""
+    """`ActivationsStore`, from which SAELens' trainings read; the model's batches are not mixed."""
 
     name, does = "SAELens ActivationsStore", "one hook, nothing written"
 
@@ -161,6 +161,6 @@ READERS: tuple[type[Reader], ...] = (Ours, Plain, SaeLensStore, SaeLensRunner)
 def measure(kind: type[Reader], asked: Asked) -> float:
     """Return the tokens per second of one reader, measured once."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Ignore warnings that the texts are not tokenised and that there are few.
+        # Ignore warnings that the texts are not tokenised and that there are few of them.
         warnings.simplefilter("ignore")
         return kind(asked, Path(folder)).tokens_per_s()

@@ -15,7 +15,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class Sparsify(Recipe):
-    """The step of sparsify's `Trainer.fit`, which itself needs a language model, with its default optimizer."""
+    """The step from sparsify's `Trainer.fit`, which itself requires a language model, with the default optimizer."""
 
     name, package, module = "sparsify topk Signum", "eai-sparsify", "sparsify"
 
@@ -66,14 +66,14 @@ class Sparsify(Recipe):
 
     @contextlib.contextmanager
     def _with_averaged_weights(self) -> Iterator[None]:
-        """Use the weights that the library saves, an average over steps, within the context."""
+        """Within the context, use the weights that the library saves, which are an average over steps."""
         self._optimizer.eval()
         yield
         self._optimizer.train()
 
 
 class SparsifyAdam(Sparsify):
-    """Adam at 2e-4·√(2¹⁴/d_sae) with a linear fall to 0, as with `--optimizer adam` without bitsandbytes."""
+    """Adam at 2e-4·√(2¹⁴/d_sae) with a linear decay to 0, as with `--optimizer adam` without bitsandbytes."""
 
     name = "sparsify topk Adam"
 

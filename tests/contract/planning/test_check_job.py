@@ -1,4 +1,4 @@
-"""Everything that would prevent a job from running is reported before launch."""
+"""Tests that everything that would prevent a job from running is reported before the launch."""
 
 from __future__ import annotations
 
@@ -219,7 +219,8 @@ def test_a_training_uses_one_slice_or_only_full_gpus(
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # 17e13 parameters with the encoder's bias: four checkpoints of 8 bytes each, and the SAE of 4 bytes.
+    # The SAE has 17e13 parameters including the encoder's bias: four checkpoints take 8 bytes per parameter each, and
+    # the SAE 4 bytes.
     assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
@@ -247,7 +248,8 @@ def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_
 def test_all_saes_of_a_sweep_count_towards_memory(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    # Deterministic mode, because a single SAE would otherwise need extra memory for CUDA graphs, and a sweep would not.
+    # In deterministic mode, because otherwise a single SAE would need extra memory for CUDA graphs but a sweep would
+    # not.
     sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64, "deterministic": True}
     enough = memory.estimate(workload(make_job(sae=sae, train=alone), D_IN, 1)).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)

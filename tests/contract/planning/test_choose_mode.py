@@ -136,8 +136,8 @@ def test_bf16_gradients_halve_the_bytes_that_replicas_send(make_job: MakeJob) ->
 
 
 def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -> None:
-    # The ideal is 4.07 ms on an H200: 1.57 matmuls, 0.25 activations, 1.97 Adam, 0.28 gradients. The estimate has to
-    # stay below twice that.
+    # The ideal is 4.07 ms on an H200: 1.57 matmuls, 0.25 activations, 1.97 Adam, 0.28 gradients. The estimate must stay
+    # below twice that.
     time = step_time(workload(wide(make_job, batch_size=4096), 2304, 1), Speeds(788e12, 4.3e12, 1, 0))
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
 
@@ -238,7 +238,7 @@ def test_ranks_read_shards_of_rows_if_their_bus_beats_host_memory(make_job: Make
 
 
 def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_of_a_step(make_job: MakeJob) -> None:
-    # As fast as host memory for eight ranks, but slower than the encoder's matmul.
+    # This is as fast as host memory for eight ranks, but slower than the encoder's matmul.
     pcie = msgspec.structs.replace(NVLINK, bus_bytes_per_s=20e9)
     assert not read_parts(make_job, 8, pcie)
     assert not read_parts(make_job, 2, NVLINK, train={"batch_size": 16})

@@ -1,4 +1,4 @@
-"""Tests of CUDA_VISIBLE_DEVICES and its AMD counterparts: the visible GPUs match CUDA or ROCm."""
+"""Tests for CUDA_VISIBLE_DEVICES and its AMD counterparts: the visible GPUs match those of CUDA or ROCm."""
 
 from __future__ import annotations
 

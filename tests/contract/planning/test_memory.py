@@ -1,4 +1,4 @@
-"""Tests of the estimated GPU memory of a job."""
+"""Tests for the estimated GPU memory of a job."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
 def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
-    # Deterministic, because otherwise a single GPU captures small steps in CUDA graphs, which need memory that larger
-    # steps do not.
+    # In deterministic mode, because otherwise a single GPU captures small steps in CUDA graphs, which need memory that
+    # larger steps do not.
     of = partial(of_tensors, deterministic=True)
     least = of(make_job, d_in, d_sae, batch_size, world_size)
     assert of(make_job, d_in, d_sae + more, batch_size, world_size) > least
@@ -88,15 +88,15 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
     alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Each replica keeps its share of the held-out rows. Only a single GPU holds captured steps during an evaluation,
-    # which therefore needs additional memory.
+    # Each replica keeps its share of the held-out rows. Only a single GPU holds captured steps during an evaluation and
+    # therefore needs additional memory.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))
     assert msgspec.structs.replace(replica, slack=alone.slack) == msgspec.structs.replace(alone, communication=nccl)
     sharded = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert sharded.optimizer == alone.optimizer / 4
-    # Passes read 16-bit copies of all weights, so a rank keeps fp32 weights for its own latents only.
+    # Passes read 16-bit copies of all weights, so a rank keeps fp32 weights only for its own latents.
     assert sharded.weights == pytest.approx(alone.weights / 4, rel=1e-3)
     assert (sharded.gradients, sharded.activations) == (alone.gradients, alone.activations)
     in_fp32 = make_job(sae=sae, train=train | {"precision": "fp32"}, parallel={"mode": "ddp"})
@@ -279,8 +279,8 @@ def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: Ma
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# Memory that an H200 reserved for four plain steps, MB (PyTorch 2.11, CUDA 13): d_in 768 with 24,576 latents and k 32,
-# and d_in 2,304 with 65,536 latents and k 64. Signum's update was compiled; torch compiles no other.
+# The memory in MB that an H200 reserved for four plain steps (PyTorch 2.11, CUDA 13): d_in 768 with 24,576 latents and
+# k 32, and d_in 2,304 with 65,536 latents and k 64. Signum's update was compiled; torch compiles no other.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),

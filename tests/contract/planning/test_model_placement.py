@@ -1,4 +1,4 @@
-"""Tests of where the language model of a training runs: what fits, what is faster, and what is impossible."""
+"""Tests for where a training's language model runs: what fits, what is faster, and what is impossible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[..., JobConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return a function that makes a job on a model with this many parameters, whose weight file is sparse."""
+    """Return a function that creates a job on a model with this many parameters, whose weight file is sparse."""
     (tmp_path / "text.txt").write_text("a cat sat")
 
     def make_job(n_parameters: float = 10.5e9, gpus: str = "auto:8", d_sae: int = 65536, **sections: Any) -> JobConfig:
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Make:
         config = {"hidden_size": WIDTH, "num_hidden_layers": 40, "dtype": "bfloat16"}
         (model / "config.json").write_text(json.dumps(config))
         (model / "pytorch_model.bin").touch()
-        # A sparse file.
+        # The file is sparse, so it takes no disk space.
         os.truncate(model / "pytorch_model.bin", 2 * int(n_parameters))
         data = {"source": "model", "model": str(model), "hook": "resid_post.20", "text": str(tmp_path / "text.txt")}
         table = {"data": data | sections.pop("data", {}), "sae": {"d_sae": d_sae, "k": 64}}
@@ -107,7 +107,7 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
     )
     assert chosen.reader
     assert chosen.reader.total > 2 * 10.5e9
-    # The GPUs that train hold no language model.
+    # The GPUs used for training hold no language model.
     stored = memory.estimate(chosen.settled.held)
     assert stored.weights == stored.gradients
     assert chosen.needs_bytes == max(stored.total, chosen.reader.total)

@@ -1,4 +1,4 @@
-"""Tests of older report cards, stored next to the weights of an SAE."""
+"""Tests for older report cards, stored next to the weights of an SAE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Make a folder with a report card and features."""
+    """Create a folder with a report card and features."""
     put_card(tmp_path)
     (tmp_path / FEATURES).write_bytes(features_file())
     return tmp_path

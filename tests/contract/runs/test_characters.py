@@ -1,4 +1,4 @@
-"""Tests of characters that span tokens, compared with Python's decoding of all bytes at once."""
+"""Tests for characters that span tokens, compared with Python's decoding of all bytes together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.runs.characters import runs_of_tokens, without_cut_ends
 
 
 def cut(draw: Any, whole: bytes) -> list[bytes]:
-    """Return the bytes cut at random positions; a position may occur twice."""
+    """Return the bytes split at random positions; a position may occur twice."""
     places = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     return [whole[first:last] for first, last in zip([0, *places], [*places, len(whole)], strict=True)]
 

@@ -1,4 +1,4 @@
-"""Tests of reading feature files that anyone may have written or truncated."""
+"""Tests for reading feature files that anyone may have written or truncated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_feature_contains_its_contexts(file: Path) -> None:
     first, second = feature.contexts
     assert [(token.text, token.act) for token in first.tokens] == [(" the", 0.0), (" Lämb", 4.0), ("s", 1.0)]
     assert (first.at, first.act) == (1, 4.0)
-    # A context has fewer tokens at the beginning or end of a document.
+    # An example has fewer tokens at the beginning or end of a document.
     assert ([token.text for token in second.tokens], second.at) == ([" Lämb"], 0)
     assert len(Features(file).feature(1).contexts) == 1
 
@@ -40,7 +40,7 @@ def test_promoted_tokens_are_included_if_the_file_has_them(file: Path) -> None:
     file.write_bytes(features_file(**MOVED))
     feature = Features(file).feature(0)
     assert [(one.text, one.logit) for one in (*feature.promoted, *feature.suppressed)] == [(" Lämb", 1.5), ("s", -2.5)]
-    # An evaluation writes all four tensors or none; an incomplete set is ignored.
+    # An evaluation writes all four tensors or none, so an incomplete set is ignored.
     file.write_bytes(features_file(promoted=MOVED["promoted"]))
     assert Features(file).feature(0).promoted == ()
 
@@ -106,7 +106,8 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fired", "order"),
     [
-        # For 100,000 rows and largest activations of 4 and 3: both fire on 0.01 to 1 %, or one is rarer or denser.
+        # For 100,000 rows and maximum activations of 4 and 3: both latents fire on 0.01 to 1 %, or one is rarer or
+        # denser.
         ((10, 1000), [0, 1]),
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),

@@ -1,4 +1,4 @@
-"""Tests of the training progress of an SAE, in words and in metadata."""
+"""Tests for the training progress of an SAE, in words and in metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of devices that run only the language model, and of the spec that passes their number to all ranks."""
+"""Tests for devices that run only the language model, and for the spec that passes their number to all ranks."""
 
 from __future__ import annotations
 

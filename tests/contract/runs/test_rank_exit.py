@@ -1,4 +1,4 @@
-"""Tests that find the process that caused a failure among several that ended, with real processes."""
+"""Tests for finding the process that caused a failure among several ended ones, with real processes."""
 
 from __future__ import annotations
 

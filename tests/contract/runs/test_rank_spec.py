@@ -1,4 +1,4 @@
-"""Tests of how a rank is started."""
+"""Tests for how a rank is started."""
 
 from __future__ import annotations
 

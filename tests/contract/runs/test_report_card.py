@@ -1,4 +1,4 @@
-"""Tests of reading and printing report cards: complete, older, damaged, and with missing figures."""
+"""Tests for reading and printing report cards: complete, older, damaged, and with missing values."""
 
 from __future__ import annotations
 

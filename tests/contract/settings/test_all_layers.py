@@ -1,4 +1,4 @@
-"""Tests of hooks without a layer, and of extractions at layer ranges and full MLPs."""
+"""Tests for hooks without a layer, and for extractions at ranges of layers and complete MLPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrow files are valid shards, including SAELens's cache of activations."""
+"""Tests that Arrow files are valid shards, including SAELens's cache of activations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(file: Path, *tables: pa.Table | pa.RecordBatch, form: Any = pa.ipc.new
 
 
 def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool, dtype: str) -> Dataset:
-    """Let SAELens store the activations of a tiny model, and return the dataset that it returns."""
+    """Have SAELens store the activations of a tiny model, and return the dataset that it returns."""
     import sae_lens.cache_activations_runner as saelens
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 

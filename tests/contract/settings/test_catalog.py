@@ -15,7 +15,7 @@ ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.it
 def test_the_keyword_arguments_of_a_registered_class_are_its_settings(entry: Entry) -> None:
     parameters = inspect.signature(entry.load()).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return  # it converts them to its settings itself
+        return  # the entry converts them to its settings itself
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     assert keywords == (list(entry.settings.__struct_fields__) if isinstance(entry, SettingsEntry) else [])
 

@@ -1,4 +1,4 @@
-"""Tests of settings as their declarations describe them."""
+"""Tests for settings as described by their declarations."""
 
 from __future__ import annotations
 

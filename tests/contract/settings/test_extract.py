@@ -1,4 +1,4 @@
-"""Tests of the job file of an extraction: defaults, paths and error messages."""
+"""Tests for the job file of an extraction: defaults, paths and error messages."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_paths_are_relative_to_the_working_folder_or_else_to_the_job_file(tmp_pa
     assert job.extract.output == str(here / "activations")
     (here / "corpus.txt").write_text("here")
     assert load_extraction(file).text.path == str(here / "corpus.txt")
-    # A path in neither folder is a name on the hub, or a text reported as missing from the working folder.
+    # A path in neither folder is a name on the hub, or a text that is reported as missing from the working folder.
     job = load_extraction(file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
     assert (job.model.path, job.text.path) == ("org/name", str(here / "none.txt"))
     assert job.extract.n_tokens == 10_000

@@ -1,4 +1,4 @@
-"""Tests of hook names: the project's own, TransformerLens's, and module paths."""
+"""Tests for hook names: the project's own, TransformerLens's, and module paths."""
 
 from __future__ import annotations
 

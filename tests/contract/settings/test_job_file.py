@@ -1,4 +1,4 @@
-"""Tests of job files: a written job is read back unchanged, and each mistake is reported with its field."""
+"""Tests for job files: a written job is read back unchanged, and each mistake is reported with its field."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
 MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
 
 
-# Other texts may be read as several hooks, which are an axis of a sweep.
+# Other text may be read as several hooks, which form an axis of a sweep.
 HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
 OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
 

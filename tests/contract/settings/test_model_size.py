@@ -1,4 +1,4 @@
-"""Tests of the size of a language model from its files, compared with transformers and the file format."""
+"""Tests for determining a language model's size from its files, compared with transformers and the file format."""
 
 from __future__ import annotations
 

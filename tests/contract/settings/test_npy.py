@@ -1,4 +1,4 @@
-"""Arrays saved by numpy are valid shards; any other .npy content is refused in one sentence."""
+"""Tests that arrays saved by numpy are valid shards; any other .npy content is refused with one sentence."""
 
 from __future__ import annotations
 

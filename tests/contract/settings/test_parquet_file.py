@@ -1,4 +1,4 @@
-"""Parquet files are valid shards; pyarrow decodes them but is not needed to count their rows."""
+"""Tests that Parquet files are valid shards; pyarrow decodes them, but is not needed to count their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of folders that another job has yet to write."""
+"""Tests for folders that another job has not written yet."""
 
 from __future__ import annotations
 

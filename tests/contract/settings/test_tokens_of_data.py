@@ -1,4 +1,4 @@
-"""Tests whether data records its tokens, compared with the code that reads them."""
+"""Tests for whether data includes its tokens, compared with the code that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of torch.save are valid shards; a file that would run code or holds no rows is refused."""
+"""Tests that files from torch.save are valid shards; a file that would run code or contains no rows is refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [saved(rows(3, 4), _use_new_zipfile_serialization=False), pickle.dumps([1]), saved(rows(3, 4))[:-30]],
-    # Without ids, pytest would name cases after the bytes, which differ in every process.
+    # Without ids, pytest would name cases after the bytes, which differ between processes.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
 def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -1,4 +1,4 @@
-"""Tests of opening the stores: each failure is one clear sentence, and concurrent processes are safe."""
+"""Tests for opening the stores: each failure is one clear sentence, and concurrent processes are safe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Return the error message of an action on a store, which is one line."""
+    """Return the error message of a store action, which is a single line."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -223,8 +223,9 @@ def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -
     )
 
     def elsewhere(query: str) -> str:
-        """Return the result of a query in another process. If that process saw no lock of ours, it would close the
-        store as its last user.
+        """Return the result of a query in another process.
+
+        If that process saw no lock of ours, it would close the store as its last user.
         """
         return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
 
@@ -445,12 +446,12 @@ def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_pa
 
 
 def read_only_connect(connect):
-    """Return a connect function that behaves as on a read-only file system."""
+    """Return a connect function that behaves as if on a read-only file system."""
     return lambda uri: connect(uri.replace("mode=rw", "mode=ro"))
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kill a writer in a transaction after it has written pages to the file, on a file system without WAL."""
+    """Kill a writer in a transaction after it has written pages to the file, on a file system without WAL support."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:

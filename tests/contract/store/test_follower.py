@@ -1,4 +1,4 @@
-"""Tests of following a store that is deleted, replaced, truncated, unreadable or locked while real processes write."""
+"""Tests for following a store that is deleted, replaced, truncated, unreadable or locked while real processes write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.metrics_store import MetricRow, SeriesReader, SeriesWriter
 
-# For each input line, writes that number of steps and prints the last step.
+# For each input line, this writes that number of steps and prints the last step.
 WRITER = """
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Followed:
-    """A follower of a run's metrics that records the last step of each read."""
+    """Follows a run's metrics and records the last step of each read."""
 
     def __init__(self, path: Path) -> None:
         self.follower = StoreFollower(path, SeriesReader)

@@ -1,4 +1,4 @@
-"""Tests of the metrics of a run, which one process writes while others read."""
+"""Tests for the metrics of a run, which one process writes while others read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Open one store for many examples; each example uses a new name."""
+    """Open one store for many examples, each of which uses a new name."""
     with contextlib.closing(Store(tmp_path_factory.mktemp("series") / "metrics.db")) as opened:
         yield opened
 
@@ -100,7 +100,7 @@ flushes = st.lists(
 
 
 def naive_history(values: dict[int, float], most: int) -> list[Point]:
-    """Compute the expected result of `history` from all values at once."""
+    """Compute the expected result of `history` from all values together."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(finite) <= most:
         return [Point(step, finite[step]) for step in sorted(finite)]

@@ -1,4 +1,4 @@
-"""Tests of the rows of the control store: every field survives a write and a read."""
+"""Tests for the rows of the control store: every field survives a write and a read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests every transition of a job's state against the store."""
+"""Tests every state transition of a job against the store."""
 
 from __future__ import annotations
 
