@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> None:
-    """Write shards, and add four rows to the table: in text order and shuffled, from the disk and from the cache."""
+    """Write shards, and add four rows to the table: in text order and shuffled, from disk and from cache."""
     folder.mkdir()
     for number in range(N_SHARDS):
         rows = np.random.default_rng(number).standard_normal((n_rows // N_SHARDS, d_in), np.float32)

@@ -1,4 +1,4 @@
-"""`sae-tui eval`: report card and features of a job, with real processes on the activations of the repository."""
+"""Tests for `sae-tui eval`: report card and features, from real processes on the repository's activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON files with arbitrary bytes, and paths that are not files: reading returns a value or None, and never raises."""
+"""Tests for JSON files with arbitrary bytes, and for paths that are not files: reading never raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sandbox with injected faults: real files, programs, limits and mounts."""
+"""A sandbox in which faults are injected: real files, programs, limits and mounts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sandbox:
         target.write_text(content)
 
     def program(self, name: str, script: str) -> None:
-        """Write an executable onto the PATH."""
+        """Write an executable to a folder on the PATH."""
         path = self.programs / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)

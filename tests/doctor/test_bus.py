@@ -23,7 +23,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """GPUs; the last one has another user's process."""
+    """GPUs, the last of which runs another user's process."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -43,7 +43,7 @@ class Cut(Cards):
 
 @pytest.fixture
 def probing(sandbox, tmp_path, monkeypatch):
-    """Return a function that makes a box whose trainer returns given measurements and records its arguments."""
+    """Return a function that creates a box whose trainer returns given measurements and records its arguments."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)

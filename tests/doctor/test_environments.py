@@ -1,4 +1,4 @@
-"""The doctor's findings on the environments of app and trainer."""
+"""Tests for the doctor's findings on the environments of app and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user service that restarts the queue after a reboot of the machine."""
+"""Tests for the user service that resumes the queue after a reboot of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages named torch stand in for builds that this machine does not have; one test uses the real torch."""
+"""Tests with packages named torch that stand in for builds this machine does not have; one test uses the real torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access of other users to a data folder, given its owners, modes and links."""
+"""Tests for other users' access to a data folder, given its owners, modes and links."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def may_read(file: Path) -> bool:
 
 def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: CheckedMachine) -> None:
     assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
-    # Open files do not matter below a folder that no one else may enter.
+    # Open files do not matter if no one else may enter a folder above them.
     box.data.run(7).job_file.chmod(0o644)
     assert [finding.level for finding in of_trust(box)] == ["ok", "ok"]
     assert of_trust(CheckedMachine(DataDir(box.data.root / "none"), box._source)) == []

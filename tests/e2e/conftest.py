@@ -19,5 +19,5 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build stand-ins for NVIDIA's library in a folder: `new`, `old` and `none`."""
+    """Build stand-ins for NVIDIA's library in the folders `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))

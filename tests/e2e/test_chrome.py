@@ -1,4 +1,4 @@
-"""The frame around the content in a 256-colour terminal, as over ssh."""
+"""Tests for the frame around the content in a 256-colour terminal, as over ssh."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def footer(terminal: Terminal) -> str:
 
 
 def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -> None:
-    # A stopped job keeps its bar; a finished job shows its duration instead.
+    # A stopped job keeps its progress bar; a finished job shows its duration instead.
     box.record_job("done", JobState.STOPPED, total_steps=100, step=100)
     terminal = box.app(80, 24, colours="")
-    # A full bar has no rail; a partial bar has a rail of another colour.
+    # A full bar has no rail; a partial bar has a rail in another colour.
     terminal.wait_for("━" * 10 + " 100%")
     terminal.wait_for(lambda screen: re.search("Power.*━─", screen) is not None)
     page, y = backgrounds(terminal, row_of(terminal, "NAME"))[0], row_of(terminal, "Power")
@@ -47,7 +47,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     assert backgrounds(terminal, 23)[0] != page
     terminal.send("n")
     terminal.wait_for("expansion_factor")
-    # A frame may arrive in two parts.
+    # A frame may arrive in two pieces.
     terminal.wait_for(lambda _: is_box(terminal, row_of(terminal, "expansion_factor"), page))
     terminal.send(ESC)
     terminal.wait_for(lambda screen: "JOB NAME" in screen and "expansion_factor" not in screen)

@@ -1,4 +1,4 @@
-"""The dashboard's GPU display in a real terminal, with GPUs that are slow, hang or are lost."""
+"""Tests for the dashboard's GPU display in a real terminal, with GPUs that are slow, hang or are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SILENT = "has not answered for"
 
 
 def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
-    """Return the bar heights from a column on, in the row that begins with `start`; 0 for a gap."""
+    """Return the bar heights from a column on, in the row that begins with `start`; a gap gives 0."""
     line = next((line for line in terminal.screen.display if line.startswith(start)), "")
     return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
 
@@ -40,7 +40,7 @@ def test_a_slow_gpus_plot_is_as_wide_as_others_and_silent_gpus_are_not_summed(bo
     terminal.wait_for("Utilisation")
     terminal.send("?")
     terminal.wait_for("A job runs independently")
-    # The newest columns of a plot, to the right of the dialog.
+    # The latest columns of a plot, to the right of the dialog.
     behind = [line[110:] for line in terminal.screen.display[2:11]]
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 

@@ -1,4 +1,4 @@
-"""History from before the app was started."""
+"""Tests for history from before the app was started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.store.database import open_writer
 
 
 def store(box: Box, index: int, uuid: str, utilization: int) -> None:
-    """Store the last five minutes of a GPU."""
+    """Store the last five minutes of a GPU's history."""
     box.data.create()
     begin, host = time.time() - 299, socket.gethostname()
     with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:

@@ -1,4 +1,4 @@
-"""Keys as people press them, in a real pseudo-terminal: quickly, twice, and in an unexpected order."""
+"""Tests for keys as people press them, in a real pseudo-terminal: quickly, twice, and in an unexpected order."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
-# 1.2 million latents do not fit on a GPU of 10 GiB, and their checkpoints need 35 GiB on a real disk.
+# 1.2 million latents do not fit on a GPU with 10 GiB, and their checkpoints need 35 GiB on a real disk.
 WIDE = """
 name = "wide"
 [data]
@@ -64,7 +64,7 @@ def one_line(screen: str) -> str:
 
 
 def asked_in(screen: str) -> str:
-    """Return the text of the front dialog."""
+    """Return the text of the topmost dialog."""
     return one_line(" ".join(re.findall(r"│(.*?)│", screen)))
 
 

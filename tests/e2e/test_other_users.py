@@ -1,4 +1,4 @@
-"""Text written by other users cannot control the terminal, on any screen or in any command."""
+"""Tests that text written by other users cannot control the terminal, on any screen or in any command."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ k = 16
 gpus = [0]
 """
 CTRL_E, CTRL_F = "\x05", "\x06"
-# In a readable row these columns hold fixed words and lists; all others hold free text.
+# In a readable row, these columns contain fixed words and lists; all others contain free text.
 OWN_WORDS = {
     "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
 }  # fmt: skip
-# These columns of a normal job may hold any text; in an invalid job, every column may.
+# In a normal job, these columns may contain any text; in an invalid job, every column may.
 FREE = {"name", "user", "note", "error", "waits_for", "output_path", "overfitting"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
 USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 
 
 class World:
-    """A box in which another user wrote every text; each text has a unique core."""
+    """A box in which another user wrote every text; each text contains a unique core."""
 
     def __init__(self, box: Box, drivers: Path, seed: int = 0) -> None:
         self.box, self.texts, self.folder = box, Texts(seed), box.folder
@@ -142,7 +142,7 @@ class World:
                 odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
                 odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
                 db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
-            # A job's error would be shown instead of the reason why it waits.
+            # If the job had an error, it would be shown instead of the reason for waiting.
             db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
             db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
 
@@ -190,7 +190,7 @@ def world(box: Box, drivers: Path) -> Iterator[World]:
 
 
 class Visit:
-    """The app in a terminal: records the texts on its screens, and checks that only the app controls the terminal."""
+    """The app in a terminal. Records the text on its screens, and checks that only the app controls the terminal."""
 
     def __init__(self, world: World) -> None:
         self.world, box = world, world.box
@@ -222,12 +222,12 @@ class Visit:
         return set((self.world.folder / "screens.txt").read_text().split())
 
 
-# For each job file, the text that is shown when it is opened.
+# For each job file, the text that appears when it is opened.
 REFUSED = {
     "key": "key of a job", "section": "key of a section", "word": "architecture", "name": "name in a file",
     "cluster": "partition asked for", "path": "data path",
 }  # fmt: skip
-# Texts that no screen shows.
+# Text that no screen shows.
 NOT_ON_SCREENS = [
     "event kind", "events.kind", "hook of a model", "jobs.boot_id", "jobs.host", "jobs.machine_id", "jobs.user",
     "jobs.visible_devices",
@@ -312,7 +312,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
     return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
 
 
-# For each command, the arguments to try; `{...}` names a file of the world.
+# For each command, the arguments to try; `{...}` names a file in the world.
 WORDS = {
     "gpus": [[], ["0"]],
     "export-metrics": [["--once"]],
@@ -377,7 +377,7 @@ TRAINER_WORDS = {
     "self-test": [["--gpus", "{hostile}"]],
     "rank": [["{hostile}"]],
 }
-# Texts that no command prints.
+# Text that no command prints.
 NOT_BY_COMMANDS = [
     "alert", "card", "far card", "far holder", "far job", "far log", "hook", "jobs.boot_id", "jobs.machine_id",
     "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
@@ -398,7 +398,7 @@ for argv in lines:
 """
 
 
-# A progress bar returns to the start of the line before its text, and to erase itself.
+# A progress bar moves to the start of the line before its text and to erase itself.
 PROGRESS = re.compile(rb"\r([ \w]*\|)|\r +\r")
 
 
@@ -408,7 +408,7 @@ def commands_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def lines_of(world: World) -> list[list[str]]:
-    """List every command line, as text and as JSON."""
+    """List every command line, once for text output and once for JSON."""
     names = {
         name: f"{name}.toml" for name in ("key", "section", "word", "name", "cluster", "broken", "path", "foreign")
     }

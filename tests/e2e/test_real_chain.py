@@ -1,7 +1,7 @@
-"""The complete chain with a trained language model: text, activations, SAEs, report cards, other tools.
+"""Tests the complete chain with a trained language model: text, activations, SAEs, report cards, other tools.
 
-Each stage is a command that a user types, in its own process. The assertions hold on every machine: no asserted number
-depends on how a sum is rounded.
+Each stage is a command that a user types, in a separate process. The assertions hold on every machine: no asserted
+number depends on how a sum is rounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# Number and length of the contexts that are evaluated with SAELens too; the model reads them ten times.
+# Number and length of the contexts that are also evaluated with SAELens; the model reads them ten times.
 N_JUDGED, SHORT = 4, 32
 # Our metrics over all tokens, and their names in SAELens.
 OF_SAELENS = {
@@ -105,7 +105,7 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # Each context begins with a first token, and so does each document within it; part of the last batch may be unused.
+    # Each context, and each document within it, begins with a first token; part of the last batch may be unused.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []
@@ -124,7 +124,7 @@ def inspect(chain: Chain) -> None:
         assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
         assert facts["constant_dimensions"] == 0
         assert facts["outliers"] < N_ROWS / 100
-        # Over all rows, including first tokens, gamma is at most 0.1 after the layers where first tokens have huge
+        # Over all rows, including first tokens, gamma is at most 0.1 after those layers in which first tokens have huge
         # norms.
         assert 0.2 < facts["gamma"] < 2
         assert facts["largest_norm"] < 15 * facts["median_norm"]
@@ -142,7 +142,7 @@ def train(chain: Chain, name: str, out: str, **data: str) -> None:
     told = chain.trainer("run", job, "--out", out)
     assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 256)
     assert 0 < told["heldout_fvu"] < 1
-    # A threshold learned for k latents on average keeps about k latents.
+    # A threshold learned for an average of k latents keeps about k latents.
     assert K / 3 < told["heldout_l0"] < 3 * K
 
 
@@ -200,7 +200,7 @@ def judge_as_saelens(chain: Chain) -> None:
     model = AutoModelForCausalLM.from_pretrained(chain.model, dtype=torch.float32)
     text = "".join(json.loads(line)["text"] for line in (chain.folder / "text.jsonl").open())
     ids = torch.tensor(tokenizer(text[: 10 * N_JUDGED * SHORT])["input_ids"][: N_JUDGED * SHORT]).view(-1, SHORT)
-    # Each context is its own document.
+    # Each context is a separate document.
     (chain.folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
     job = chain.write(
         "judge.toml",
@@ -224,7 +224,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # First rows of contexts are outliers, which an SAE trained on the other rows cannot reconstruct.
+    # The first rows of contexts are outliers that an SAE trained on the other rows cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 
@@ -243,7 +243,7 @@ def give_to_circuit_tracer(chain: Chain) -> None:
 
 
 def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
-    """Return circuit-tracer's output for rows [n, d_in] with the transcoder in a file."""
+    """Return circuit-tracer's output for rows [n, d_in], using the transcoder in a file."""
     from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
 
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}

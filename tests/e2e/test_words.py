@@ -1,4 +1,4 @@
-"""The app's wording about jobs in a terminal: their states, why they wait, and its questions."""
+"""Tests for the app's wording about jobs in a terminal: their states, why they wait, and the questions it asks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_holds_dependencies_and_names_are_kept_and_shown_correctly(box: Box) -> 
     terminal = box.app(120, 40)
     terminal.wait_for("◌ queued")
 
-    # The cursor is on the newest job.
+    # The cursor is on the latest job.
     terminal.press("A")
     terminal.wait_for("Job 2 waits until these have finished")
     terminal.press("1", ENTER)
@@ -66,7 +66,7 @@ def test_a_paused_job_is_shown_as_paused_everywhere_and_resumes_at_its_step(box:
     terminal = box.app(120, 40)
     box.launch_by_keys(terminal, steps=100_000)
     terminal.wait_for('Job 1 "e2e" started on GPU 0,1. It keeps running', 60)
-    # The log in the preview has the step.
+    # The log in the preview shows the step.
     terminal.wait_for(re.compile(r"step [1-9]\d+/100000").search, 90)
     terminal.press("p")
     terminal.wait_for(re.compile(r"‖ paused +at step \d+, until resumed").search, 60)

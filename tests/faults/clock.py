@@ -1,4 +1,4 @@
-"""Injects machine restarts, reused pids and clock changes: each function injects one fault once."""
+"""Injects machine restarts, reused pids and clock changes; each function injects one fault once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def renamed(root: Path) -> float:
 
 
 def pids_reused(root: Path) -> float:
-    """Give the pids of supervisor and ranks to a process that started at another time; return the seconds to LOST."""
+    """Give the pids of supervisor and ranks to a process with another start time; return the seconds until LOST."""
     with boxed(root) as box, other_user() as other:
         job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, start_ticks=other.start_ticks - 1)
@@ -134,7 +134,7 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Set the clock a day ahead or back and later right again, while one job runs and another waits for its GPUs.
+    """Set the clock a day ahead or back, and later right again, while one job runs and another waits for its GPUs.
 
     Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first step to the end
     of both.
@@ -165,7 +165,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halt ranks without a supervisor, whose first sighting the clock has put into the future: they must be ended."""
+    """Halt orphaned ranks whose first sighting the clock has moved into the future: they must be killed."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -196,7 +196,7 @@ def other_user() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """The adjustable wall clock of a job's processes; clocks that count from boot are not changed."""
+    """The adjustable wall clock of a job's processes; clocks that count from boot are unaffected."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"
@@ -206,7 +206,7 @@ class Clock:
         self.start: launching.Start = functools.partial(detach.start, command=["env", *names, *detach.SUPERVISOR])
 
     def set_to(self, seconds: int) -> None:
-        """Set the clock this far ahead of the true one."""
+        """Set the clock this many seconds ahead of the true one."""
         with self._file.open("r+b") as file:
             lines = file.read().rstrip(b"\0") + f"{int(time.time())} {seconds}\n".encode()
             file.seek(0)
@@ -220,7 +220,7 @@ class Clock:
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Leave the job as after a power cut: no process is alive, and its rows say that it runs."""
+    """Leave the job as after a power cut: no process is alive, although its rows say that it runs."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
@@ -240,7 +240,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """Require that curves are in the order of steps, and the events of each source in order of arrival."""
+    """Require that curves are ordered by step, and the events of each source in order of arrival."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

@@ -1,4 +1,4 @@
-"""Fixtures with real trainings, and with disks that are small enough to fill."""
+"""Fixtures with real trainings, and with disks small enough to fill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Training:
     def __init__(
         self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object
     ) -> None:
-        """Launch the job; `prepare` gets the run's paths before any process of the job exists."""
+        """Launch the job; `prepare` receives the run's paths before any process of the job exists."""
         self.box, self.n_ranks = box, n_ranks
 
         def start(data: DataDir, job_id: int) -> None:
@@ -130,7 +130,7 @@ def small_disk() -> Iterator[Callable[[Path], Path]]:
 
     yield mount
     for folder in mounted:
-        # A process that is being killed may still use it.
+        # A process that is being killed may still be using the disk.
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 

@@ -1,4 +1,4 @@
-"""Halts a rank or makes files hang: each function injects one fault once, and raises if a guarantee fails."""
+"""Halts a rank or makes files hang; each function injects one fault once, and raises if a guarantee fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# Both limits, the 5 s that a halted process gets to end, and a margin for a busy machine and two stack dumps.
+# Both limits, plus the 5 s that a halted process gets to end, and a margin for a busy machine and two stack dumps.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
-    """Halt a rank by SIGSTOP: it must be reported as stalled with the stacks of all ranks, ended, and restarted.
+    """Halt a rank with SIGSTOP: it must be reported as stalled with the stacks of all ranks, killed, and restarted.
 
-    The job continues from its checkpoint. Return the seconds until the ranks were ended.
+    The job continues from its checkpoint. Return the seconds until the ranks were killed.
     """
     with boxed(root) as box:
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
@@ -64,8 +64,8 @@ def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
 def processes_hang(root: Path, dice: random.Random) -> float:
     """Make reads of /proc hang for a process on the GPUs while the app lists it.
 
-    The app must report this and still accept keys. Return the seconds from the keys to the end of the job that they
-    stop.
+    The app must report this and still accept keys. Return the seconds from the keys until the job that they stop has
+    ended.
     """
     with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as other_user, contextlib.ExitStack() as stack:
         stack.callback(other_user.kill)

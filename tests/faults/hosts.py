@@ -51,9 +51,9 @@ def power_cut(root: Path, dice: random.Random) -> float:
 
 
 def renamed_running(root: Path, dice: random.Random) -> float:
-    """Rename a host with running and queued jobs: commands still work at once, and its GPU keeps a single queue.
+    """Rename a host with running and queued jobs: commands still work immediately, and its GPU keeps a single queue.
 
-    Return the seconds until the rows have the new name.
+    Return the seconds until the rows contain the new name.
     """
     with boxed(root) as box, RealHost(box, "before") as host:
         (runs,) = host.launch(ENDLESS)
@@ -78,8 +78,8 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 def made_again(root: Path, dice: random.Random) -> float:
     """Recreate a container on the same volume: its name and boot id change, and all its processes are gone.
 
-    No command may claim to do what it cannot. `repair` ends the container's jobs, which can then be resumed here.
-    Return the seconds of `repair`.
+    No command may claim to do what it cannot do. `repair` ends the container's jobs, which can then be resumed here.
+    Return the seconds that `repair` takes.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)

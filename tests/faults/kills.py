@@ -1,4 +1,4 @@
-"""Kills processes of a job without warning: each function does it once, and raises if a guarantee does not hold.
+"""Kills processes of a job without warning; each function does so once, and raises if a guarantee does not hold.
 
 Each returns the seconds until the expected event.
 """
@@ -27,14 +27,14 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-# Guarantees after a rank is killed: its peers end, and a crashed job trains again, within these seconds.
+# After a rank is killed, its peers must end, and a crashed job must train again, within these seconds.
 PEERS_GONE_AFTER_S = 10.0
 AGAIN_AFTER_S = 10.0
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def launcher_killed(root: Path, dice: random.Random) -> float:
-    """Kill `sae-tui launch` by SIGKILL at any time, before or after its job is recorded."""
+    """Kill `sae-tui launch` with SIGKILL at any time, before or after its job is recorded."""
     with boxed(root) as box:
         command = subprocess.Popen(
             _launch_command(box), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -47,7 +47,7 @@ def launcher_killed(root: Path, dice: random.Random) -> float:
 
 
 def terminal_closed(root: Path, dice: random.Random) -> float:
-    """Close a terminal in which `sae-tui launch --wait` runs: SIGHUP to its whole session."""
+    """Close a terminal in which `sae-tui launch --wait` runs: SIGHUP goes to its entire session."""
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
@@ -63,7 +63,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor (SIGKILL): ranks save and end, the job is lost, and a resume ends as if undisturbed."""
+    """Kill the supervisor: ranks save and end, the job is lost, and once resumed it ends as if undisturbed."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
         _wait_for_some_moment(job, dice)
@@ -81,7 +81,7 @@ def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: in
 
 
 def rank_killed(root: Path, rank: int, like: Result) -> float:
-    """Kill a rank (SIGKILL): the report names its number, the others end, and all continue from the checkpoint."""
+    """Kill a rank: the report names its number, the others end, and all continue from the checkpoint."""
     with boxed(root) as box:
         job = RealJob(box, launch={"max_restarts": 1}).at_step(150)
         others = [other.process for other in job.ranks if other.rank != rank]
@@ -102,7 +102,7 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
 
 
 def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int = 2, **train: int) -> float:
-    """Kill any process of the tree, or all of them (SIGKILL), at any time from the launch on."""
+    """Kill any process of the tree, or all of them, at any time from the launch on."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         victims = dice.choice(["supervisor", "all", *range(n_ranks)])
@@ -113,7 +113,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
         taken = job.mend()
         if job.row.state != JobState.FINISHED:
-            # A process killed at its very end may have saved everything without recording that it finished.
+            # A process killed at its very end may have saved everything without recording that it had finished.
             expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
             job.require(*expected)
             job.go_on().ended()
@@ -142,7 +142,7 @@ def rank_raises(root: Path) -> float:
 
 
 def rank_finds_nan(root: Path) -> float:
-    """Fill a shard with NaN: nothing can be learned from it, and a restart does not help."""
+    """Fill a shard with NaN, from which nothing can be learned; a restart does not help."""
     with boxed(root) as box:
         (shard,) = box.activations.iterdir()
         content = bytearray(shard.read_bytes())
@@ -161,7 +161,7 @@ def rank_finds_nan(root: Path) -> float:
 
 
 def rank_out_of_memory(root: Path) -> float:
-    """Let the kernel kill rank 1 for its memory by a control group; if none can be created, limit its address space."""
+    """Have a control group make the kernel kill rank 1 for its memory; without one, limit its address space."""
     with boxed(root) as box, _memory_group() as group:
         job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
         (victim,) = [rank for rank in job.ranks if rank.rank == 1]

@@ -1,4 +1,4 @@
-"""Queued jobs under an upgrade, a halted supervisor and a hung driver: each function injects one fault once."""
+"""Disturbs queued jobs by an upgrade, a halted supervisor or a hung driver; each function injects one fault once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RENAMED = (
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """Replace the package, file by file, while jobs wait, by a version in which functions have other names.
+    """While jobs wait, replace the package, file by file, with a version in which functions have other names.
 
     Return the seconds from the upgrade to the end of the queue.
     """
@@ -57,9 +57,9 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 
 
 def head_halted(root: Path, dice: random.Random) -> float:
-    """Halt the supervisor at the head of the queue: the next job starts first, the halted one once it continues.
+    """Halt the supervisor at the head of the queue: the next job starts first, and the halted one after it continues.
 
-    Return the seconds that the GPU was idle.
+    Return the seconds for which the GPU was idle.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -87,7 +87,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
 
 
 def gpu_hangs(root: Path, dice: random.Random) -> float:
-    """Make every call on one of two GPUs hang: it is reported within seconds, and the queue continues with the other.
+    """Make every call to one of two GPUs hang: this is reported within seconds, and the queue continues with the other.
 
     Return the seconds that the `gpus` command takes.
     """

@@ -1,4 +1,4 @@
-"""A simulated host with its own name, boot id, GPUs and package, built from namespaces of this machine (needs root)."""
+"""A simulated host with its own name, boot id, GPUs and package, built from namespaces on this machine (needs root)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cuda_problem(vendors=()):
 class RealHost:
     """A host on which commands start and change jobs. Its jobs train with `jobs/fake_rank.py`, without torch.
 
-    A stand-in for NVIDIA's library provides its one GPU; `number` gives that GPU a different UUID on each host.
+    A stand-in for NVIDIA's library provides its only GPU; `number` gives that GPU a different UUID on each host.
     """
 
     def __init__(self, box: Box, name: str, number: int = 0, faults: str = "", gpus: int = 1) -> None:
@@ -85,7 +85,7 @@ class RealHost:
         assert self._first.stdout.readline() == b"up\n", "the host does not start"
 
     def power_off(self) -> None:
-        """End all processes of the host at once, as a power cut does."""
+        """Kill all processes of the host at once, as a power cut does."""
         with contextlib.suppress(FileNotFoundError):
             namespace = os.readlink(f"/proc/{self._first.pid}/ns/uts")
             wait_for(lambda: not self._kill(namespace), "the end of all processes of the host")
@@ -124,7 +124,7 @@ class RealHost:
         )  # fmt: skip
 
     def run(self, *words: object, ok: bool = True) -> str:
-        """Run `sae-tui` with these words and return its output.
+        """Run `sae-tui` with these arguments and return its output.
 
         Require success, or with `ok=False` a failure without a crash.
         """
@@ -175,7 +175,7 @@ def require_order(*rows: Job) -> None:
 
 
 def require_nothing_left(box: Box) -> None:
-    """Require that no process or lease is left, and that no GPU was given to two jobs at once."""
+    """Require that no process or lease remains, and that no GPU was given to two jobs at once."""
     folder = os.fsencode(box.data.root)
 
     def living() -> list[str]:
@@ -212,7 +212,7 @@ def _libraries() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def drivers() -> Path:
-    """Build the stand-ins for NVIDIA's library once, and one whose first call never returns: `hangs`."""
+    """Build the stand-ins for NVIDIA's library once, plus `hangs`, whose first call never returns."""
     folder = Path(_libraries().name) / "drivers"
     folder.mkdir()
     build_drivers(folder)

@@ -28,9 +28,9 @@ from trainer.contract.store.states import JobState
 # GPUs without computing processes: their leases and locks are real, but the ranks are CPU processes.
 GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# A guarantee for every fault: this long after a kill, no process of the job is alive and it holds no GPU.
+# After every fault, this many seconds after a kill, no process of the job may be alive and it may hold no GPU.
 GONE_AFTER_S = 15.0
-# Log every step: a run that is stopped within a log interval would record other averages of the same training.
+# Log every step: a run stopped within a log interval would record different averages of the same training.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
 ENDLESS = SHORT | {"n_steps": 10**7}
 
@@ -41,7 +41,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 class RealJob:
     """A job launched in the same way as by the app.
 
-    `train` and `launch` are settings of these sections; `place` holds the options `after` and `held`.
+    `train` and `launch` are settings in these sections; `place` contains the options `after` and `held`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RealJob:
     def at_step(self, step: int) -> RealJob:
         wait_for(lambda: self.step >= step or self.row.state.is_final, f"step {step}", START_S)
         assert self.step >= step, f"{self.row.state} at step {self.step}: {self.row.error}"
-        # On a busy machine the ranks may take a step before their supervisor has checked them.
+        # On a busy machine, the ranks may take a step before their supervisor has checked them.
         wait_for(lambda: self.row.state != JobState.STARTING, "its supervisor to see it train", START_S)
         return self
 
@@ -113,7 +113,7 @@ class RealJob:
     def mend(self) -> float:
         """Wait until the job has no process and holds nothing, and return the seconds.
 
-        Reconcile meanwhile, as any app or command would.
+        Meanwhile, reconcile as any app or command would.
         """
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):
@@ -162,7 +162,7 @@ class RealJob:
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])
 
     def require(self, state: JobState, error: str | None = None) -> Job:
-        """Require a state, and that the error contains `error`; return the row."""
+        """Require a state, and that the job's error contains `error`; return the row."""
         row = self.row
         assert row.state == state, f"{row.state}, not {state}: {row.error}; log: {self.log()[-400:]}"
         assert error is None or error in (row.error or ""), f"{error!r} is not in {row.error!r}"

@@ -1,4 +1,4 @@
-"""Stops a job at an awkward moment: each function does it once, and returns the seconds until the job has ended."""
+"""Stops a job at an awkward moment; each function does so once, and returns the seconds until the job has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.states import JobState
 
 
 def stop_in_start(root: Path, dice: random.Random) -> float:
-    """Stop within 3 s of the launch: before the ranks exist, or while they load, connect or prepare."""
+    """Stop the job within 3 s of the launch: before the ranks exist, or while they load, connect or prepare."""
     with boxed(root) as box:
         job = RealJob(box, **ENDLESS)
         time.sleep(dice.uniform(0, 3))
@@ -20,17 +20,17 @@ def stop_in_start(root: Path, dice: random.Random) -> float:
 
 
 def stop_in_evaluation(root: Path, dice: random.Random) -> float:
-    """Stop while the job evaluates, which it does after every step."""
+    """Stop the job while it evaluates, which it does after every step."""
     return _stop_while_training(root, dice, eval_every=1, checkpoint_every=0)
 
 
 def stop_in_checkpoint(root: Path, dice: random.Random) -> float:
-    """Stop while the job saves, which it does after every step."""
+    """Stop the job while it saves, which it does after every step."""
     return _stop_while_training(root, dice, checkpoint_every=1)
 
 
 def stop_while_reading(root: Path, dice: random.Random) -> float:
-    """Stop while the job only reads and trains."""
+    """Stop the job while it only reads and trains."""
     return _stop_while_training(root, dice, log_every=10_000, checkpoint_every=0)
 
 

@@ -1,4 +1,4 @@
-"""Times and processes in the store that belong to another boot, another process or another clock setting."""
+"""Tests with times and processes in the store that belong to another boot, another process or another clock setting."""
 
 from __future__ import annotations
 

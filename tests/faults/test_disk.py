@@ -1,4 +1,4 @@
-"""A job continues while its disk is full or read-only, and saves once it can."""
+"""Tests that a job continues while its disk is full or read-only, and saves once it can."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def fill(disk: Path) -> Path:
 
 
 def saved_steps(training: Training) -> list[int]:
-    """Return the steps of the checkpoints, newest first; require that all are complete."""
+    """Return the steps of the checkpoints, latest first; require that all are complete."""
     checkpoints = newest_first(training.paths.checkpoints)
     assert [damage(folder) for folder in checkpoints] == [None] * len(checkpoints)
     return [read_state(folder).position.step for folder in checkpoints]
 
 
 def newest_step(training: Training) -> int:
-    """Return the step of the newest checkpoint from its name; its files may change while the job saves and deletes."""
+    """Return the step of the latest checkpoint from its name; its files may change while the job saves and deletes."""
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 
 
@@ -46,7 +46,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, heartbeat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, heartbeat.step + 1, LOG_EVERY), heartbeat.step})
-    # A third checkpoint may be kept as the best one.
+    # A third checkpoint may be kept because it is the best one.
     newest, other, *_ = saved_steps(training)
     assert newest == heartbeat.step
     assert other > first_failed

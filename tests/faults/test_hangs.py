@@ -1,4 +1,4 @@
-"""A permanently halted rank is detected and reported, and all ranks are restarted."""
+"""Tests that a permanently halted rank is detected and reported, and that all ranks are restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a job killed without warning: the outcome of the job and of its finished work."""
+"""Tests what becomes of a job and its finished work when its processes are killed without warning."""
 
 from __future__ import annotations
 

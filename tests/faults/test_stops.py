@@ -1,4 +1,4 @@
-"""A stop at an awkward moment saves the training and does not count as a failure."""
+"""Tests that a stop at an awkward moment saves the training and does not count as a failure."""
 
 from __future__ import annotations
 

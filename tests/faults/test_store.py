@@ -1,4 +1,4 @@
-"""A store that fails under a running job does not stop the training, and lost rows are reported."""
+"""Tests that a store that fails under a running job does not stop the training, and that lost rows are reported."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_deleted_store_is_recreated_and_missing_rows_are_reported(train) -> No
 def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
     training = train()
     with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:
-        # Without a checkpoint, the write-ahead log may still hold all rows.
+        # Without a checkpoint, the write-ahead log may still contain all rows.
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     training.paths.metrics_db.write_bytes(b"garbage " * 100_000)
     training.says("metrics.db was damaged and is kept as metrics.db.corrupt-1; ")

@@ -1,4 +1,4 @@
-"""Generates byte strings for readers: mutated corpus seeds, arbitrary JSON and texts, and arbitrary bytes."""
+"""Generates byte strings for readers: mutated corpus seeds, arbitrary JSON and text, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ JSON = st.recursive(
 
 
 def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) -> bytes:
-    """Return a mutated seed; with `splice`, `second` continues `first` from there."""
+    """Return a mutated seed; with `splice`, `second` replaces `first` from that position on."""
     content = first if splice is None else first[: _at(first, splice)] + second[_at(second, splice) :]
     for step in steps:
         content = step(content)

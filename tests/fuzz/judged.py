@@ -17,18 +17,18 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# CPU seconds of this process, so that no test fails on a busy machine; a reader takes milliseconds.
+# In CPU seconds of this process, so that no test fails on a busy machine; a reader takes milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
 LONGEST_SENTENCE = 3000
 
 
 class Wrong(AssertionError):
-    """A reader broke its contract."""
+    """Raised if a reader breaks its contract."""
 
 
 def judge(reader: Reader, home: Home, content: bytes) -> None:
-    """Pass bytes to a reader; raise `Wrong`, or the reader's own error, if the reader breaks its contract."""
+    """Pass bytes to a reader; raise `Wrong`, or the reader's own error, if it breaks its contract."""
     home.put(reader.seeds, content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     try:
@@ -67,7 +67,7 @@ def _bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def home() -> Iterator[Home]:
-    """Yield a data folder to read, in memory if there is such a file system."""
+    """Yield a data folder to read, in memory if such a file system exists."""
     in_memory = Path("/dev/shm")
     # This check would start a process for every opened store.
     local = mock.patch.object(database, "network_file_system", return_value=None)

@@ -47,7 +47,7 @@ READERS = (
     Reader("exit.json, repaired", "exit", uses.repaired, (str, NOTHING)),
     Reader("exit.json of a failure", "exit", uses.why, (str, NOTHING)),
     Reader("last word of a rank", "rank_exit", uses.why, (str, NOTHING)),
-    # Raises `ValueError` with the reason: the rank then ends, and a resume reads the previous attempt.
+    # Raises `ValueError` with the reason; the rank then ends, and a resume reads the previous attempt.
     Reader("ranks.json", "ranks", uses.ranks, (dict,), (ValueError,)),
     Reader("progress.jsonl", "progress", uses.progress, (int,)),
     Reader("log", "log", uses.log, (list,)),

@@ -1,4 +1,4 @@
-"""Any bytes in any file give a value or a one-sentence error, quickly and with little memory."""
+"""Tests that any bytes in any file give a value or a one-sentence error, quickly and with little memory."""
 
 from __future__ import annotations
 

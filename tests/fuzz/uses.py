@@ -1,4 +1,4 @@
-"""Reads a file of a data folder, and then uses the value, as the product does."""
+"""Reads a file in a data folder and then uses the value, as the product does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from trainer.contract.store.states import JobState
 
 CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
-# Locations of corpus files in a data folder; other files are at its root.
+# The locations of corpus files in a data folder; other files are at its root.
 PLACES = {
     "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
@@ -333,7 +333,7 @@ def driver(home: Home) -> list[str]:
 
 
 def read_gpus(home: Home) -> int:
-    """Parse the GPU list that another process printed, share it as the queue does, and return the number of GPUs."""
+    """Parse a GPU list printed by another process, share it as the queue does, and return the number of GPUs."""
     reader = gpu_reader.GpuReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()

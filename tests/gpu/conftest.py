@@ -1,4 +1,4 @@
-"""Fixtures that run scripts through the real pynvml on a stand-in for NVIDIA's library, and a polling helper."""
+"""Fixtures that run scripts with the real pynvml on a stand-in for NVIDIA's library, and a polling helper."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def on_nvml(drivers: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that takes one sample of every GPU, with its processes."""
+    """Return a function that takes one sample of every GPU, including its processes."""
 
     def read(faults: dict[int, str] | None = None, **options: Any) -> list[dict[str, Any]]:
         specs = ",".join(f"{index}:{fault}" for index, fault in (faults or {}).items())

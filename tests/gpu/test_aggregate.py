@@ -1,4 +1,4 @@
-"""Totals and means over several GPUs."""
+"""Tests for totals and means over several GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Amd` through AMD's own Python module, on a fake of AMD's library."""
+"""Tests `Amd` with AMD's own Python module, on a fake of AMD's library."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_user_without_compute_permission_is_warned_even_if_gpus_can_be_read(
         Amd().open()
 
 
-# Follows a sampler through stages: when the condition of a stage holds, environment variables of the library change.
+# Follows a sampler through stages: once the condition of a stage holds, environment variables of the library change.
 FOLLOW = """
 import json, os, time
 from sae_tui.gpu import sampler as module

@@ -1,4 +1,4 @@
-"""Which amdsmi module is loaded, and the message if it cannot be used."""
+"""Tests which amdsmi module is loaded, and the message if none can be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU details, through the real pynvml on a fake driver; they are read only while they are shown."""
+"""Tests for GPU details, with the real pynvml on a fake driver; they are read only while they are shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ indices = range(nvml.open())
 samples = [nvml.sample(index, processes=True) for index in indices]
 print(json.dumps([flat(nvml.details(index, samples[index])) for index in indices]))
 """
-# By fault of the driver: the fields that become unknown.
+# The fields that become unknown, by fault of the driver.
 FAULTS = {
     "no_clock": ["sm_clock_mhz", "memory_clock_mhz"],
     "err_max_clock": ["most_sm_clock_mhz", "most_memory_clock_mhz"],
@@ -49,7 +49,7 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# No Xid error is reported, this driver names no recovery action, and activity needs two readings.
+# No Xid error is reported, this driver names no recovery action, and activity requires two readings.
 UNKNOWN = {"xid", "recovery", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = f"""{FLAT}
 nvml = Nvml()

@@ -1,4 +1,4 @@
-"""Versions and links: from the fake driver through the real pynvml, and from the simulated machine."""
+"""Tests for versions and links, from the real pynvml on the fake driver and from the simulated machine."""
 
 from __future__ import annotations
 

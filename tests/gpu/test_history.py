@@ -1,4 +1,4 @@
-"""`gpu.db`: which process writes it, how it is read, retention and shrinking."""
+"""Tests for `gpu.db`: which process writes it, how it is read, retention and shrinking."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    """Sample two GPUs 200 times a second, with a clock that starts ten minutes ago and advances 1 s per sample."""
+    """Sample two GPUs 200 times per second, with a clock that starts ten minutes ago and advances 1 s per sample."""
     begin, ticks = time.time() - 600, itertools.count()
     started = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
     yield started
@@ -191,7 +191,7 @@ def test_a_waiting_recorder_follows_the_host_to_its_own_file(
     lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
     assert lock.acquire()
     recorder = record()
-    # The elected process switches to its own file, and the user then removes the old one.
+    # The elected process switches to its own file, and then the user removes the old one.
     open_writer(data_dir.own_gpu_db, "gpu").close()
     earlier.unlink()
     lock.release()
@@ -210,7 +210,7 @@ def test_one_recorder_is_elected_and_the_next_takes_over_when_it_stops(
     before = len(rows(data_dir))
     until(lambda: len(rows(data_dir)) > before + 20)
     assert not second.elected
-    assert standby.count == 0  # a process on standby reads no GPU
+    assert standby.count == 0  # a standby process reads no GPU
     assert first.stop(5)
     until(lambda: second.elected)
     until(lambda: standby.count)

@@ -1,4 +1,4 @@
-"""A GPU vendor added by one file and one line appears wherever NVIDIA's GPUs do."""
+"""Tests that a GPU vendor added by one file and one line appears wherever NVIDIA's GPUs do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.rows import Job
 
-# Each process on a machine with abacuses starts with this code, which registers them; a rank stores its variables.
+# Every process on a machine with abacuses starts with this code, which registers them; a rank stores its variables.
 START = """
 import os, pathlib, support.abacus
 support.abacus.register({folder!r})

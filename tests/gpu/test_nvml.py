@@ -1,4 +1,4 @@
-"""`Nvml` on a fake driver, through the real pynvml."""
+"""Tests `Nvml` on a fake driver, with the real pynvml."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ print(json.dumps([seen, unhealthy]))
     assert lost[1:3] == before[1:3] == back[1:3]
     assert "fallen off the bus" in lost[3]
     assert lost[4] == back[4] == {}
-    # All 8 GPUs were searched for slices, and an old handle is not used again.
+    # All 8 GPUs were searched for slices, and no old handle is used again.
     assert calls_in(tmp_path)["nvmlDeviceGetHandleByIndex_v2"] == 8 + 1 + unhealthy
 
 
@@ -346,7 +346,7 @@ except SourceUnavailable as error:
 
 
 def calls_in(folder: Path) -> dict[str, int]:
-    """Return the number of calls of each function, which the library logs when its process ends."""
+    """Return the number of calls to each function, which the library logs when its process ends."""
     (log,) = folder.iterdir()
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 

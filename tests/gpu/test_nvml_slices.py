@@ -1,4 +1,4 @@
-"""MIG slices as separate GPUs, through the real pynvml on a fake of NVIDIA's library."""
+"""Tests for MIG slices as separate GPUs, with the real pynvml on a fake of NVIDIA's library."""
 
 from __future__ import annotations
 

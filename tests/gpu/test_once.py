@@ -1,4 +1,4 @@
-"""Drivers that answer slowly or never."""
+"""Tests for drivers that respond slowly or never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resamples the readings of all GPUs to one time grid."""
+"""Tests that the readings of all GPUs are aligned to a common time grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
 
 
 def of(*gpus: Mapping[float, int | None], now: float, n: int = 8) -> RecentHistory:
-    """Return the past of GPUs, given the utilisation of each by time."""
+    """Return the history of GPUs, given the utilisation of each by time."""
     rings = []
     for index, gpu in enumerate(gpus):
         rings.append(Ring())
@@ -39,7 +39,7 @@ def every_second(first: float, last: float, utilization: int | None = 50) -> dic
 
 
 def drawn(found: RecentHistory, index: int, n: int = 8) -> str:
-    """Draw one character per interval: `.` for a gap, else the utilisation in tens."""
+    """Draw one character per interval: `.` for a gap, otherwise the utilisation in tens."""
     return "".join("." if value is None else str(round(value / 10)) for value in found.column(index, "utilization", n))
 
 
@@ -83,7 +83,7 @@ def test_a_gpu_that_answers_a_second_later_makes_no_dip_at_the_start() -> None:
     early, late = before | every_second(100.8, 105.1, 80), before | every_second(101.1, 105.1, 10)
     together = shares(of(*[early] * 8, *[late] * 8, now=105.4))
     assert line(together.memory) == "...44444"
-    # At first, half of the GPUs have not answered at all.
+    # At first, half of the GPUs have not responded at all.
     started = shares(of(*[before | {100.8: 80}] * 8, *[before] * 8, now=100.9, n=60))
     assert line(started.memory) == "8" * 10 + "." * 50
 

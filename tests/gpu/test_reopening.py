@@ -1,4 +1,4 @@
-"""Drivers that are reloaded, GPUs that are replaced or removed, and slices that are created at run time."""
+"""Tests for drivers that are reloaded, GPUs that are replaced or removed, and slices that are created at run time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 # Follows a sampler and prints each distinct state: the UUID of each GPU, whether the GPU can be read, and the sampler's
 # problem. Faults of the driver begin and end at times of its clock, `fake_time`. The script advances this clock to the
-# next stage only after the sampler has reached the state that the stage waits for, so that a slow machine misses no
+# next stage only once the sampler has reached the state for which the stage waits, so that a slow machine misses no
 # state.
 FOLLOW = """
 import ctypes, json, time

@@ -1,4 +1,4 @@
-"""The ring buffer of one GPU's readings."""
+"""Tests for the ring buffer of one GPU's readings."""
 
 from __future__ import annotations
 

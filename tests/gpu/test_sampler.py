@@ -1,4 +1,4 @@
-"""The sampler: threads, deadlines, and GPUs that hang."""
+"""Tests for the sampler: threads, deadlines, and GPUs that hang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """A source that records the requests for each GPU; some tests change how it answers."""
+    """A source that records the requests for each GPU; some tests change how it responds."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)

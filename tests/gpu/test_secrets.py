@@ -1,4 +1,4 @@
-"""Secrets in command lines and environment variables, in the forms that programs document."""
+"""Tests for secrets in command lines and environment variables, in the forms that programs document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated machine."""
+"""Tests for the simulated machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs that must not be used, and GPUs that use the host's memory, from the driver to the list of choices."""
+"""Tests for GPUs that must not be used and GPUs that use host memory, from the driver to the list of choices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _used(percent: int, used: int, total: int) -> dict[str, Any]:
     return {"utilization": percent, "memory_used_bytes": used, "memory_total_bytes": total}
 
 
-# By fault of the driver: the reason why the GPU is not offered.
+# The reason why the GPU is not offered, by fault of the driver.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
     "pending": "rows of its memory wait to be replaced",

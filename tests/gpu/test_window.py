@@ -1,4 +1,4 @@
-"""The history of a GPU, resampled to the number of drawn columns."""
+"""Tests for the history of a GPU, resampled to the number of drawn columns."""
 
 from __future__ import annotations
 

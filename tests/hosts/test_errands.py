@@ -87,7 +87,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def runs(command: str) -> bool:
-    """Return whether a process with this command line runs."""
+    """Return whether a process with this command line is running."""
     return any(" ".join(one.info["cmdline"] or []) == command for one in psutil.process_iter(["cmdline"]))
 
 

@@ -1,4 +1,4 @@
-"""Following a host, with a child process in place of ssh."""
+"""Tests for following a host, with a child process in place of ssh."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
 
 
 def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: Path) -> None:
-    """The host closes its GPU driver this way while the app is stopped."""
+    """This is how the host closes its GPU driver while the app is stopped."""
     hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
     hosts.start(lambda: None)
     for n_runs in (1, 2):

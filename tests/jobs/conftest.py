@@ -1,4 +1,4 @@
-"""Real supervisor and rank processes with their own data folder."""
+"""Fixtures with real supervisor and rank processes, each with its own data folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launch a job with fake ranks, whose behaviour the job's name defines; `place` holds queue options."""
+        """Launch a job with fake ranks, whose behaviour the job's name determines; `place` contains queue options."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         self.make_store()
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
@@ -89,7 +89,7 @@ class Box:
         return resume(self.data, job_id, lambda _: self.placement(gpus), overrides, start=start_fake)
 
     def make_store(self) -> None:
-        """Create an empty job list unless one exists."""
+        """Create an empty jobs list unless one exists."""
         self.data.create()
         put_store(self.data.control_db, "control")
 
@@ -97,7 +97,7 @@ class Box:
         return [event.message for event in self.control.events(job_id) if event.kind == kind]
 
     def record(self, name: str = "job", **fields: object) -> int:
-        """Record a job without processes."""
+        """Record a job that has no processes."""
         self.make_store()
         values = {"config": "", "user": "me", "host": socket.gethostname(), "device": "cpu"}
         values |= {"gpu_source": "none"}
@@ -156,7 +156,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def locked_store(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Lock the store as another process does during a write, and yield that process."""
+    """Lock the store as another process does during a write, and yield the locking process."""
     command = [sys.executable, "-c", LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"

@@ -1,7 +1,7 @@
-"""Stands in for a training rank: same files and exit codes; words in the job's name define its behaviour.
+"""Stands in for a training rank: same files and exit codes; words in the job's name determine its behaviour.
 
 `crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` only in attempt 2. The same syntax works for `fail` (raises an
-error), `oom`, `hang` (stops the process, and its peers wait for it) and `idle` (waits until it gets SIGTERM). `save=5`
+error), `oom`, `hang` (stops the process, for which its peers wait) and `idle` (waits until it gets SIGTERM). `save=5`
 saves every 5 steps; `mute` stores no metrics; `judge` never finishes the report card after training.
 """
 
@@ -110,7 +110,7 @@ def _save(run_dir, rank, step):
 def _last_word(spec, rank, run_dir, error):
     path = run_dir / f"attempt{spec['attempt']}" / f"rank{rank}.exit.json"
     path.write_text(json.dumps({"error": error, "traceback": "..."}))
-    # A rank that raises takes a while to shut down, and its peers may end before it.
+    # A rank that raises an error takes a while to shut down, and its peers may end before it.
     time.sleep(0.3 if error.startswith("RuntimeError") else 0)
 
 

@@ -1,4 +1,4 @@
-"""A launcher as a separate process: for every job number on stdin, it tries to start that job."""
+"""A launcher as a separate process: for every job number on standard input, it tries to start that job."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A process that continues in the background, and its exit code."""
+"""Tests for a process that continues in the background, and its exit code."""
 
 from __future__ import annotations
 

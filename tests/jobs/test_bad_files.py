@@ -1,4 +1,4 @@
-"""Small JSON files with arbitrary bytes, and TOML far beyond the allowed limits."""
+"""Tests for small JSON files with arbitrary bytes, and TOML far beyond the allowed limits."""
 
 from __future__ import annotations
 

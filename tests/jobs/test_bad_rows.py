@@ -1,4 +1,4 @@
-"""Rows of `control.db` with unexpected values: from a broken disk, another version or another user."""
+"""Tests for rows of `control.db` with unexpected values: from a broken disk, another version or another user."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JOB_FILE, _ = parse_job({"data": {"path": "x"}, "sae": {"d_sae": 16, "k": 4}})
 
 
 def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
-    """Write a value that this version never writes into a row; `NO_TEXT` is a text that is not UTF-8."""
+    """Write a value that this version never writes into a row; `NO_TEXT` is text that is not UTF-8."""
     mark, value = ("CAST(x'ff' AS TEXT)", ()) if value is NO_TEXT else ("?", (value,))
     key = "id" if table == "jobs" else "job_id"
     with contextlib.closing(sqlite3.connect(data.control_db)) as db:
@@ -88,13 +88,13 @@ def no_supervisor(*_: object) -> None:
     """Replace the start of a supervisor."""
 
 
-# Created once, because creating it takes ten times as long as a command.
+# Created once, because creation takes ten times as long as a command.
 PARSER = cli.make_parser(no_supervisor)
 
 
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
-    """Record a job that finished long ago, a queued one, and one with a run folder, whose row the test corrupts."""
+    """Record an old finished job, a queued one, and one with a run folder, whose row the test corrupts."""
     # This check starts a process whenever a store is opened, which happens thousands of times here.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
@@ -111,7 +111,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
 
 
 def use_everything(box, waiting: int, bad: int) -> None:
-    """Use the list of jobs as the app, the commands and waiting supervisors do."""
+    """Use the jobs list as the app, the commands and waiting supervisors do."""
     data = box.data
     flags = ["--data-dir", str(data.root)]
 
@@ -150,7 +150,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
 
 
 def everything_shown(data, watcher: Watcher) -> None:
-    """Compute what the screens show for every job that they list."""
+    """Compute everything that the screens show for every listed job."""
     for job in watcher.jobs:
         headline(JobDetail(job, "", {}, (), (), 0, None), 80)
     shape = DataShape(8, None, 4096)

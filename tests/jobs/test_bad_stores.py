@@ -79,7 +79,7 @@ def tried(examples: int) -> Callable:
 
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
-    """Record two running jobs with good metrics; the test corrupts the metrics of the second."""
+    """Record two running jobs with good metrics; the test corrupts those of the second."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}
@@ -140,7 +140,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
         shutil.copy(pristine, file)
         put(file, rows)
         look_at(box, good, bad)
-        # Use the run as its supervisor does, and as a rank or supervisor that resumes it.
+        # Use the run as its supervisor does, and as a rank or supervisor that resumes it does.
         run = LiveRun(box.data.run(bad))
         run.poll()
         box.control.update(bad, **run.fields())

@@ -1,4 +1,4 @@
-"""A list of jobs that cannot be written: another process locks it, or the disk is full."""
+"""Tests for a jobs list that cannot be written because another process locks it or the disk is full."""
 
 from __future__ import annotations
 

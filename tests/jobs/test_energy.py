@@ -1,4 +1,4 @@
-"""The energy of a job in words and numbers: price, CO₂, and how much was measured."""
+"""Tests for the energy of a job in words and numbers: price, CO₂, and how much was measured."""
 
 from __future__ import annotations
 

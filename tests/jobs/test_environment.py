@@ -1,4 +1,4 @@
-"""The Python of another environment: the packages that it reports, and when it must not be run."""
+"""Tests for the Python of another environment: the packages that it reports, and when it must not be run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_environment_is_asked_again_after_it_or_a_package_folder_has_changed(
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Rewriting the fake Python was a change too, but nothing asked it in between.
+    # Rewriting the fake Python was also a change, but nothing queried it in between.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 
@@ -249,7 +249,7 @@ def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp
     (named := tmp_path / "bin" / "python").parent.mkdir()
     named.symlink_to(base)
     assert named_python.refusal(str(named)) == ""
-    # As in /tmp, others cannot replace the files of this folder but can add new ones.
+    # As in /tmp, others cannot replace the files in this folder but can add new ones.
     for folder in (named.parent, base.parent):
         folder.chmod(0o1777)
         with pytest.raises(

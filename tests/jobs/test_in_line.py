@@ -1,4 +1,4 @@
-"""The queue: held jobs, dependencies, priorities, and a store that is deleted meanwhile."""
+"""Tests for the queue: held jobs, dependencies, priorities, and a store that is deleted in the meantime."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_line(box, **fields) -> int:
 
 
 def tries(box, job_id: int) -> str | None:
-    """Try to start a job; return its reason to wait, or None if it has started."""
+    """Try to start a job; return its reason for waiting, or None if it has started."""
     control = Control(box.data.control_db)
     line = QueueEntry(box.data, control, control.job(job_id))
     started = line.try_start()
@@ -157,7 +157,7 @@ def test_a_queued_job_whose_run_folder_is_deleted_fails(box):
     assert (job.state, job.error) == (JobState.FAILED, "its run folder was deleted")
 
 
-# A store that is deleted meanwhile.
+# In these tests, the store is deleted while a job waits.
 
 
 def delete_store(box) -> None:

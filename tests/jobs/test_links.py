@@ -1,4 +1,4 @@
-"""Links that another member of the group puts in place of our files and folders: their targets are never touched."""
+"""Tests that links put by a group member in place of our files and folders are never followed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.contract.trust import open_own
 
 KEY = "an ssh key\n"
 
-# All files that a supervisor, a rank and the app write, through the functions that write them.
+# All files that a supervisor, a rank and the app write, with the functions that write them.
 WRITES = """
 import os, sys, time
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace a folder by a link to a folder with private files, and return the latter."""
+    """Replace a folder with a link to a folder of private files, and return the latter."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -280,7 +280,7 @@ def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, dept
         with pytest.raises((OSError, UserError), match="is a link, which is not followed; remove it"):
             use()
     assert as_it_is(private) == before
-    # Files outside a data folder can be opened, also through a data folder that is itself a link.
+    # Files outside a data folder can be opened, even through a data folder that is itself a link.
     assert open_plain(private / "/".join(below[depth:])).read() == b"private"
     (tmp_path / "again").symlink_to(private)
     follow_no_link_below(tmp_path / "again")

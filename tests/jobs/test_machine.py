@@ -1,4 +1,4 @@
-"""Jobs of this machine after it was renamed, and jobs of other machines that share the data folder."""
+"""Tests for jobs of this machine after it was renamed, and jobs of other machines that share the data folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs and the trash as seen from another PID namespace of the machine, such as a container with the host's name."""
+"""Tests for jobs and the trash as seen from another PID namespace, such as a container with the host's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that are paused and return to the queue, and jobs that are resumed after their end."""
+"""Tests for jobs that are paused and return to the queue, and jobs that are resumed after their end."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ Box(Path(sys.argv[1])).launch("steps=3")
 
 
 def cut_off(box, function: str) -> None:
-    """Launch a job in a process that is killed when it calls a function."""
+    """Launch a job in a process that is killed when it calls a certain function."""
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", CUT_OFF, box.data.root.parent, function]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})

@@ -1,4 +1,4 @@
-"""The life cycle of jobs with real training processes; few tests, because each process imports torch."""
+"""Tests for the life cycle of jobs with real training processes; there are few, because each process imports torch."""
 
 from __future__ import annotations
 

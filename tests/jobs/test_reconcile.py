@@ -1,4 +1,4 @@
-"""Jobs whose supervisor disappeared without recording an end."""
+"""Tests for jobs whose supervisor disappeared without recording an end."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def a_minute_later(box) -> None:
 
 
 def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orphan):
-    # A user who may write to the list of jobs can name any process there.
+    # A user who may write to the jobs list can name any process there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, other_user)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
     assert box.messages(job_id, "not-ended") == [
         f"none of its recorded processes holds its run.lock; end the process that `fuser {lock}` shows"
     ]
-    # Signals are delivered in order: an earlier one would have ended the process by now.
+    # Signals are delivered in order, so an earlier one would have ended the process by now.
     assert other_user.send(signal.SIGSTOP)
     assert other_user.is_alive()
     orphan.send(signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
 
 
 def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
-    # By replacing the lock file, another user could otherwise have an editor ended that shows a file of the run.
+    # By replacing the lock file, another user could otherwise have an editor killed that shows a file of the run.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
     paths.lock_file.mkdir()

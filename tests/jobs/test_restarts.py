@@ -1,4 +1,4 @@
-"""Ranks that crash or hang: which are restarted, how often, and what is reported."""
+"""Tests for ranks that crash or hang: which are restarted, how often, and what is reported."""
 
 from __future__ import annotations
 

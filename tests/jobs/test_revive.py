@@ -1,4 +1,4 @@
-"""Queued jobs that have lost their supervisors, for example by a restart of the machine."""
+"""Tests for queued jobs that have lost their supervisors, for example because the machine was restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that the parent of sae-tui blocked or ignored, as daemons, container inits and notebook servers do."""
+"""Tests for signals that sae-tui's parent blocked or ignored, as daemons, container inits and notebook servers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a supervisor reacts to a store that fails: it logs the error once, and tries again."""
+"""Tests how a supervisor reacts to a failing store: it logs the error once, and tries again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real users of one machine: with a data folder that their group shares, and with separate folders."""
+"""Tests with two real users of one machine: with a data folder that their group shares, and with separate folders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class User:
             "SAE_TUI_DATA_DIR": str(self.data),
             "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
         }
-        # Users may read everything, because Python may be in root's home, but write only to their own files.
+        # Users may read everything, because Python may be in root's home folder, but write only to their own files.
         may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

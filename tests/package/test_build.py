@@ -1,4 +1,4 @@
-"""The output of `python -m build`, and the metadata that pip and uv show to users."""
+"""Tests for the output of `python -m build`, and the metadata that pip and uv show to users."""
 
 from __future__ import annotations
 

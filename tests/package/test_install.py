@@ -1,4 +1,4 @@
-"""The sdist, installed without a network, with and without the trainer's packages."""
+"""Tests the sdist, installed without a network, with and without the trainer's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dockerfile and the conda-forge recipe, compared with pyproject.toml; neither can be run here."""
+"""Tests the Dockerfile and the conda-forge recipe against pyproject.toml, since neither can be run here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copied() -> list[str]:
 
 
 def as_in_conda(requirements: list[str]) -> set[str]:
-    """Return pip requirements in conda's format: `textual >=8.2,<9`."""
+    """Return pip requirements in conda's format, like `textual >=8.2,<9`."""
     parts = [re.match(r"([\w-]+)([^;]*)", requirement) for requirement in requirements]
     names = {"torch": "pytorch"}
     return {f"{names.get(part[1], part[1])} {part[2]}" for part in parts if part}

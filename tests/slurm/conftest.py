@@ -1,4 +1,4 @@
-"""Attempts on a real SLURM cluster of two nodes, shared by all tests of a process."""
+"""Fixtures for attempts on a real SLURM cluster of two nodes, shared by all tests of a process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Submission:
 
 @pytest.fixture
 def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Return a function that makes a SLURM job in a folder whose name requires shell quoting."""
+    """Return a function that creates a SLURM job in a folder whose name requires shell quoting."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

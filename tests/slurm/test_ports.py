@@ -1,4 +1,4 @@
-"""The addresses at which a job on a real SLURM can be reached over the network while it runs."""
+"""Tests the addresses at which a job on a real SLURM can be reached over the network while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from trainer.contract.runs.rank_spec import EXIT_STOPPED, read_spec
 
 pytestmark = pytest.mark.timeout(240)
-# SLURM's own programs, which authenticate each caller by munge.
+# SLURM's own programs, which authenticate each caller with munge.
 OF_SLURM = {"srun", "slurmstepd"}
 NODES = pytest.mark.parametrize(
     "launch", [{"nodes": 1, "gpus": "cpu:2"}, {"nodes": 2, "gpus": "cpu:1"}], ids=["one-node", "two-nodes"]

@@ -1,4 +1,4 @@
-"""Jobs on the nodes of a real SLURM: training, ends of jobs, and reports."""
+"""Tests for jobs on the nodes of a real SLURM: training, how jobs end, and reports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
     one = submission(nodes=1)
     one.start()
     one.until_training()
-    # SLURM sends this signal by itself because of --signal.
+    # SLURM sends this signal on its own because of --signal.
     cluster.command("scancel", "--batch", "--signal=USR1", one.slurm_id)
     assert one.until_ended() == [EXIT_STOPPED]
     assert any(one.paths.checkpoints.iterdir())
@@ -204,7 +204,7 @@ def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_
 
 
 def test_an_extraction_on_nodes_stops_on_request_after_its_last_shards(submission, tmp_path: Path) -> None:
-    # It would take minutes, but gets only a few seconds.
+    # The job would take minutes, but gets only a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
     one = submission(extraction=extraction)
     one.start()

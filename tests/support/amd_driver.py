@@ -1,4 +1,4 @@
-"""A C library in place of AMD's libamd_smi.so: builds it, and makes the environment of a process that loads it."""
+"""A C library in place of AMD's libamd_smi.so: builds it, and creates the environment of a process that loads it."""
 
 from __future__ import annotations
 

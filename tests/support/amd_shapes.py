@@ -1,4 +1,4 @@
-"""Return values of older versions of AMD's Python module; the reader must support all of them.
+"""The return values of older versions of AMD's Python module, all of which the reader must support.
 
 Only the structures are recorded here. Version 6.0 returns numbers with all bits set for missing values, later versions
 return "N/A". Entries were renamed in 6.2 (clocks), 6.4 (energy) and 7.0 (power).
@@ -67,7 +67,7 @@ COMMON: dict[str, Any] = {
 
 
 def module(**answers: Any) -> Any:
-    """Return a stand-in for the module whose functions return these answers; all other functions are missing."""
+    """Return a stand-in for the module whose functions return these values; all other functions are missing."""
     functions = {name: _answering(answer) for name, answer in {**COMMON, **answers}.items()}
     return SimpleNamespace(
         AmdSmiException=AmdSmiException, AmdSmiLibraryException=AmdSmiLibraryException,

@@ -1,4 +1,4 @@
-"""Validates JSON answers of commands against their schemas."""
+"""Validates the JSON output of commands against its schemas."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sae_tui.cli_commands.schema import ERROR, schemas
 
 @functools.cache
 def validator(command: str) -> Draft202012Validator:
-    """Return a validator for the answers of a command, such as `gpus` or `trainer run`."""
+    """Return a validator for the JSON output of a command, such as `gpus` or `trainer run`."""
     schema = schemas()[command]
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 
 
 def check_answer(command: str, answer: Any) -> None:
-    """Require that an answer matches its schema."""
+    """Require that JSON output matches its schema."""
     fault = best_match(validator(command).iter_errors(answer))
     assert fault is None, f"{command}: {fault.json_path}: {fault.message}"
 
 
 def check_trainers_answer(answer: Any) -> None:
-    """Require that an answer matches the schema of one of the trainer's commands."""
+    """Require that JSON output matches the schema of one of the trainer's commands."""
     commands = [name for name in schemas() if name.startswith("trainer ")]
     faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
     likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}
@@ -36,7 +36,7 @@ def check_trainers_answer(answer: Any) -> None:
 
 
 def is_refusal(answer: Any) -> bool:
-    """Return whether an answer reports a failed command."""
+    """Return whether JSON output reports a failed command."""
     return isinstance(answer, dict) and isinstance(answer.get("error"), dict)
 
 

@@ -51,7 +51,7 @@ ANSWERS = [
     ),
     ["recommend", "job.toml"],
 ]
-# Commands whose answers change with time: only the keys and types are compared.
+# Commands whose output changes with time, so that only the keys and types are compared.
 LIVE = [["gpus"], ["metrics"], ["doctor"]]
 
 
@@ -94,7 +94,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON output of commands over a fixed store; for values that differ between calls only the keys."""
+    """Yield the JSON output of commands over a fixed store; for values that differ between calls, only the keys."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)
@@ -123,7 +123,7 @@ def _answer(folder: Path, *command: str) -> Any:
 
 
 def _form(answer: Any) -> Any:
-    """Return the keys of an answer and the types of its values."""
+    """Return the keys of JSON output and the types of its values."""
     if isinstance(answer, dict):
         return {key: _form(value) for key, value in answer.items()}
     if isinstance(answer, list):

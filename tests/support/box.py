@@ -1,4 +1,4 @@
-"""One user's data folder with the demo app, used in a pseudo-terminal and by shell commands."""
+"""One user's data folder with the demo app, used in a pseudo-terminal and through shell commands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log_every = 5
 
 
 class Box:
-    """One user's data folder, the app in a terminal, and the shell commands on the same folder."""
+    """One user's data folder, the app in a terminal, and shell commands on the same folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def prefix_widths(self) -> list[int]:
-        """The widths of Matryoshka's prefixes, the same in our SAE and in its paper: 1/16 of d_sae up to all of it."""
+        """The widths of the Matryoshka prefixes in our SAE and in the paper: 1/16 of d_sae up to all of it."""
         return [self.d_sae // 2**level for level in (4, 3, 2, 1, 0)]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Asked(NamedTuple):
-    """A request: `layers` whose outputs are read, `model`, a folder for transformers, and `text`, a .jsonl file."""
+    """A request: the `layers` to read, the `model`, a folder for transformers, and the `text`, a .jsonl file."""
 
     model: Path
     text: Path

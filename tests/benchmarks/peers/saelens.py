@@ -52,7 +52,7 @@ class SaeLensTopK(Recipe):
 
 
 class SaeLensBatchTopK(SaeLensTopK):
-    """BatchTopK, evaluated as the JumpReLU SAE that it is exported as: latents are active above a learned threshold."""
+    """BatchTopK, evaluated as the JumpReLU SAE that it becomes on export: a learned threshold selects latents."""
 
     name, kind = "SaeLens batchtopk", "batchtopk"
     sae_class = "batchtopk_sae:BatchTopKTrainingSAE"

@@ -24,8 +24,9 @@ N_TOKENS, D_IN = 20_000, 8
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Return a machine with a free GPU, a busy one, a broken one, one without a memory sensor and one that is nearly
-    full.
+    """Return a machine with five GPUs.
+
+    They are free, busy, broken, without a memory sensor, and nearly full.
     """
     gpus = (
         MachineGpu(0, "RTX 3090", 23 * GIB),

@@ -1,4 +1,4 @@
-"""Tests of the messages about rows already in an extraction's output folder, compared with what a run does to them."""
+"""Tests for messages about rows already in an extraction's output folder, compared with what a run does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that evaluates a job: one evaluation at a time, and every outcome is recorded."""
+"""Tests for the process that evaluates a job: only one evaluation runs at a time, and every outcome is recorded."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_job_has_one_evaluation_at_a_time_which_dies_with_its_process(box: Box
     ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    # A temporary file, as `kill -9` during a write leaves behind.
+    # A temporary file as left behind by `kill -9` during a write.
     file = box.data.evaluations / f"{job_id}.json"
     shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id
 
 
 def seen(box: Box, job_id: int) -> Going | None:
-    """Return the evaluation of a job as shown in the list of jobs, or None."""
+    """Return the evaluation of a job as shown in the jobs list, or None."""
     reader = JobsReader(box.data)
     reader.poll()
     reader.close()

@@ -1,4 +1,4 @@
-"""Reads the stored report card of a run."""
+"""Tests for reading the stored report card of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creates a new job from the settings of an old one."""
+"""Tests for creating a new job from the settings of an old one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory and time that an extraction needs, estimated before launch."""
+"""Tests for the memory and time that an extraction needs, estimated before the launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import parse_extraction
 
 @pytest.fixture
 def job(tmp_path: Path) -> ExtractJob:
-    """Return an extraction from a model that has ten million parameters, according to its files."""
+    """Return an extraction from a model that, according to its files, has ten million parameters."""
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").touch()

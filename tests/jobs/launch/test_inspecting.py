@@ -1,4 +1,4 @@
-"""Stored activations are inspected in a separate process, once for each state of their files."""
+"""Tests that stored activations are inspected in a separate process, once for each state of their files."""
 
 from __future__ import annotations
 

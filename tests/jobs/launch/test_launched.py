@@ -1,4 +1,4 @@
-"""The messages shown after a launch."""
+"""Tests for the messages shown after a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs are available and recommended, and how `launch.gpus` is resolved."""
+"""Tests which GPUs are available and recommended, and how `launch.gpus` is resolved."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ DATA = DataShape(8, None, 100_000)
 
 
 def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) -> str:
-    """Return the summary of a job on `gpus` GPUs; with 0 the job keeps its CPU ranks."""
+    """Return the summary of a job on `gpus` GPUs; with 0, the job keeps its CPU ranks."""
     choices = choices or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(choices, DataDir(Path("/nowhere")), cuda=True)

@@ -1,4 +1,4 @@
-"""Finds out the build of the installed PyTorch without importing it."""
+"""Tests for determining the build of the installed PyTorch without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of launch backends: one file and one entry define a backend."""
+"""Tests for the registry of launch backends: one file and one entry define a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SLURM job whose controller, a script, is busy or unreachable or has forgotten the job."""
+"""Tests for a SLURM job whose controller, a script, is busy or unreachable or has forgotten the job."""
 
 from __future__ import annotations
 

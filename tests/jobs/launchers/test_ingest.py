@@ -1,4 +1,4 @@
-"""Reads the progress lines of a rank on another host into the run's store."""
+"""Tests for copying the progress of a rank on another host into the run's store."""
 
 from __future__ import annotations
 

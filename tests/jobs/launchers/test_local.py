@@ -1,4 +1,4 @@
-"""The stacks of a process that makes no steps."""
+"""Tests for the stacks of a process that takes no steps."""
 
 from __future__ import annotations
 

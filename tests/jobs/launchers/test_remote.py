@@ -1,4 +1,4 @@
-"""The state of a rank on another host, according to its files."""
+"""Tests for the state of a rank on another host, according to its files."""
 
 from __future__ import annotations
 

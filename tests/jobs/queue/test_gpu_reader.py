@@ -1,4 +1,4 @@
-"""How queued jobs read the GPUs: the real reader process on a fake of NVIDIA's library."""
+"""Tests for how queued jobs read the GPUs: the real reader process on a fake of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:
 
 @pytest.fixture
 def on_driver(monkeypatch, drivers, tmp_path):
-    """Return a function that points this process and its readers to the fake driver."""
+    """Return a function that makes this process and its readers use the fake driver."""
 
     def put(**variables):
         for name, value in environment(drivers, **variables).items():
@@ -50,7 +50,7 @@ def in_line(box, **fields) -> QueueEntry:
 
 
 def tried(line: QueueEntry) -> str | tuple[int, ...]:
-    """Try to start the job; return the indices of its GPUs, or its reason to wait."""
+    """Try to start the job; return the indices of its GPUs, or its reason for waiting."""
     started = line.try_start()
     line.locks.release()
     return line.job.gpu_ids if started else line._control.job(line.job.id).waits_for
@@ -132,7 +132,7 @@ def flock(box):
 
 
 def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
-    """A thread in the driver keeps the reader alive; new readers are started at longer and longer intervals."""
+    """A thread in the driver keeps the reader alive; new readers are started at increasing intervals."""
     box.data.create()
     started = []
 

@@ -1,4 +1,4 @@
-"""The order of starts, for random GPUs and queues, and over weeks of virtual time."""
+"""Tests for the order of starts, with random GPUs and queues, and over weeks of virtual time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Queue
 
 
 def could_have(one: Job, where: QueueGpu) -> bool:
-    """Return whether the rules, without a plan, allow a job to use a GPU now."""
+    """Return whether the rules, regardless of any plan, allow a job to use a GPU now."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
     if where.other_user and not one.shares_gpus:
@@ -218,7 +218,7 @@ def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
-    # The job wants all GPUs that it could use, and some of them are usually leased.
+    # The job requests all GPUs that it could use, and some of them are usually leased.
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
     decisions = turns(line, board, NOW)
@@ -295,7 +295,7 @@ def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
 class Cluster:
     """A machine in virtual time: jobs arrive, are planned after every change, and end.
 
-    Jobs run for `late` times their expected time, and report their remaining time unless `silent`.
+    Jobs run for `late` times their expected duration, and report their remaining time unless `silent`.
     """
 
     def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:
@@ -307,7 +307,7 @@ class Cluster:
         self._ends: list[float] = []
 
     def until(self, at: float) -> None:
-        """Advance the time to `at`, and plan at every end of a job."""
+        """Advance the time to `at`, replanning whenever a job ends."""
         while self._ends and self._ends[0] <= at:
             self.now = heapq.heappop(self._ends)
             self._running = {uuid: pair for uuid, pair in self._running.items() if pair[1] > self.now}
@@ -364,7 +364,7 @@ def test_a_large_job_among_small_ones_waits_no_longer_than_promised(stream, come
 
 
 def wait_in_a_stream_of_silent_jobs() -> float:
-    """Return how long a large job waits behind jobs that each seem about to end but run longer than expected."""
+    """Return how long a large job waits behind jobs that always seem about to end but run longer than expected."""
     box = Cluster(2, late=3.0, silent=True)
     box.comes(job(1, expected_s=600.0))
     box.until(box.now + 900)

@@ -1,4 +1,4 @@
-"""The user's command at the end of a job."""
+"""Tests for the user's command at the end of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The energy of a job, from the samples that are stored while the job has its GPUs."""
+"""Tests for the energy of a job, from the samples that are stored while the job has its GPUs."""
 
 from __future__ import annotations
 

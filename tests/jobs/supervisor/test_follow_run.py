@@ -1,4 +1,4 @@
-"""How a supervisor's watch of a running job reacts to requests, a locked store and missing progress."""
+"""Tests how a supervisor's watch of a running job reacts to requests, a locked store and missing progress."""
 
 from __future__ import annotations
 

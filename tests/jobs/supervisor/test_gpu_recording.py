@@ -1,4 +1,4 @@
-"""A supervisor records the GPU history while no app runs."""
+"""Tests that a supervisor records the GPU history while no app runs."""
 
 from __future__ import annotations
 

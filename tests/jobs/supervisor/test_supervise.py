@@ -1,4 +1,4 @@
-"""Real supervisors and ranks: how a job starts, ends, and what it leaves behind."""
+"""Tests with real supervisors and ranks: how a job starts and ends, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KILLED_WITHIN_S = 10.0
 
 
 def own_mib(pid: int) -> float:
-    """Return the memory of a process that it does not share; pages of libraries are shared by all supervisors."""
+    """Return the memory of a process that is not shared; pages of libraries are shared by all supervisors."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"RssAnon:\s*(\d+) kB", status)[1]) / 1024
 

@@ -1,4 +1,4 @@
-"""Upgrades of the package while a job waits."""
+"""Tests for upgrades of the package while a job waits."""
 
 from __future__ import annotations
 

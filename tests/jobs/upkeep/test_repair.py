@@ -1,4 +1,4 @@
-"""A deleted or corrupt store is restored from the run folders."""
+"""Tests that a deleted or corrupt store is restored from the run folders."""
 
 from __future__ import annotations
 

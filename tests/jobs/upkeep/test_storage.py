@@ -1,4 +1,4 @@
-"""A data folder on a network file system is reported."""
+"""Tests that a data folder on a network file system is reported."""
 
 from __future__ import annotations
 

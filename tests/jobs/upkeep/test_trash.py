@@ -1,4 +1,4 @@
-"""Deletes jobs and restores them, also in a process that is killed during the deletion."""
+"""Tests for deleting and restoring jobs, also in a process that is killed during the deletion."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_moved_leave_the_job_unchanged(box):
 
 
 def put_in_the_way(box) -> Path:
-    """Replace the folder of all runs by a file, and return the new location of the folder."""
+    """Replace the folder of all runs with a file, and return the new location of the folder."""
     runs = box.data.root / "runs"
     moved = runs.rename(runs.with_name("kept"))
     runs.write_text("")
@@ -127,7 +127,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
     assert str(error.value).startswith(f"{run} cannot be moved back to {back}: ")
     assert "\n" not in str(error.value)
     assert run.is_dir()
-    # Everything else is restored, and only these files stay in the trash.
+    # Everything else is restored, and only these files remain in the trash.
     assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
     with pytest.raises(trash.FilesLeft, match=str(run)):
         trash.empty(box.data, [job_id])
@@ -243,8 +243,8 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 @pytest.mark.parametrize("step", range(6))
 def test_an_interrupted_deletion_leaves_all_of_the_job_or_nothing(box, step):
-    # The process is killed at call number `step`, from 0, of the functions that write, move or forget. Step 5 is after
-    # the last call.
+    # The process is killed at call number `step`, counted from 0, of the functions that write, move or forget. Step 5
+    # comes after the last call.
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
     done = subprocess.run(command)

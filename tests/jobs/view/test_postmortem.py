@@ -1,4 +1,4 @@
-"""The report about a failure, from the files that its ranks left."""
+"""Tests for the report about a failure, from the files that its ranks left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How GPU processes are listed: folded, sorted, filtered, or as a tree."""
+"""Tests for how GPU processes are listed: folded, sorted, filtered, or as a tree."""
 
 from __future__ import annotations
 
