@@ -1,4 +1,4 @@
-"""Actions on jobs, with a stand-in for the person who answers the app's questions."""
+"""Tests for actions on jobs, with a stand-in for the person who answers the app's questions."""
 
 from __future__ import annotations
 

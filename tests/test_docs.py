@@ -1,4 +1,4 @@
-"""README and docs agree with the program: commands, job files, settings, links, the generated reference."""
+"""Tests that README and docs agree with the program: commands, job files, settings, links, the generated reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer.contract.settings.job_file import parse_any
 from trainer.contract.store.states import JobState
 from trainer.parser import make_parser as trainer_parser
 
-# Programs of others, whose flags are not checked.
+# Other programs, whose flags are not checked.
 OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git", "jq", "loginctl", "mkdir", "rsync",
           "source", "ssh", "wandb"}  # fmt: skip
 # Example values for the placeholders in running text.
@@ -64,7 +64,7 @@ def test_commands_in_running_text_are_accepted_by_their_parser() -> None:
 
 
 def as_named(argv: list[str]) -> list[str]:
-    """Return a command with only its name, or a flag without a value, as a command that asks for help."""
+    """Return a command that consists of only a name, or a flag without a value, as a command that asks for help."""
     n_words = 4 if argv[0] == "python" else 2
     bare = argv[:-1] if argv[-1] == "--json" else argv
     if len(bare) > n_words:
@@ -170,7 +170,7 @@ def can_be_run(argv: list[str]) -> bool:
 
 
 def record_jobs(data: DataDir) -> None:
-    """Record as many finished jobs as the documentation names, each with a report card."""
+    """Record as many finished jobs as the documentation mentions, each with a report card."""
     data.create()
     for number in range(1, 14):
         job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2)

@@ -1,4 +1,4 @@
-"""Measurements of the machine, and their display as text."""
+"""Tests for measurements of the machine, and their display as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rates_cover_the_time_since_the_last_reading_at_most_once_per_second(mon
     second = machine.load()
     assert (second.disk_bytes_s, second.network_bytes_s) == (2_000.0, None)
     assert 0 <= (second.cpu_percent or 0) <= 100
-    # A counter may restart, as after a disk was removed; this must not give a negative rate.
+    # A counter may restart, for example after a disk was removed; this must not give a negative rate.
     clock[0], moved[0] = 104.0, (0, 107)
     assert (machine.load().disk_bytes_s, machine.load().network_bytes_s) == (0.0, 50.0)
 

@@ -1,4 +1,4 @@
-"""Modules loaded by importing a module, measured in fresh processes; import-linter checks the static graph."""
+"""Tests which modules an import loads, measured in fresh processes; import-linter checks the static graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SCREEN = ("textual", "rich")
 HEAVY = ("torch", "numpy")
 
-# Imports modules one after the other, and prints the forbidden modules that each was the first to load.
+# This imports modules one after another, and prints the forbidden modules that each was the first to load.
 WATCH = """
 import importlib, json, sys
 forbidden, found, names = set(sys.argv[1].split(",")), {}, sys.argv[2:]

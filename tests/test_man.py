@@ -1,4 +1,4 @@
-"""The manual pages are up to date with the parsers, and groff accepts them."""
+"""Tests that the manual pages are up to date with the parsers, and that groff accepts them."""
 
 from __future__ import annotations
 

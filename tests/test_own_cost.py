@@ -1,4 +1,4 @@
-"""The app's own measurement of its cost."""
+"""Tests for the app's measurement of its own cost."""
 
 from __future__ import annotations
 

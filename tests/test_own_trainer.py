@@ -1,4 +1,4 @@
-"""Packages and files of others named trainer that hide ours."""
+"""Tests with packages and files named trainer, from elsewhere, that hide ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from trainer.contract import exits
 
-# Starts sae-train like the console script.
+# This starts sae-train like the console script does.
 SAE_TRAIN = ["-c", "import sys; from sae_tui.own_trainer import sae_train; sys.exit(sae_train())"]
 
 

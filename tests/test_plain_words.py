@@ -1,4 +1,4 @@
-"""The word gate of `make check`, on files that it must accept and refuse."""
+"""Tests for the word gate of `make check`, on files that it must accept and refuse."""
 
 from pathlib import Path
 

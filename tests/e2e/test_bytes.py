@@ -1,4 +1,4 @@
-"""Input other than keys and output of libraries leave the app's screen intact, and crashes are reported."""
+"""Tests that input other than keys and library output leave the screen intact, and that crashes are reported."""
 
 from __future__ import annotations
 

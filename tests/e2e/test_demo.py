@@ -1,4 +1,4 @@
-"""The complete product as a person uses it: a real terminal, real keys, and a real training with two processes."""
+"""Tests the product as a person uses it: a real terminal, real keys, and a real training with two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launching in a real terminal: a job that can never run is rejected, and a job that must wait is confirmed first."""
+"""Tests launching in a real terminal: a job that can never run is rejected, one that must wait is confirmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Random keys in a real terminal. A thousand seeds: `PYTHONPATH=tests python -m support.monkey --seeds 0:1000`."""
+"""Tests random keys in a real terminal.
+
+For a thousand seeds, run `PYTHONPATH=tests python -m support.monkey --seeds 0:1000`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new metric needs one file and one registry entry; it is then trained with and shown like the built-in metrics."""
+"""Tests that a new metric needs one file and one registry entry, and then works like the built-in metrics."""
 
 from __future__ import annotations
 

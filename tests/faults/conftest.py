@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Halt the ranks for this many seconds; otherwise they would use full cores while the test only waits."""
+        """Halt the ranks for this many seconds, since they would use full cores while the test merely waits."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)

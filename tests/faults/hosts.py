@@ -1,4 +1,4 @@
-"""Restarts or renames hosts, or lets them share a data folder: each function injects one fault once, by commands."""
+"""Restarts or renames hosts, or lets them share a data folder, through commands; each function injects one fault."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class RealHost:
         return said
 
     def launch(self, *names: str, gpus: str = "auto:1", **place: object) -> list[int]:
-        """Launch jobs; a name describes what its ranks do, and `place` has options like `after=3` or `hold=True`."""
+        """Launch jobs; a name determines what its ranks do, and `place` has options like `after=3` or `hold=True`."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         files = [folder / f"{n}.toml" for n in range(len(names))]
         for file, name in zip(files, names, strict=True):
@@ -146,7 +146,7 @@ class RealHost:
         return [one["id"] for one in (launched if isinstance(launched, list) else [launched])]
 
     def trains(self, job_id: int) -> Job:
-        """Wait until a job advances and return its row; `Box.wait_steps` would expect ranks of this machine's boot."""
+        """Wait until a job advances and return its row; `Box.wait_steps` expects ranks from this machine's boot."""
         wait_for(lambda: self.box.job(job_id).step, f"steps of job {job_id}", 60)
         return self.box.job(job_id)
 

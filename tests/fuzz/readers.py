@@ -12,7 +12,10 @@ NOTHING = type(None)
 
 
 class Reader(NamedTuple):
-    """`read` gets bytes in the file of `seeds`; it returns one of `kinds`, or raises `UserError` or one of `raises`."""
+    """A function that reads bytes from others.
+
+    `read` gets the bytes in the file of `seeds` and returns one of `kinds`, or raises `UserError` or one of `raises`.
+    """
 
     name: str
     seeds: str

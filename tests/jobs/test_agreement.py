@@ -1,4 +1,4 @@
-"""Review, checks, queue, doctor and ranks agree on a job: its mode, its memory, and whether it can ever run."""
+"""Tests that review, checks, queue, doctor and ranks agree on a job: its mode, memory, and whether it can run."""
 
 from __future__ import annotations
 

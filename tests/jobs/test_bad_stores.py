@@ -1,4 +1,4 @@
-"""Invalid values in `metrics.db` and `gpu.db`, or files that are no stores: everything else continues to work."""
+"""Tests with invalid values in `metrics.db` and `gpu.db`, or invalid files: all else must continue to work."""
 
 from __future__ import annotations
 

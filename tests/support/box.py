@@ -97,7 +97,7 @@ class Box:
             terminal.send("y")
 
     def close(self) -> None:
-        """Close every terminal and end all remaining processes of this box."""
+        """Close every terminal and kill all remaining processes of this box."""
         for terminal in self.terminals:
             terminal.close()
         for pid in processes_of(self.folder):
@@ -110,7 +110,7 @@ def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 12
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Wait by polling the store directly: polling with a command would use a full core."""
+    """Wait by polling the store directly, since polling with a command would use a full core."""
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):
         assert time.monotonic() < deadline
@@ -123,7 +123,7 @@ def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """List every pid whose command line names the folder: supervisors and ranks, but not the app."""
+    """List every pid whose command line contains the folder: supervisors and ranks, but not the app."""
     pids = []
     for entry in Path("/proc").iterdir():
         try:

@@ -39,7 +39,7 @@ class ShownLook:
         await self.say("resize", {"width": columns, "height": rows})
 
     async def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 90) -> str:
-        """Return the screen once it shows this; raise `AssertionError` with the screen on a timeout."""
+        """Return the screen once it shows `expected`; on a timeout, raise `AssertionError` with the screen."""
         shows = expected if callable(expected) else lambda text: expected in text
         try:
             async with asyncio.timeout(seconds):

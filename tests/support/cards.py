@@ -9,7 +9,7 @@ NO_FACTS = GpuFacts()
 
 
 class Cards:
-    """A CUDA machine as its driver describes it."""
+    """A CUDA machine as described by its driver."""
 
     name = "nvml"
     cuda = True

@@ -1,4 +1,4 @@
-"""A real headless Chromium, controlled by its debugging protocol: opens pages, presses keys, takes screenshots."""
+"""A real headless Chromium, controlled through its debugging protocol: opens pages, presses keys, takes screenshots."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _unbend(share: float) -> float:
 
 
 def contrast(style: Style, of_256: bool = False) -> float:
-    """Return the contrast of text with its background, 1 to 21, by WCAG 2."""
+    """Return the contrast of text with its background, from 1 to 21, as defined by WCAG 2."""
     assert style.color
     assert style.bgcolor
     lights = sorted(_times(_XYZ, linear(color, of_256))[1] for color in (style.color, style.bgcolor))
@@ -47,7 +47,7 @@ def contrast(style: Style, of_256: bool = False) -> float:
 
 
 def seen_by(color: Color, eye: str, of_256: bool = False) -> Rgb:
-    """Return a colour as the eye type of `BLIND` sees it, in linear light."""
+    """Return a colour in linear light as seen by one of the eye types in `BLIND`."""
     red, green, blue = (max(0.0, min(1.0, share)) for share in _times(BLIND[eye], linear(color, of_256)))
     return red, green, blue
 

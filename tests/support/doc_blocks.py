@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "sh", "console")
 _FENCE = re.compile(r"^```(?P<language>\w*)(?:[ ]+title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
-# A command inline in text, such as `sae-tui job ID`.
+# A command in running text, such as `sae-tui job ID`.
 _INLINE = re.compile(r"(?<!`)`((?:sae-tui|sae-train|python -m trainer) [^`]+)`(?!`)")
 _BORDERS = {"|", "||", "&&", ";", "&", "(", ")"}
 _INTO = {">", ">>"}
@@ -48,7 +48,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Return every command of a shell block, with its location."""
+    """Return every command in a shell block, with its location."""
     return [(block.place, argv) for block in blocks(*SHELLS) for argv in commands_of(block)]
 
 
@@ -59,7 +59,7 @@ def inline_commands() -> list[tuple[str, list[str]]]:
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Return the arguments of each command in a block; in a console block a command is a line with a prompt."""
+    """Return the arguments of each command in a block; in a console block, commands are the lines with a prompt."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]

@@ -1,4 +1,4 @@
-"""A C library in place of libnvidia-ml.so.1: builds it, and makes the environment of a process that loads it."""
+"""A C library in place of libnvidia-ml.so.1: builds it, and creates the environment of a process that loads it."""
 
 from __future__ import annotations
 

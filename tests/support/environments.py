@@ -14,7 +14,7 @@ from trainer.contract.settings.known import known_settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"version": "2.9.0+cpu", "cuda": None, "hip": None, "gpus": 0}
-# Appends the command line of each Python process of the environment to a file.
+# This appends the command line of each Python process in the environment to a file.
 _TELLS = """
 import sys
 with open({file!r}, "a") as stream:
@@ -36,7 +36,7 @@ def make_environment(folder: Path, *, trains: bool = True) -> Path:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """Return the answer of a Python whose environment has everything installed."""
+    """Return the report of a Python whose environment has everything installed."""
     told = {
         "version": [3, 12, 1],
         "paths": [],
@@ -58,7 +58,7 @@ def stand_in(folder: Path, script: str, name: str = "python") -> Path:
 
 
 def answering(folder: Path, told: object = None) -> Path:
-    """Write a stand-in that answers at once and appends a line to `asked` next to it; return its path."""
+    """Write a stand-in that replies immediately and appends a line to `asked` next to it; return its path."""
     text = json.dumps(answer() if told is None else told)
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     (folder / "answer.json").write_text(text)

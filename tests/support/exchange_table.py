@@ -35,7 +35,7 @@ from trainer.parallel import group as groups
 from trainer.parallel.group import DistributedGroup, Group, Processes
 from trainer.parallel.waiting import HostWaiting
 
-# Shapes A and B of `tests/benchmarks/gpu_step.py`, with 4,096 tokens for each rank.
+# Shapes A and B of `tests/benchmarks/gpu_step.py`, with 4,096 tokens per rank.
 SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
 TOKENS = 4096
 CASES = ("no dead", "auxk")
@@ -111,7 +111,7 @@ class _Transfer(NamedTuple):
 
 
 def _asker() -> str:
-    """Return the innermost trainer function that calls a group, as "saes/topk.py TopK.score"."""
+    """Return the innermost trainer function that calls a group, like "saes/topk.py TopK.score"."""
     frame = sys._getframe(1)
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_qualname
@@ -167,7 +167,7 @@ def step_of(mode: Mode, shape: str, case: str) -> Step:
         step = recorded_step(job, d_in, dead=case == "auxk", parallel=ranks, log=log)
         rows = torch.empty(_rows_read(mode, shape), d_in, dtype=torch.bfloat16, device="meta")
         RowExchange((rows, rows), TOKENS * mode.n_latents, _readers(mode, shape, log))
-    # A batch is exchanged during the step before it.
+    # A batch is exchanged during the preceding step.
     of_rows = [dataclasses.replace(one, begins=0, ends=len(step.ops)) for one in log.exchanges[len(step.exchanges) :]]
     return dataclasses.replace(step, exchanges=(*of_rows, *step.exchanges))
 
@@ -189,12 +189,12 @@ def _rows_read(mode: Mode, shape: str) -> int:
 
 
 def rows() -> Iterator[str]:
-    """Yield the rows of the table, the column names first."""
+    """Yield the rows of the table, column names first."""
     yield COLUMNS
     for mode in MODES:
         for shape in SHAPES:
             for case in CASES:
-                # The numbers of the other sizes follow from these.
+                # The numbers for the other sizes follow from these.
                 if mode.ranks == 8 or shape == "A":
                     yield from rows_of(mode, shape, case)
 
@@ -220,7 +220,7 @@ def _mb(one: Exchange) -> float:
 
 
 class Times(NamedTuple):
-    """Seconds of a step, its computation and its transfers; a rank's sent bytes and its number of collectives."""
+    """The seconds of a step, its computation and its transfers; a rank's sent bytes and number of collectives."""
 
     step_s: float
     computing_s: float
@@ -249,8 +249,8 @@ def times_of(step: Step, sharing: int) -> Times:
 class _TimeLine:
     """The times in seconds at which a GPU ends its operations and transfers so far.
 
-    `later` holds the end times, by number, of the previous step's transfers, which an operation of this step may wait
-    for.
+    `later` contains the end times, by number, of the previous step's transfers, for which an operation of this step may
+    wait.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
-    """Exchange tensors of all kinds and sizes: some fit into a slot, others are sent in parts."""
+    """Exchange tensors of all kinds and sizes: some fit into a slot, others are sent in pieces."""
     torch.manual_seed(group.index)
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
@@ -88,7 +88,7 @@ def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
     if is_apart and rank:
         # Ranks on different machines cannot open rank 0's named memory.
         rendezvous.DOOR += "elsewhere-"
-    # As on a GPU: several transfers start together, and a collective adds the parts.
+    # As on a GPU, several transfers start together, and a collective adds the parts.
     setattr(DistributedGroup, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
     # torch 2.6 fails if there is nothing to transfer.
     at_once = lambda ranks, tensors: _coalescing(ranks._group) if tensors else nullcontext()  # noqa: E731

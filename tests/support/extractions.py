@@ -44,10 +44,10 @@ def run(
 def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[ExtractionResult]:
     """Run an extraction on several ranks, each a thread of this process, and return each rank's result.
 
-    They find each other through files in `folder`, which must be new.
+    The ranks find each other through files in `folder`, which must be new.
     """
     stop = stop or threading.Event()
-    # Sequentially, since transformers changes its own classes while it loads a model.
+    # Load the models sequentially, since transformers changes its own classes while it loads one.
     parts = [Extraction(job, CPU, Peers(folder, rank, size, stop)) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(Extraction.run, parts))

@@ -51,7 +51,7 @@ class OtherInterpreter(Group):
 
 
 class Unread:
-    """A request reader that reads nothing; on a GPU the real one reads the previous step's requests."""
+    """A request reader that reads nothing; on a GPU, the real one reads the requests of the previous step."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return (False,) * len(total)
@@ -62,7 +62,7 @@ def one_of_ranks(
 ) -> tuple[Parallel, dict[str, Any]]:
     """Return one rank of a data-parallel, tensor-parallel or hybrid run, and its job's `parallel` settings.
 
-    `group` makes a group from its name and size.
+    `group` creates a group from its name and size.
     """
     n_ranks = n_data * n_latents
     world = group("world", n_ranks) if n_ranks > 1 else None
@@ -91,7 +91,7 @@ class ToldNumber:
 
 @contextlib.contextmanager
 def fake_gpu(above: int | None = None) -> Iterator[None]:
-    """Make everything created on `DEVICE` within the context behave like a GPU tensor.
+    """Within the context, make everything created on `DEVICE` behave like a GPU tensor.
 
     `above` is the number of pre-activations per batch that exceed a penalised SAE's threshold. By default there are too
     many for anything but dense products.
@@ -142,7 +142,7 @@ def _state_dtype_on_gpus(settings: AdamSettings, _device: str) -> str:
 
 
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
-    """Make a tensor from numbers on the host: filled on the device, since copying needs a driver."""
+    """Create a tensor from numbers on the host: filled on the device, since copying needs a driver."""
     made = _TENSOR(*args, **others)
     return made if device is None else torch.full(tuple(made.shape), 1, dtype=made.dtype, device=device)
 
@@ -183,7 +183,7 @@ _WITH_CUDA = (
 
 
 def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any] | None = None) -> JobConfig:
-    """Return the job with these settings; all others are defaults."""
+    """Return a job with these settings and defaults for all others."""
     table = {"data": {"path": "x"}, "sae": sae, "train": {"n_steps": 1000} | train, "parallel": parallel or {}}
     job, problems = parse_job(table)
     assert job is not None, problems

@@ -24,7 +24,7 @@ JOB = {"id": 7, "name": "theirs", "state": "running", "gpu_ids": [0], "step": 10
 
 
 def far_side(folder: Path, *programs: str) -> list[str]:
-    """Return the argv to use as `ssh`; its connections run these programs in order."""
+    """Return the argv to use as `ssh`; its connections run these programs in sequence."""
     folder.mkdir(exist_ok=True)
     for place, program in enumerate(programs, start=1):
         (folder / str(place)).write_text(program)

@@ -14,7 +14,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 _SVG = "{http://www.w3.org/2000/svg}"
-# Textual's geometry: a cell in pixels, and the window around the cells.
+# Textual's geometry: the size of a cell in pixels, and the window around the cells.
 _CELL, _LINE, _LEFT, _TOP = 12.2, 24.4, 10, 42
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FONTS = "Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
@@ -24,7 +24,7 @@ _RULE = re.compile(r"\.[\w-]+-(r\d+) \{ ([^}]*) \}")
 
 @dataclass(frozen=True)
 class Picture:
-    """A screenshot as SVG, its duration in seconds, and the caption above it."""
+    """A screenshot as SVG, its duration in seconds, and its caption."""
 
     svg: str
     seconds: float
@@ -114,7 +114,7 @@ def _text(text: ET.Element, rules: dict[str, str], styles: Styles) -> str:
 
 
 def _bars(x: float, words: str, kind: str) -> Iterator[str]:
-    """Return block characters as rectangles: a font leaves seams between them."""
+    """Return block characters as rectangles, since a font leaves seams between them."""
     for block, run in groupby(enumerate(words), lambda one: one[1]):
         places = [place for place, _ in run]
         if block != " ":
@@ -135,7 +135,7 @@ def _caption(words: str, width: float, styles: Styles) -> str:
 
 
 def _bounds(pictures: Sequence[Picture]) -> list[float]:
-    """Return the start of each picture in seconds, and the end of the last."""
+    """Return the start of each picture in seconds, and the end of the last one."""
     bounds = [0.0]
     for picture in pictures:
         bounds.append(bounds[-1] + picture.seconds)

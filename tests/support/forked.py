@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-# Called in a forked rank, with its number, before it begins.
+# This is called in a forked rank with the rank's number, before it begins.
 Prepare = Callable[[int], object]
 
 RANK = ["trainer.ranks.rank", "trainer.training.loop", "trainer.reporting.progress"]
@@ -67,7 +67,7 @@ class ForkedRank:
 
 
 def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None) -> None:
-    """Do the work of `python -m trainer rank` after torch is loaded."""
+    """Do the work of `python -m trainer rank` once torch is loaded."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir("/")

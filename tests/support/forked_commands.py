@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 TESTS = Path(__file__).parents[1]
-# Variables that may differ between commands; any other may affect how modules load.
+# Variables that may differ between commands; any other may affect how modules are loaded.
 FREE = ("SAE_TUI_", "PYTEST_")
 
 
@@ -33,8 +33,8 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m sae_tui` with these arguments and return its exit code and output.
 
-    The command is forked if its environment equals the preloaded process's, except for `FREE` variables. Otherwise a
-    new Python starts.
+    The command is forked if its environment equals that of the preloaded process, except for `FREE` variables.
+    Otherwise a new Python is started.
     """
     if _loading(env) != _loading(os.environ):
         argv = [sys.executable, "-m", "sae_tui", *arguments]
@@ -59,7 +59,7 @@ def _loading(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_both(outputs: Sequence[BinaryIO]) -> list[str]:
-    """Read both pipes to their ends concurrently, since a full pipe would block the command."""
+    """Read both pipes concurrently to their ends, since a full pipe would block the command."""
     texts = ["", ""]
 
     def read(number: int) -> None:

@@ -18,7 +18,7 @@ from trainer.ranks import rank
 
 
 class Again:
-    """Repeats the work instead of replaying it, on devices without graphs."""
+    """Repeats the work instead of replaying it, for devices without graphs."""
 
     def __init__(self) -> None:
         self._work: Callable[[], None] = lambda: None

@@ -28,7 +28,7 @@ LIMIT_S, STEPS = 3.0, 50
 
 
 class Hanging(DistributedGroup):
-    """A group in which one exchange never returns on some ranks."""
+    """A group in which an exchange never returns on some ranks."""
 
     n_sums = 0
 

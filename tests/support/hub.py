@@ -1,4 +1,4 @@
-"""A local server with the subset of the Hugging Face hub's API that its client needs for uploads and downloads."""
+"""A local server with the subset of the Hugging Face hub's API that its client needs to upload and download."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COMMIT = "5" * 40
 
 
 class Hub:
-    """Accepts uploads as the hub does; `files` holds commits by repository and name, `asked` every request.
+    """Accepts uploads like the hub; `files` contains commits by repository and name, `asked` every request.
 
-    A request whose path contains `fails_at` gets status 500 with a text that contains the token.
+    A request whose path contains `fails_at` gets status 500 with text that contains the token.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Hub:
         self._thread.join()
 
     def environment(self, home: str) -> dict[str, str]:
-        """Return the variables that direct the client to this server, logged in."""
+        """Return the variables that make the client use this server, logged in."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": home,
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({})
 
     def _is_refused(self) -> bool:
-        """Reject a request that lacks the token or is configured to fail; return whether it did."""
+        """Reject a request that lacks the token or is configured to fail; return whether it was rejected."""
         self.of.asked.append(f"{self.command} {self.path}")
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._answer({"error": "Invalid credentials"}, 401)

@@ -19,10 +19,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def hung_mount(folder: Path) -> Iterator[threading.Event]:
-    """Mount the file system at a new folder; yield an event that is set once a process waits. On exit the wait ends.
+    """Mount the file system at a new folder; yield an event that is set once a process waits. The wait ends on exit.
 
-    Once a request has been read, no signal interrupts the process: it is in state D. The test is skipped if mounting is
-    not possible.
+    Once a request has been read, no signal interrupts the process, which is in state D. The test is skipped if mounting
+    is not possible.
     """
     folder.mkdir()
     try:

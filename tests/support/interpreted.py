@@ -13,10 +13,10 @@ from support.box import ROOT
 
 
 def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "") -> None:
-    """Assert that all cases of a file pass: on a GPU if there is one and not `on_cpu`, else in the interpreter.
+    """Assert that all cases in a file pass: on a GPU if there is one and not `on_cpu`, else in the interpreter.
 
-    With `compiles` the cases only compile, which needs neither a GPU nor the interpreter. `among` selects cases like
-    pytest's -k.
+    With `compiles`, the cases are only compiled, which needs neither a GPU nor the interpreter. `among` selects cases
+    like pytest's -k.
     """
     pytest.importorskip("triton")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

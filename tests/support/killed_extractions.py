@@ -37,7 +37,7 @@ def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
 
 
 def interrupt_at_first_shard() -> None:
-    """Send this process SIGINT once its first shard is written, long before the last."""
+    """Send SIGINT to this process once its first shard is written, long before the last."""
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.rename" and str(arguments[1]).endswith("shard-00000.safetensors"):
@@ -47,7 +47,7 @@ def interrupt_at_first_shard() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that kills this process at the event with this number, among the events of the folder."""
+    """Return a function that kills this process at the event with this number, among the events in the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -60,7 +60,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that makes SIGALRM kill this process after a time."""
+    """Return a function that makes SIGALRM kill this process after a certain time."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     # nohup makes processes ignore SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    # Import the modules of this model here; each forked process would need two seconds for it.
+    # Import the modules of this model here, since each forked process would need two seconds to do so.
     LanguageModel(load_extraction(job), torch.device("cpu"))
     began = time.monotonic()
     n_events = events_of(job, root / "whole")

@@ -46,7 +46,7 @@ def start(job: ExtractJob, rank: int, size: int, folder: Path, prepare: Callable
 
 
 def run(job: ExtractJob, folder: Path, prepare: list[Callable[[], object]]) -> list[int]:
-    """Run one rank per element of `prepare`; if one is killed, end the others. Return their exit codes."""
+    """Run one rank per element of `prepare`; if one is killed, stop the others. Return their exit codes."""
     ranks = [start(job, rank, len(prepare), folder, one) for rank, one in enumerate(prepare)]
     codes: dict[int, int] = {}
     while len(codes) < len(ranks):
@@ -63,7 +63,7 @@ def nothing() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that kills this process at the event with this number, among the events of the folder."""
+    """Return a function that kills this process at the event with this number, among the events in the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -76,7 +76,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that makes SIGALRM kill this process after a time."""
+    """Return a function that makes SIGALRM kill this process after a certain time."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     n, size = int(sys.argv[4]), int(sys.argv[5])
     torch.set_num_threads(1)
     asked = load_extraction(file)
-    # Import the modules of this model here; each forked process would need two seconds for it.
+    # Import the modules of this model here, since each forked process would need two seconds to do so.
     LanguageModel(asked, torch.device("cpu"))
 
     def to(output: Path) -> ExtractJob:

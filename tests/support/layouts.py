@@ -1,4 +1,4 @@
-"""File layouts in which other tools stored SAEs over the years, each with a reference implementation of the SAE.
+"""File layouts in which other tools have stored SAEs over the years, each with a reference implementation of the SAE.
 
 Every builder writes the files that the tool's documentation or code describes, with random weights.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 D_IN, D_SAE, K = 12, 40, 4
 PLACE = {"model_name": "gpt2-small", "hook_name": "blocks.3.hook_resid_pre", "hook_layer": 3}
-# The settings that SAELens 3 to 5 wrote.
+# The settings written by SAELens 3 to 5.
 FLAT = {
     "d_in": D_IN, "d_sae": D_SAE, "dtype": "torch.float32", "device": "cpu", "model_name": "gpt2-small",
     "hook_name": "blocks.3.hook_resid_pre", "hook_layer": 3, "hook_head_index": None, "context_size": 128,
@@ -27,7 +27,7 @@ FLAT = {
     "neuronpedia_id": None, "model_from_pretrained_kwargs": {},
 }  # fmt: skip
 ALL_FLAT = PLACE | {"context_size": 128, "prepend_bos": True, "dataset_path": "Skylion007/openwebtext"}
-# The settings that versions 1 and 2 wrote, which include the settings of the training.
+# The settings written by versions 1 and 2, including those of the training.
 OLDEST = {name: value for name, value in FLAT.items() if not name.startswith(("hook_", "activation_fn"))} | {
     "hook_point": "blocks.{layer}.hook_resid_pre", "hook_point_layer": 3, "use_ghost_grads": True, "noise_scale": 0,
     "l1_coefficient": 8e-5, "normalize_sae_decoder": True, "mse_loss_normalization": None, "lr": 4e-4,
@@ -42,10 +42,10 @@ TRANSCODER = NEWEST | {"d_out": D_IN, "apply_b_dec_to_input": False}
 
 
 class Reference(NamedTuple):
-    """Computes an SAE in float64 by its tool's definition; `weights` have SAELens' names.
+    """Computes an SAE in float64 as its tool defines it; `weights` have SAELens' names.
 
-    With `subtracts` the encoder reads x − b_dec. With `by_norm` latents are scaled by the norms of their decoder rows.
-    Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.
+    With `subtracts`, the encoder reads x − b_dec. With `by_norm`, latents are scaled by the norms of their decoder
+    rows. Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.
     """
 
     kind: str
@@ -93,8 +93,8 @@ def _clear(distances: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """How a tool stores an SAE: `write` fills a folder and returns the reference.
 
-    `origin` is the metadata in the files, `place` the path to read below the folder, and `flags` are the options that
-    the user adds. `oracle` names the other tool's loader that reads the same files.
+    `origin` is the metadata in the files, `place` is the path to read below the folder, and `flags` are the options
+    that the user adds. `oracle` names the other tool's loader that reads the same files.
     """
 
     form: str
@@ -114,7 +114,7 @@ def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) ->
     else:
         drawn["b_enc"] = 0.3 * torch.randn(D_SAE)
     if kind == "jumprelu":
-        # A threshold below 0 has the effect of 0.
+        # A threshold below 0 has the same effect as 0.
         drawn["threshold"] = torch.rand(D_SAE) * 3 - 0.5
     return drawn | ({"W_skip": torch.randn(d_out, D_IN)} if skip else {})
 
@@ -130,7 +130,7 @@ def save(file: Path, stored: dict[str, Tensor]) -> None:
 
 
 def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **facts: Any) -> Any:
-    """Return a builder of a SAELens SAE; `extra` are further tensors."""
+    """Return a builder of a SAELens SAE; `extra` contains additional tensors."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind, skip=str(config.get("architecture")).endswith("skip_transcoder"))

@@ -1,4 +1,4 @@
-"""The errors of a matrix product without enough memory, each produced in a separate process."""
+"""The errors that a matrix product raises without enough memory, each produced in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP_BYTES, N_STEPS = 2**16, 24
 
 def errors() -> list[tuple[str, bool]]:
     """Return the errors with increasing memory: the message, and whether it is recognised as out of memory."""
-    # Select the same code path on CPUs with newer instruction sets.
+    # Select the same code path on CPUs with newer instruction sets too.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     return [error for step in range(N_STEPS) for error in _error(step * STEP_BYTES)]
 

@@ -33,7 +33,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
 D_IN, N_STEPS = 12, 2
-# Limit for a rank whose peers make a different call, or none.
+# The time limit for a rank whose peers make a different call, or none.
 PATIENCE_S = 60
 # Functions of `torch.distributed` that `trainer.parallel.group` imports by name.
 BOUND = ("_reduce_scatter", "_all_gather")
@@ -51,10 +51,10 @@ class Case(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a `torch.distributed` function by a rank: its group's ranks, and the other arguments as text.
+    """A rank's call to a `torch.distributed` function: the ranks of its group, and the other arguments as text.
 
-    If ranks exchange different numbers of rows, `sends` and `receives` are the rows sent to and received from each
-    rank.
+    If ranks exchange different numbers of rows, `sends` and `receives` are the numbers of rows sent to and received
+    from each rank.
     """
 
     name: str
@@ -128,7 +128,7 @@ class _Stored(IndexedSource):
 
 @contextlib.contextmanager
 def _noting(calls: list[Call]) -> Iterator[None]:
-    """Log all calls on any group within the context, made through any function of `torch.distributed`."""
+    """Within the context, log all calls on any group, made through any function of `torch.distributed`."""
     with contextlib.ExitStack() as stack:
 
         @contextlib.contextmanager

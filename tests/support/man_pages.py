@@ -41,7 +41,7 @@ def _page(parser: SafeParser, name: str, summary: str) -> str:
     page.add_section("examples", "=", _as_written(examples.removeprefix("examples:\n")))
     page.add_section("exit status", "=", "\n".join(f".TP\n.B {one:d}\n{_roff(one.meaning)}" for one in Exit))
     header, rest = str(page).split("\n", 1)
-    # Align left: justified lines would stretch the spaces between long words.
+    # Align left, since justified lines would stretch the spaces between long words.
     return f"{header}\n.ad l\n{rest}"
 
 

@@ -66,7 +66,7 @@ BYTES = [
 ]  # fmt: skip
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")
-# Only the confirmation of a deletion has this word.
+# Only the confirmation of a deletion contains this word.
 DELETION_ASKED = b"SAEs?"
 TRACEBACK = b"Traceback (most recent call last):\r\n"
 QUIET_S = 0.25
@@ -76,7 +76,7 @@ QUIET_S = 0.25
 class Result:
     """The outcome of one seed.
 
-    `faults` are sentences, `answers_s` the seconds from `?` until the help is on the screen.
+    `faults` are sentences, `answers_s` the seconds from pressing `?` until the help is on the screen.
     """
 
     seed: int
@@ -111,7 +111,7 @@ def bound_keys() -> list[bytes]:
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
             codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
-    # The keys that quit are excluded, since a start takes a second. `_choose_key` presses `q` now and then.
+    # The keys that quit are excluded, since a start takes a second. `_choose_key` occasionally presses `q`.
     return sorted(codes - {b"q", b"\x11"})
 
 
@@ -131,7 +131,7 @@ def _bytes_of(key: str) -> bytes | None:
 
 
 class Monkey:
-    """One seed: a box, the app on it, and a given number of random keys."""
+    """One seed: a box, the app in it, and a given number of random keys."""
 
     def __init__(self, seed: int, n_keys: int, folder: Path) -> None:
         self.result = Result(seed, SIZES[seed % len(SIZES)])
@@ -142,15 +142,14 @@ class Monkey:
         self._folder = folder
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
-        # Jobs whose deletion was asked about by id, and the number of jobs whose deletion was asked about by number
-        # only.
+        # Jobs whose ids a deletion question named, and the number of jobs in a question that gave only a number.
         self._asked: set[int] = set()
         self._n_asked = 0
         self._searched = 0
         self.pressed: list[str] = []
 
     def run(self) -> Result:
-        """Press the keys; end at the first fault."""
+        """Press the keys; stop at the first fault."""
         started = time.monotonic()
         try:
             self._fill()
@@ -171,7 +170,7 @@ class Monkey:
     # the box
 
     def _fill(self) -> None:
-        """Record a job in every state; each unfinished job gets a supervisor process that only sleeps."""
+        """Record a job in every state; each unfinished job gets a supervisor process that merely sleeps."""
         leased = iter(range(3))
         for state in JobState:
             fields: dict[str, object] = {}
@@ -290,7 +289,7 @@ class Monkey:
         `drawn` is the output up to the end of the question.
         """
         # The cells next to a narrow dialog are drawn between its lines, but the number is in the first line. A partial
-        # redraw may miss that line.
+        # redraw may omit that line.
         question = plain(drawn).rpartition("Delete")[2]
         if one := re.match(r"job(\d+)\(", question):
             self._asked.add(int(one[1]))
@@ -299,7 +298,7 @@ class Monkey:
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
-        """Fail at a traceback, an exit without a request, and a deletion without a question."""
+        """Fail at a traceback, an exit without a request, or a deletion without a question."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
         # The lines of a job's log on the screen do not end with a line break.
@@ -342,7 +341,7 @@ class Monkey:
         self.terminal.close()
 
     def _leave_all(self) -> None:
-        """Leave every open screen. Wait after each Escape, since Escape directly before a byte is another key."""
+        """Leave every open screen. Wait after each Escape, since Escape directly before a byte is a different key."""
         for _ in range(6):
             with suppress(OSError):  # it has just ended
                 self.terminal.send(b"\x1b")
@@ -377,7 +376,7 @@ class Monkey:
         """Return whether `?` opens the help; it may not if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
-        # More dialogs may be open on top of each other than Escape was pressed for.
+        # More dialogs may be open on top of each other than Escape has been pressed for.
         for _ in range(3):
             self._leave_all()
         if self.terminal.process.poll() is None:
@@ -425,7 +424,7 @@ class Monkey:
             process.wait()
 
     def _stacks(self) -> str:
-        """Return the stacks of the app's threads, at the time of the crash if a signal such as SIGSEGV ended it."""
+        """Return the stacks of the app's threads, taken during the crash if a signal such as SIGSEGV ended it."""
         stacks = self._folder / "stacks.txt"
         if self.terminal.process.poll() is not None:
             return stacks.read_text() if stacks.exists() else ""
@@ -435,7 +434,7 @@ class Monkey:
         return f"state {state}\n{stacks.read_text()}"
 
     def _screen(self) -> str:
-        """Return the screen, as far as it was drawn at the current window size."""
+        """Return the screen as far as it has been drawn at the current window size."""
         screen = pyte.Screen(*self.result.size)
         pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
         return "\n".join(screen.display)

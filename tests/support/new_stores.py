@@ -1,4 +1,4 @@
-"""The SQL tables of a new store, as all migrations create them; `make schemas` writes these files."""
+"""The SQL tables of a new store, as created by all migrations; `make schemas` writes these files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of another user that try to control the terminal, and checks of the output."""
+"""Text by another user that tries to control the terminal, and checks of the output."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Texts:
         return self.text(label)[:40]
 
     def line(self, label: str) -> str:
-        """Return a text for a single line, such as another program's output."""
+        """Return text for a single line, such as another program's output."""
         return self.text(label, pieces=[piece for piece in PIECES if not piece.isspace() and piece != "\x85"])
 
     def log(self, label: str) -> str:
-        """Return a text for a log, in which a carriage return would overwrite the preceding text."""
+        """Return text for a log, in which a carriage return would overwrite the preceding text."""
         return self.text(label).replace("\r", "")
 
     def file(self, label: str) -> str:
-        """Return a text for names of files and words of command lines, with bytes that are not UTF-8."""
+        """Return text for file names and words of command lines, with bytes that are not UTF-8."""
         return self.text(label, pieces=[*PIECES[::2], *BYTES]).replace("/", "")
 
     def seen(self, shown: str) -> set[str]:

@@ -36,7 +36,7 @@ MARKERS = (
     r"hardly|whilst|wherein|whereof|thereof|therein|hence",
     r"strangers?",
 )
-# A report card is a standard term, as are the flag that chooses one and the key "cards" of the protocol of hosts.
+# A report card is a standard term, as are the flag that selects one and the key "cards" in the host protocol.
 ALLOWED = re.compile(r"""(?:(?:report|model|hub|dataset|sae|gpu)[ -]|--|["'])cards?|\bCARD\b""", re.IGNORECASE)
 MARKER = re.compile("|".join(rf"\b(?:{marker})\b" for marker in MARKERS), re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
@@ -73,13 +73,13 @@ def _literals(source: str) -> Iterator[Passage]:
 
 
 def hits(passage: Passage) -> Iterator[str]:
-    """Yield each marker of a passage."""
+    """Yield each marker in a passage."""
     prose = ALLOWED.sub(" ", CODE.sub(" ", passage.text))
     yield from (found.group().lower() for found in MARKER.finditer(prose))
 
 
 def n_words(passage: Passage) -> int:
-    """Return the number of words of a passage."""
+    """Return the number of words in a passage."""
     return len(WORD.findall(CODE.sub(" ", passage.text)))
 
 
@@ -125,7 +125,7 @@ def main() -> None:
 
 @functools.cache
 def hits_of(file: Path) -> list[tuple[int, str]]:
-    """Return the line and the words of each marker of a file."""
+    """Return the line number and text of each marker in a file."""
     return [(passage.line, hit) for passage in passages(file) for hit in hits(passage)]
 
 

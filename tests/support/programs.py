@@ -72,7 +72,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 super().__call__(*args, **named)
 
         def prepare(self, function: Any) -> Any:
-            """Prepare a kernel's language modules once, instead of again for each function that it calls."""
+            """Prepare a kernel's language modules only once, instead of again for each function that it calls."""
             known = _known_of_language(function)
             if known in self.prepared:
                 return None

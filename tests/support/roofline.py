@@ -14,19 +14,20 @@ from typing import NamedTuple
 import torch
 from support.step_ops import Op, Operand, Step
 
-# H200: memory bandwidth in bytes/s, and the share that a pass reaches.
+# H200: memory bandwidth in bytes/s, and the share of it that a pass achieves.
 BANDWIDTH, REACHED = 4.3e12, 0.9
-# Bytes/s of kernels that gather rows from the L2 cache; True: of kernels that also multiply them with other rows.
+# The bytes/s of kernels that gather rows from the L2 cache; True is for kernels that also multiply them with other
+# rows.
 L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# Seconds between the starts of two kernels, and host seconds per kernel, on an H200 in a virtual machine with slow
-# cores. A fast host needs a fifth of that.
+# The seconds between the starts of two kernels, and the host seconds per kernel, on an H200 in a virtual machine with
+# slow cores. A fast host needs a fifth of that.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
-# Host seconds for a replayed step.
+# The host seconds for a replayed step.
 HOST_RECORDED = 0.4e-3
-# Slowdown of torch for operands of different shapes or types, which it reads one element at a time.
+# The slowdown of torch for operands of different shapes or types, which it reads one element at a time.
 _UNEVEN = 2
 # Seconds per instruction of a thread that searches rows; these kernels are limited by instructions, not by bytes.
 # Measured: 11,550 instructions in each of 128 threads per row took 0.327 ms, 5,280 took 0.145 ms. The other constants
@@ -37,9 +38,9 @@ _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
 # more than k positive numbers. For an SAE trained in bf16 on data/sample, the first two took 8.4 and 2.6 rounds on
 # average, 10 and 8 at most. For normal noise they took 10, 15 at most.
 _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
-# Seconds of one round of programs that share a search, and seconds per weight of a small tensor in Adam.
+# The seconds of one round of programs that share a search, and the seconds per weight of a small tensor in Adam.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
-# Seconds per value that torch.topk examines, by its bytes: two to eight passes over the matrix.
+# The seconds per value that torch.topk examines, by the value's bytes: two to eight passes over the matrix.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # Bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A processor
 # gets at most 64 bytes a cycle from the L2 cache, 112e9 at 1.75 GHz, and less since each tile waits for the previous
@@ -47,7 +48,7 @@ _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # advance per cycle: 1.9 us, less than their bytes take. The remaining 270 instructions take 0.6 us, plus 15 barriers.
 # The search is not counted if more latents are dead than AuxK takes: up to 31 rounds of about 1 us.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs of a gathering kernel that fills a GPU, and the bytes/s that fewer programs reach.
+# The number of programs of a gathering kernel that fills a GPU, and the bytes/s that fewer programs achieve.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -61,7 +62,7 @@ class Cost(NamedTuple):
 
 
 class Modelled(NamedTuple):
-    """A step's cost: its operations, kernels, bytes if each operand passes once, and seconds."""
+    """The cost of a step: its operations, kernels, bytes if each operand passes once, and seconds."""
 
     n_ops: int
     launches: int
@@ -76,12 +77,12 @@ class Modelled(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the GPU's or the host's, whichever is longer."""
+        """The seconds of a step: the GPU's or the host's, whichever is longer."""
         return max(self.gpu_s, self.host_s)
 
 
 def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
-    """Return the cost of a step; with `is_recorded` the host starts it as one graph."""
+    """Return the cost of a step; with `is_recorded`, the host starts it as one graph."""
     launches = sum(cost(op).launches for op in step.ops)
     n_bytes = sum(op.bytes for op in step.ops)
     host = HOST_RECORDED if is_recorded else HOST_LAUNCH * launches
@@ -114,7 +115,7 @@ def _bytes(operands: Iterable[Operand]) -> int:
 
 
 def _pass(op: Op) -> Cost:
-    """Count an element-wise pass or reduction; matrices of two layouts cannot both be read in order."""
+    """Return the cost of an element-wise pass or reduction; matrices in two layouts cannot both be read in order."""
     large = [one for one in (*op.reads, *op.writes) if len(one.shape) == 2 and one.numel > _LARGE]
     layouts = {one.stride[0] == 1 and one.stride[1] > 1 for one in large if 0 not in one.stride}
     kinds = {(one.shape, one.dtype) for one in (*op.reads, *op.writes) if one.numel > 1}
@@ -137,7 +138,7 @@ def _product(op: Op) -> Cost:
     flops = 2 * out.numel * left.shape[-1]
     is_dense = min(out.shape[-2:]) > 1 if len(out.shape) > 1 else False
     peak = PEAK[out.dtype] if is_dense else FP32_UNITS
-    # Dot products of rows, as a batched product, reach four fifths of the bandwidth.
+    # Dot products of rows, computed as a batched product, achieve four fifths of the bandwidth.
     reached = 1.0 if is_dense else 0.8
     return Cost(1, max(op.bytes / BANDWIDTH / reached, flops / peak, LAUNCH), "product")
 
@@ -181,9 +182,9 @@ def _index_put(op: Op) -> Cost:
 
 
 def _fused_adam(op: Op) -> Cost:
-    """Count the weight, gradient and two moments, all read and written; the gradient is written since it is scaled.
+    """Return the cost of fused Adam: weight, gradient and two moments, all read and written.
 
-    One program handles up to 65,536 weights of a tensor.
+    The gradient is written since it is scaled. One program handles up to 65,536 weights of a tensor.
     """
     n = sum(one.numel for one in op.reads) // 4
     longest = min(max((one.numel for one in op.reads), default=0), 65536)
@@ -192,7 +193,7 @@ def _fused_adam(op: Op) -> Cost:
 
 
 def _gather_kernel(op: Op) -> Cost:
-    """Count a kernel that gathers rows: its bytes from memory and its bytes from the cache."""
+    """Return the cost of a kernel that gathers rows: its bytes from memory and its bytes from the cache."""
     # Rows are gathered from the last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
     n_entries, width = op.argument("n_entries"), rows.shape[1]
@@ -205,9 +206,9 @@ def _gather_kernel(op: Op) -> Cost:
 
 
 def _latent_kernel(op: Op) -> Cost:
-    """Count a kernel that gathers each latent's rows from memory and cache; the latent's own rows pass once."""
+    """Return the cost of a kernel that gathers each latent's rows from memory and cache; its own rows pass once."""
     if op.argument("latents") is not None:
-        # The entries of a few latents that exceed the first block.
+        # The entries of a few latents exceed the first block.
         return Cost(1, 8e-6, "gathering kernel")
     dense, multiplies = op.argument("dense"), op.argument("rows") is not None
     n_entries, width = op.argument("n_entries"), dense.shape[1]
@@ -218,7 +219,7 @@ def _latent_kernel(op: Op) -> Cost:
 
 
 def _row_kernel(op: Op) -> Cost:
-    """Count a kernel that reads and writes each operand once, in order."""
+    """Return the cost of a kernel that reads and writes each operand once, in order."""
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, LAUNCH), "row kernel")
 
 
@@ -239,7 +240,7 @@ def _selecting_kernel(op: Op) -> Cost:
 
 
 def _counting_kernel(op: Op) -> Cost:
-    """Count a kernel that adds to scattered numbers, as torch does for each entry."""
+    """Return the cost of a kernel that adds to scattered numbers, as torch does for each entry."""
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, 2 * LAUNCH), "scatter")
 
 
@@ -254,8 +255,8 @@ def _candidates_kernel(op: Op) -> Cost:
     return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The share of rows that kernels over entire rows search. Noise around 0 gives more than k positive numbers in half of
-# them; marked or gathered numbers need not be positive.
+# The share of rows in which kernels over entire rows search. Noise around 0 gives more than k positive numbers in half
+# of them; marked or gathered numbers need not be positive.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
 # Element-wise operations for which torch has slow kernels if the operands differ.
 _UNEVENLY = {"add", "sub", "mul", "div"}

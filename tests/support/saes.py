@@ -28,7 +28,7 @@ D_IN, D_SAE = 12, 40
 TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
 PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
 JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
-# By architecture: the class, its settings, and SAELens' name for it.
+# The class, its settings, and SAELens' name for it, by architecture.
 KINDS: dict[str, Any] = {
     "topk": (TopK, TOPK, "topk"),
     "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
@@ -46,7 +46,7 @@ TRANSCODERS = {
 
 
 def random_sae(kind: type[Sae], *shape: int, **settings: Any) -> Any:
-    """Make a float64 SAE with random weights and unit decoder rows; no latent is dead before 100 tokens."""
+    """Create a float64 SAE with random weights and unit decoder rows; no latent is dead before 100 tokens."""
     sae = kind(*(shape or (D_IN, D_SAE)), **settings)
     sae.dead_after_tokens = 100
     sae = sae.double()
@@ -63,7 +63,7 @@ def batch(n_tokens: int = 33, d_in: int = D_IN, seed: int = 2) -> Tensor:
 
 
 def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of every parameter, or zeros if it does not affect the loss."""
+    """Return the gradient of every parameter, or zeros if the parameter does not affect the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
     # The zeros of PyTorch 2.6 require a gradient, so they could not be added to in place.
@@ -82,7 +82,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **toleran
 
 
 def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) -> Any:
-    """Make an instance of SAELens' own training class with the weights of `sae`, in float64."""
+    """Create an instance of SAELens' own training class with the weights of `sae`, in float64."""
     config = config_class(d_in=sae.d_in, d_sae=sae.d_sae, dtype="float64", device="cpu", **settings)
     twin = peer_class(config)
     twin.load_state_dict({**twin.state_dict(), **{name: value.detach() for name, value in sae.named_parameters()}})
@@ -104,7 +104,7 @@ def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, 
 def made(
     kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0, *, skip: bool = False
 ) -> Sae:
-    """Make a 32 → 128 SAE with random weights in evaluation mode; a transcoder may have a skip connection."""
+    """Create a 32 → 128 SAE with random weights in evaluation mode; a transcoder may have a skip connection."""
     torch.manual_seed(0)
     kind_class, settings, _ = KINDS[kind]
     sae: Sae = kind_class(32, 128, d_out, **settings)
@@ -143,7 +143,7 @@ def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
 
     Packages in `unused` may be missing: the module imports them, but this test does not need them.
     """
-    # At the end, so that packages of the virtual environment come first.
+    # Append the folder, so that packages of the virtual environment come first.
     monkeypatch.setattr(sys, "path", [*sys.path, str(PEERS)])
     for name in unused:
         try:

@@ -17,7 +17,7 @@ from trainer.sharing.saelens import export_sae
 
 
 def kill_saves(folder: Path) -> int:
-    """Kill a run's fourth save at every moment, each time in a new folder; return the number of moments."""
+    """Kill a run's fourth save at every possible moment, each time in a new folder; return the number of moments."""
     tensors = {"/sae.W_enc": torch.ones(300, 300)}
 
     def save(moment: str, step: int, fvu: float) -> None:
@@ -31,7 +31,10 @@ def kill_saves(folder: Path) -> int:
 
 
 def kill_exports(folder: Path) -> int:
-    """Kill an export over an earlier one at every moment, each time in a new folder; return the number of moments."""
+    """Kill an export that replaces an earlier one at every possible moment; return the number of moments.
+
+    Each attempt uses a new folder.
+    """
     sae = TopK(32, 128, None, k=8, k_aux=None, auxk_alpha=0.0).eval()
 
     def earlier(moment: str) -> None:
@@ -42,9 +45,9 @@ def kill_exports(folder: Path) -> int:
 
 
 def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
-    """Save a small, then a large checkpoint, under a file size limit or as another user, unless these are 0.
+    """Save a small and then a large checkpoint, under a file size limit or as another user, unless these are 0.
 
-    Return the reason why the second save failed, and the folder's content after it.
+    Return why the second save failed, and the folder's content after it.
     """
     if uid:
         # Another user may not be allowed to traverse the absolute path.

@@ -64,7 +64,7 @@ def lively_monitor(
 ) -> StillMonitor:
     """Return a monitor with 90 s of history.
 
-    The `busy` GPUs have processes with consecutive pids from `pid` on, which begin after `since` seconds.
+    The `busy` GPUs have processes with consecutive pids from `pid` on, which start after `since` seconds.
     """
     clock = [NOW]
     ours = {uuid_of(index): (pid + place, 3 * GIB) for place, index in enumerate(busy)}
@@ -167,7 +167,7 @@ def nothing(data: DataDir) -> None:
 
 
 def _set_some(data: DataDir) -> None:
-    """Write a settings file with two settings other than the defaults, and an invalid one."""
+    """Write a settings file with two non-default settings and an invalid one."""
     data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
 
 
@@ -214,7 +214,7 @@ def _n_jobs(app: Any) -> int:
 
 
 def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[Any]], Awaitable[None]]:
-    """Return a function that opens a screen by keys from the dashboard, and waits for each screen on the way."""
+    """Return a function that opens a screen by keys from the dashboard, waiting for each screen on the way."""
 
     async def show(pilot: Pilot[Any]) -> None:
         await show_dashboard(pilot)
@@ -235,7 +235,7 @@ async def _open(pilot: Pilot[Any], key: str) -> None:
 
 
 def _says(panel: type[Any], words: str = "") -> Callable[[Any], bool]:
-    """Return a predicate: whether a panel on the app's screen has content that contains `words`."""
+    """Return a predicate that is true if a panel on the app's screen has content that contains `words`."""
     return lambda app: any(each.plain and words in each.plain for each in app.screen.query(panel))
 
 

@@ -1,4 +1,4 @@
-"""`python -m support.sensor_views NAME`: shows a sensor of a simulated GPU in every view and answer, as JSON."""
+"""`python -m support.sensor_views NAME`: prints every view and output of a simulated GPU's sensor, as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Metrics(Collector):
 
 
 def views(name: str) -> dict[str, str]:
-    """Return the text of each view of an idle simulated GPU, and the lines about the sensor in each answer."""
+    """Return the text of each view of an idle simulated GPU, and the lines about the sensor in each JSON output."""
     source = Simulated(1, clock=lambda: 0.0)
     sample = source.sample(0, processes=True)
     sent = decode(msgspec.json.encode(RemoteGpus((remote_gpu(sample, "free", "dim"),))))

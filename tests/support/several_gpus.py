@@ -30,7 +30,7 @@ WARM_UP, N_TIMED = 10, 20
 
 
 def memory(world: World, steps: RepeatedStep, used: Callable[[], int]) -> dict[str, Any]:
-    """Return the bytes in use on this GPU outside PyTorch: after steps, an all-to-all, and a save."""
+    """Return the bytes in use on this GPU outside PyTorch: after steps, after an all-to-all, and after a save."""
     found = {}
     steps.take(2)
     found["after steps"] = used()

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.shards import inspect_shards
 
-# The start of the error for a file without rows.
+# The start of the error about a file without rows.
 BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 
 def rows(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    """Return normal numbers, the same ones for the same shape."""
+    """Return normally distributed numbers, always the same ones for the same shape."""
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 

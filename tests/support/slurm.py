@@ -55,7 +55,7 @@ class Cluster:
         self._wait(self._is_up, "both nodes to be idle")
 
     def stop(self) -> None:
-        """End the jobs, then the daemons in reverse order of their start."""
+        """Stop the jobs, then the daemons in reverse order of their start."""
         # A job step would wait forever for a controller that has ended.
         with contextlib.suppress(TimeoutError):
             self.cancel_all()

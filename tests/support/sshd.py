@@ -64,7 +64,7 @@ class Sshd:
         )
 
     def know(self, key: Path | None) -> None:
-        """Make the client know the server by this key from now on, or not at all."""
+        """Make the client recognise the server by this key from now on, or not at all."""
         kind, text, *_ = key.read_text().split() if key else ("", "")
         (self.folder / "known").write_text(f"[127.0.0.1]:{self.port} {kind} {text}\n" if key else "")
 

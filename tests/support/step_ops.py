@@ -33,7 +33,7 @@ _FREE = {
 # The host waits for the results of these operations.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
 _QUESTIONS = ("nonzero", "__bool__", "cpu", "numpy", "tolist")
-# The host waits for these too, since they copy numbers from unpinned host memory.
+# The host also waits for these, since they copy numbers from unpinned host memory.
 _FROM_HOST = ("tensor", "as_tensor", "asarray")
 WAITS |= {*_QUESTIONS, *_FROM_HOST, "new_tensor", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory; an expanded tensor counts once."""
+        """The bytes in memory; an expanded tensor counts only once."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
@@ -87,7 +87,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written if each operand passes once; with `some_rows`, only these rows count."""
+        """The bytes read and written if each operand passes once; with `some_rows`, only these rows count."""
         named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
         if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
@@ -120,7 +120,7 @@ class Exchange:
 class Step:
     """A step's operations: `passes` are the forward and backward passes with the metrics, `update` is the update.
 
-    `exchanges` has the collectives of groups that write to the step's log, in order.
+    `exchanges` contains the collectives of groups that write to the step's log, in order.
     """
 
     passes: tuple[Op, ...]
@@ -169,7 +169,7 @@ class OpLog(TorchDispatchMode):
 
     @contextlib.contextmanager
     def questions(self) -> Iterator[None]:
-        """Record questions to a tensor that its stand-in answers without an operation, within one step.
+        """Within one step, record queries of a tensor that its stand-in answers without an operation.
 
         These include reads of numbers that the step copied for the host, and tensors that the host creates from numbers
         on a device.
@@ -303,7 +303,7 @@ def _operand(tensor: Tensor) -> Operand:
 
 
 def _place() -> str:
-    """Return the innermost trainer line that is running, as "saes/topk.py:43"."""
+    """Return the innermost running trainer line, like "saes/topk.py:43"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -35,7 +35,7 @@ OTHERS = {
 
 
 def rows() -> Iterator[str]:
-    """Yield the rows of the table, the column names first."""
+    """Yield the rows of the table, column names first."""
     yield COLUMNS
     for architecture in ARCHITECTURES:
         for case in cases(architecture):

@@ -14,11 +14,11 @@ ALONE = Parallel(torch.device("cpu"))
 
 
 def take_alone(learner: Learner, number: int, x: Tensor, y: Tensor | None = None) -> None:
-    """Take step `number` on one batch of raw data; without targets `y` it is an SAE's."""
+    """Take step `number` on one batch of raw data; without targets `y`, it is the step of an SAE."""
     take_step([learner], ALONE, number, [Batch([(x, x if y is None else y)], len(x))])
 
 
 def skips(learner: Learner) -> tuple[int, int, int]:
-    """Return the numbers of skipped steps since the last call, in a row, and for lack of capacity."""
+    """Return three numbers of skipped steps: since the last call, in a row, and for lack of capacity."""
     state = StepState.of(learner.take_state())
     return state.skipped, state.skipped_in_a_row, state.overflowed

@@ -17,7 +17,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class TapeOnCpu(TorchDispatchMode):
-    """Executes operations while it captures them, unlike a CUDA graph; the first replay therefore does nothing."""
+    """Executes operations while capturing them, unlike a CUDA graph, so that the first replay does nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

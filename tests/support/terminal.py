@@ -23,7 +23,7 @@ def _take_terminal() -> None:
 
 
 class Terminal:
-    """Runs a command in a pty of a given size; `wait_for` reads until the screen shows what is expected."""
+    """Runs a command in a pty of a given size; `wait_for` reads until the screen shows the expected content."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Terminal:
         """Start the command in a pty.
 
         `colours` is the value of COLORTERM; "" leaves it unset, as ssh does, so that the terminal has 256 colours.
-        Without `emulated` the screen is not emulated, which would cost more than drawing it; only the output `raw` is
+        Without `emulated`, the screen is not emulated, which would cost more than drawing it; only the output `raw` is
         kept. `controlling` makes the pty a controlling terminal: ctrl+c and ctrl+z become signals if the program has
         not disabled that, and closing the pty sends SIGHUP.
         """
@@ -90,7 +90,7 @@ class Terminal:
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
 
     def press(self, *keys: str, gap_s: float = 0.15) -> None:
-        """Send keys one after the other and read between them, as if a person typed."""
+        """Send keys one after another and read between them, as if a person typed them."""
         for key in keys:
             self.send(key)
             self.read(gap_s)
@@ -120,7 +120,7 @@ class Terminal:
                 raise AssertionError(f"it draws without end for {seconds:g} s")
 
     def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 30) -> str:
-        """Return the screen once it shows this; raise `AssertionError` with the screen on a timeout."""
+        """Return the screen once it shows `expected`; on a timeout, raise `AssertionError` with the screen."""
         shows = expected if callable(expected) else lambda text: expected in text
         deadline = time.monotonic() + seconds
         while not shows(self.text):
@@ -138,7 +138,7 @@ class Terminal:
         return self.process.returncode
 
     def detach(self) -> int:
-        """Return the test's end of the pty, for the caller to close."""
+        """Return the test's end of the pty, which the caller must close."""
         self._closed = True
         return self._master
 

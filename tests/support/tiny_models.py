@@ -1,6 +1,6 @@
-"""Language models of three blocks with random weights and their tokenizers, as folders that transformers loads.
+"""Language models of three blocks with random weights and their tokenizers, as folders that transformers can load.
 
-The weights have such a large variance that a block changes the residual stream as much as a trained block does.
+The variance of the weights is so large that a block changes the residual stream as much as a trained block does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-# huggingface_hub reads this when it is imported; nothing here may contact the hub.
+# huggingface_hub reads this variable when it is imported; nothing here may contact the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 D_IN, N_BLOCKS, CONTEXT = 32, 3, 64

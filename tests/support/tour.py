@@ -110,7 +110,7 @@ async def tour(camera: Camera) -> int:
     await camera.take("it runs without the app", 1.2)
     await camera.press("enter", caption="enter: watch", ready=lambda: camera.app.session.detail is not None)
     await camera.follow(1, "watch", 0.5, 0.1)
-    # The last picture in which the job still runs.
+    # The last picture in which the job is still running.
     still = len(camera.pictures) - 2
     await camera.take("watch", 1.5)
     await camera.press("f", caption="f: what its latents fire on", seconds=2.0, ready=lambda: shows(camera, "features"))

@@ -1,4 +1,4 @@
-"""Shared by tests of the app: a monitor with fixed values, and jobs as supervisors and trainers record them."""
+"""Helpers for tests of the app: a monitor with fixed values, and jobs as supervisors and trainers record them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOW = 1_700_000_000.0
 
 
 class StillMonitor:
-    """The interface of `Monitor` over a source that is sampled only when the test requests it."""
+    """The interface of `Monitor`, over a source that is sampled only when the test requests it."""
 
     source_name = "simulated"
     interval_s = 1.0
@@ -53,7 +53,7 @@ class StillMonitor:
             self.step()
 
     def step(self) -> None:
-        """Take one more sample of every GPU, a second later."""
+        """Take one more sample of every GPU, one second later."""
         self.now += 1
         self._latest = tuple(self.source.sample(index, processes=True) for index in range(len(self._rings)))
         for ring, sample in zip(self._rings, self._latest, strict=True):

@@ -16,7 +16,7 @@ _BY_INSTALLER = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 
 
 def fill(folder: Path, names: Iterable[str]) -> None:
-    """Write a wheel of each of these packages, and of pip, which lock files leave out.
+    """Write a wheel of each of these packages, and of pip, which lock files omit.
 
     Packages that are not installed are for other systems, and are skipped.
     """
@@ -34,7 +34,7 @@ def _write_wheel(folder: Path, package: Distribution) -> None:
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*(tag.split("-") for tag in tags), strict=True))
     record = io.StringIO()
     writer = csv.writer(record, lineterminator="\n")
-    # Stored without compression, which took five times as long.
+    # The files are stored uncompressed, since compression took five times as long.
     with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as wheel:
         for name, file in _files(package, stem):
             wheel.write(file, name)

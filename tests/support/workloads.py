@@ -14,12 +14,12 @@ from trainer.contract.settings.sources import DataShape
 def workload(
     job: JobConfig, d_in: int, ranks: int = 1, *, d_out: int | None = None, device: str = "cuda", n_tokens: int = 10**9
 ) -> Workload:
-    """Return the job on `ranks` ordinary GPUs or CPU processes, with more than enough data unless `n_tokens` says."""
+    """Return the job on `ranks` ordinary GPUs or CPU processes; by default, there is more than enough data."""
     return Workload(job, ranks, DataShape(d_in, d_out, n_tokens), CPU if device == "cpu" else "")
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:
-    """Return the data section of a training directly from an imaginary language model, on a text in `folder`."""
+    """Return the data section of a training directly on an imaginary language model, with a text in `folder`."""
     text = folder / "text.txt"
     text.write_text("a cat sat")
     return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}

@@ -1,4 +1,4 @@
-"""Who handles ctrl+z: the app while it has the terminal, the kernel before and after."""
+"""Tests who handles ctrl+z: the app while it has the terminal, the kernel before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys are handled in the order in which they were typed, in an app with two widgets."""
+"""Tests that keys are handled in the order in which they were typed, in an app with two widgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key events from terminal input, however it is split and delayed."""
+"""Tests for key events from terminal input, however it is split and delayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the painter with a full redraw: after any sequence of updates the terminal shows the same cells."""
+"""Compares the painter with a full redraw: after any sequence of updates, the terminal must show the same cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain style: ASCII only, and no animation."""
+"""Tests for the plain style: ASCII only, and no animation."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ D_IN = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_data_folder() -> Iterator[None]:
-    """Keep tests from reading or writing measured speeds in the user's data folder."""
+    """Prevent tests from reading or writing measured speeds in the user's data folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAE_TUI_DATA_DIR", "/dev/null/none")
         yield
@@ -43,13 +43,13 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes a tiny model of a family, once, and returns its folder."""
+    """Return a function that creates a tiny model of a family once, and returns its folder."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda family: make_model(root / family, family))
 
 
 class Kept(RunProgress):
-    """A `RunProgress` that stores what a trainer reports."""
+    """A `RunProgress` that stores everything a trainer reports."""
 
     def __init__(self) -> None:
         self.reported: list[MetricRow] = []
@@ -67,7 +67,7 @@ class Kept(RunProgress):
 
 @pytest.fixture(autouse=True)
 def answers_as_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check all JSON answers of commands in this process against the trainer's schemas."""
+    """Check all JSON output of commands in this process against the trainer's schemas."""
     for module, name in ((cli, "_say"), (foreground_extraction, "show_text")):
         monkeypatch.setattr(module, name, functools.partial(_check_and_tell, getattr(module, name)))
 
@@ -82,7 +82,7 @@ def _check_and_tell(tell: Callable[[str], None], text: str) -> None:
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed the random numbers and use one thread, since threads wait for each other by spinning.
 
-    On a busy machine spinning makes small products 20 times slower.
+    On a busy machine, spinning makes small products 20 times slower.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """Return a function that makes a small job; its keyword arguments are sections with changed keys."""
+    """Return a function that creates a small job; its keyword arguments are sections with changed keys."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {
@@ -126,7 +126,7 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Return a function that makes a trainer in this process, with one rank by default."""
+    """Return a function that creates a trainer in this process, with one rank by default."""
 
     def make(job: JobConfig, progress: RunProgress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {

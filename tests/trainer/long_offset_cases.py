@@ -79,7 +79,7 @@ def test_the_largest_values_of_rows_are_marked() -> None:
 
 
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
-    """Return three activations, all of the last latent and the last bag."""
+    """Return three activations, all of the last latent in the last bag."""
     places = Places(torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64))
     return SparseActs(numbers(3, seed=3), places, d_sae)
 

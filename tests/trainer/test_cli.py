@@ -264,7 +264,7 @@ def test_a_run_folder_is_never_overwritten(job_file: Path, capsys: pytest.Captur
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets this machine's load average, initially 0."""
+    """Return a function that sets this machine's load average, which is initially 0."""
 
     def set_to(load: float) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
@@ -313,7 +313,7 @@ def test_an_estimate_adds_up_and_names_every_part(
     assert "total" in table[-1]
     letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
     assert list(letters) == parts
-    # The bar shows the parts in this order, without empty ones; Python and its libraries take most here.
+    # The bar shows the components in this order, without empty ones; Python and its libraries take most here.
     drawn = [letters[name] for name in parts if per_gpu[name]]
     assert [letter for letter, _ in groupby(bar.strip(" []"))] == drawn
     assert bar.count(letters["context"]) > 40
@@ -361,7 +361,7 @@ def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pyt
     both = per_gpu("sae.d_sae=[64,256]")
     for name in ("weights", "gradients", "optimizer"):
         assert both[name] == small[name] + large[name], name
-    # The SAEs run their forward and backward passes one after the other.
+    # The SAEs run their forward and backward passes one after another.
     assert large["activations"] <= both["activations"] < small["activations"] + large["activations"]
     assert both["total"] == sum(value for name, value in both.items() if name != "total")
     assert main(["estimate", str(job_file), "--set", "sae.d_sae=[64,256]"]) == EXIT_FINISHED
@@ -445,7 +445,7 @@ def test_a_run_with_absolute_paths_works_in_a_deleted_working_folder(job_file: P
 
 @pytest.fixture
 def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a job that runs a language model; fake four GPUs, and ranks that only print their environment."""
+    """Write a job that runs a language model; fake four GPUs, and ranks that merely print their environment."""
     gpus = [Device(index, f"GPU-{index}", "NVIDIA H100", 80 * 2**30) for index in range(4)]
     for module in ("trainer.cli", "trainer.ranks.device_choice"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)

@@ -1,4 +1,4 @@
-"""Kernels work on rows that start 2³¹ elements into a matrix."""
+"""Tests that kernels work on rows that start 2³¹ elements into a matrix."""
 
 from __future__ import annotations
 

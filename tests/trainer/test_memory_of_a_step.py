@@ -201,14 +201,14 @@ def fake() -> Iterator[None]:
 
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
-    """Return the peak bytes of the second step, when the optimizer has its state."""
+    """Return the peak bytes of the second step, in which the optimizer has its state."""
     others = OtherInterpreter(n_ranks) if n_ranks > 1 else None
     groups = {"world": others, "data" if job.parallel.mode == "ddp" else "latents": others}
     parallel = Parallel(CPU, **groups)
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
     tracker = MemTracker()
     for learner in learners:
-        # Pretend that no latent has fired for this long, so that AuxK takes part.
+        # Pretend that no latent has fired for this long, so that AuxK is active.
         learner.sae._longest_since_fired = 10**12
         tracker.track_external(learner.sae)
         whole = set(map(id, learner.sae.parameters()))
@@ -235,7 +235,7 @@ def take_step(
 
 
 def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, int]]:
-    """Yield the settings of SAE and training, input and target widths, and how many ranks share the latents."""
+    """Yield the settings of SAE and training, input and target widths, and the number of ranks sharing latents."""
     for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
         yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
     for name, (n_ranks, precision), (sae, d_in, batch) in itertools.product(

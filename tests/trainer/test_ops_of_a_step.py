@@ -1,4 +1,4 @@
-"""Checks the number of GPU operations of a step, that all run on the device, and that the host never waits."""
+"""Checks the number of GPU operations in a step, that all run on the device, and that the host never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sockets that a running job opens on this machine, and the data that it unpickles."""
+"""Tests for the sockets that a running job opens on this machine, and for the data that it unpickles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sockets_and_unpickled_data_are_recorded(written_down: Path) -> None:
     bound, listened, *unpickled = (what for _, what in lines(written_down))
     assert bound.startswith("bind inet 0.0.0.0 ")
     assert listened.startswith("listen inet 0.0.0.0 ")
-    # One entry for the bytes, one for the class that is looked up by name.
+    # There is one entry for the bytes, and one for the class that is looked up by name.
     assert len(unpickled) == 2
     assert all(what.startswith("unpickle __main__") for what in unpickled)
 

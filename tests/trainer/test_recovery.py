@@ -1,4 +1,4 @@
-"""A known dictionary is recovered with default settings; jobs set only the width, and k if the architecture has it."""
+"""Tests that a known dictionary is recovered with default settings; jobs set only the width, and k if applicable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 
-# 256 features in 64 dimensions, 5 of them active, are hard enough: random directions reach 0.37.
+# 256 features in 64 dimensions, 5 of them active, are hard enough: random directions reach only 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
 # TopK scores 0.99 after 300 steps; the small levels of a Matryoshka mix features for longer. BatchTopK scores 0.96

@@ -1,4 +1,4 @@
-"""Tests of `sae-train resume`: what is resumed, what is refused, and the history of the run."""
+"""Tests for `sae-train resume`: what is resumed, what is refused, and the history of the run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 
 
 def record_data(run_dir: Path) -> None:
-    """Write the run's checkpoint again, with a record of its data."""
+    """Rewrite the run's checkpoint with a record of its data."""
     record = sampled(record_of(load_job(run_dir / "job.toml").hooks.values()))
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 

@@ -1,4 +1,4 @@
-"""Training on a stream: each row is read once, in shuffled order; kills lose no rows; bad rows are reported."""
+"""Tests training on a stream: each row is read once, in shuffled order; kills lose no rows; bad rows are reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ N_STEPS, BATCH, KILLED_AT = 30, 64, 23
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
-    # Small enough for a short resumed run to read quickly.
+    # This is small enough for a short resumed run to read quickly.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 600)
 
 
@@ -61,9 +61,9 @@ class Attempts:
         self._number = 0
 
     def go(self, world_size: int | None = None, killed_at: int = 0) -> list[int]:
-        """Run the next attempt from the newest checkpoint and return exit codes.
+        """Run the next attempt from the latest checkpoint and return the exit codes.
 
-        Rank 0 kills itself after step `killed_at`, if that is not 0.
+        Rank 0 kills itself after step `killed_at`, unless that is 0.
         """
         self._number += 1
         self.run_dir.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The app with simulated GPUs, a clock controlled by the test, and a store in a temporary folder."""
+"""Fixtures: the app with simulated GPUs, a clock controlled by the test, and a store in a temporary folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_objects() -> Iterator[None]:
-    """Exclude existing objects from cyclic garbage collection: pytest holds an object for every test."""
+    """Exclude existing objects from cyclic garbage collection, since pytest keeps an object for every test."""
     gc.collect()
     gc.freeze()
     yield

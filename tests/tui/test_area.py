@@ -1,4 +1,4 @@
-"""A history as an area chart with an axis."""
+"""Tests for a history as an area chart with an axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame around the content: colours, footer, messages, help and palette."""
+"""Tests for the frame around the content: colours, footer, messages, help and palette."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def footer(app) -> str:
 
 
 def messages(app) -> list[str]:
-    """Return the messages that are shown above the footer."""
+    """Return the messages shown above the footer."""
     return [str(toast.render()) for toast in app.screen.query(Toast)]
 
 

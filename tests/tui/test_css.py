@@ -1,4 +1,4 @@
-"""The CSS of the app: a selector of a class that does not exist matches nothing, and no error says so."""
+"""Tests the app's CSS: a selector for a class that does not exist matches nothing and causes no error."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def sheets() -> Iterator[tuple[str, str]]:
 
 
 def types_in(sheet: str) -> set[str]:
-    """Return the classes that the selectors of a style sheet name."""
+    """Return the classes that occur in the selectors of a style sheet."""
     selectors = re.sub(r"/\*.*?\*/|\{[^}]*\}", " ", sheet, flags=re.DOTALL)
     return set(re.findall(r"(?<![\w.#:$-])[A-Z]\w*", selectors))
 

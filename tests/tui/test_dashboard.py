@@ -32,7 +32,7 @@ from trainer.contract.store.states import JobState
 
 
 class NoGpus(StillMonitor):
-    """A source that sees no GPU."""
+    """A source that finds no GPUs."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -71,7 +71,7 @@ async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) 
         await pilot.pause()
         assert "idle" in text(app, GpuPanel).splitlines()[0]
         record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
-        # No sample is taken meanwhile: its time would be a minute later.
+        # No sample is taken in between, since its time would be a minute later.
         await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
 
 

@@ -1,4 +1,4 @@
-"""How the window is divided among the dashboard's panels."""
+"""Tests for how the window is divided among the dashboard's panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations in the app: the questions before the start, and how a running one is shown and stopped."""
+"""Tests for evaluations in the app: the questions before the start, and how a running one is shown and stopped."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
         answer = app.screen.query_one("#answer", Label)
         await wait_until(pilot, lambda: "no checkpoint was saved" in str(answer.content), seconds=60)
         assert not (tmp_path / "out").exists()
-        # A non-empty folder needs confirmation, and formats that can only be read are not offered.
+        # A non-empty folder requires confirmation, and formats that can only be read are not offered.
         folder.value = str(tmp_path)
         await pilot.press("enter")
         await wait_until(pilot, lambda: f"{tmp_path} is not empty." in str(answer.content))

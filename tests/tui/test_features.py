@@ -1,4 +1,4 @@
-"""The latents of an SAE on the screen, and their max-activating examples."""
+"""Tests for the latents of an SAE on the screen, and their max-activating examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Panels have a frame, a ruled line or neither, depending on the window size; their titles are always shown."""
+"""Tests that panels have a frame, a ruled line or neither, depending on the window size, and always a title."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job_id(data) -> int:
 
 
 def rows(app) -> list[str]:
-    """Return the rows that the terminal shows."""
+    """Return the rows shown by the terminal."""
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 

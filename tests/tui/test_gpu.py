@@ -1,4 +1,4 @@
-"""The screen of one GPU, and the ways to open it."""
+"""Tests for the screen of one GPU, and the ways to open it."""
 
 from __future__ import annotations
 

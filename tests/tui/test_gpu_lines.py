@@ -1,4 +1,4 @@
-"""GPUs as lines, whose layout follows from the table of columns."""
+"""Tests for GPUs as lines, whose layout follows from the table of columns."""
 
 from __future__ import annotations
 

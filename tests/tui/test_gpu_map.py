@@ -1,4 +1,4 @@
-"""Many GPUs as a map of tiles."""
+"""Tests for many GPUs as a map of tiles."""
 
 from __future__ import annotations
 

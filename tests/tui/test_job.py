@@ -478,7 +478,7 @@ ERROR = (
 
 
 def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> None:
-    """Write the files of a failed job, as the rank and the supervisor leave them."""
+    """Write the files of a failed job, as left by the rank and the supervisor."""
     paths = data.run(job_id)
     paths.create()
     paths.job_file.write_text(job_file())

@@ -1,4 +1,4 @@
-"""The rows of the job table, and which columns fit."""
+"""Tests for the rows of the jobs table, and which columns fit."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ WIDE = (130, 45)
 
 
 def job_of(screen: LaunchScreen):
-    """Return the job of the newest review, or None if the form has errors."""
+    """Return the job of the latest review, or None if the form has errors."""
     return screen.form.review.job
 
 
@@ -634,7 +634,7 @@ async def test_changing_the_architecture_keeps_the_focus(make_app) -> None:
         select.focus()
         select.value = "jumprelu"
         await wait_until(pilot, lambda: screen.query("#row-sae-bandwidth"))
-        # The form is rebuilt meanwhile, so a row may be missing for a moment.
+        # The form is being rebuilt, so a row may be missing for a moment.
         await wait_until(pilot, lambda: has_focus("#row-sae-architecture") and screen.query("#row-sae-k Input"))
         screen.query_one("#row-sae-k Input").focus()
         screen.query_one("#row-sae-architecture Select", Select).value = "gated"

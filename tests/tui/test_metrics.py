@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid."""
+"""Tests for all metrics of a job in a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process screen, and the same list on the screen of one GPU."""
+"""Tests for the process screen, and the same list on the screen of one GPU."""
 
 from __future__ import annotations
 

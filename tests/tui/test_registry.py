@@ -1,4 +1,4 @@
-"""A panel of the job screen is one file and one entry of the registry."""
+"""Tests that a panel of the job screen is one file and one entry in the registry."""
 
 from __future__ import annotations
 

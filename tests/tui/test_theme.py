@@ -1,4 +1,4 @@
-"""Themes are readable, also for colour-blind users, in terminals with 16 colours and more."""
+"""Tests that themes are readable, also for colour-blind users, in terminals with 16 colours and more."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MakeApp = Callable[..., SaeApp]
 TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
-# The minimum contrast of text with 24-bit and with 256 colours. With 256 colours the line under the cursor is bright
-# teal instead of blue, so dim text of the dark theme has too little contrast on it.
+# The minimum contrast of text with 24-bit and with 256 colours. With 256 colours, the line under the cursor is bright
+# teal instead of blue, so dim text in the dark theme has too little contrast on it.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
 

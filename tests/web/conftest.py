@@ -1,4 +1,4 @@
-"""`sae-tui serve` as a separate process, with the app or a test program."""
+"""Fixtures for `sae-tui serve` as a separate process, with the app or a test program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server over real sockets: access checks, and limits on sessions, connections and traffic."""
+"""Tests the server over real sockets: access checks, and limits on sessions, connections and traffic."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_the_output_of_an_app_that_floods_is_rate_limited(serve_fake: Serv
         n_bytes = 0
         while n_bytes < 10 << 20:
             n_bytes += len((await look.socket.receive()).data)
-        # A burst of 8 MiB, then 1 MiB a second.
+        # The limit is a burst of 8 MiB, then 1 MiB per second.
         assert asyncio.get_running_loop().time() - before > 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_down() -> None:
-    """Append the modules on the call stack, the outermost first."""
+    """Append the modules on the call stack, outermost first."""
     if path := os.environ.get("WRITTEN_DOWN"):
         frames = [frame.f_globals.get("__name__", "?") for frame, _ in traceback.walk_stack(sys._getframe(2))]
         way = " ".join(dict.fromkeys(reversed(frames)))

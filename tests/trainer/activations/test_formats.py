@@ -1,4 +1,4 @@
-"""Training is identical for all storage formats and for data larger than memory."""
+"""Tests that training is identical for all storage formats and for data larger than memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def write(x: torch.Tensor, form: str, folder: Path) -> None:
-    """Write rows as two shards in one format."""
+    """Write rows as two shards in the same format."""
     folder.mkdir()
     for name, rows in (("a", x[:1700].clone()), ("b", x[1700:].clone())):
         file = folder / f"{name}.{form}"

@@ -1,4 +1,4 @@
-"""Tests of mixing several sources exactly by weight, in an order that can be resumed from a position alone."""
+"""Tests for mixing several sources exactly by weight, in an order that can be resumed from a position alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of dropped rows: found by norm, replaced in batches, left out of measurements, and counted by reason."""
+"""Tests for dropped rows: found by norm, replaced in batches, excluded from measurements, and counted by reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REASONS = {1.0: "", 100.0: "outliers", float("nan"): "not_finite", float("inf"):
 
 
 def rows_of_norm(norms: list[float]) -> Tensor:
-    """Return rows [n, 3] of these norms, each with a different direction."""
+    """Return rows [n, 3] with these norms, each in a different direction."""
     directions = torch.nn.functional.normalize(torch.randn(len(norms), 3, generator=torch.Generator().manual_seed(0)))
     return directions * torch.tensor(norms)[:, None]
 

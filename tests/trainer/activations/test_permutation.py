@@ -39,7 +39,7 @@ def test_each_seed_gives_another_order() -> None:
 
 @pytest.mark.parametrize("n", [16, 1000, 16_384])
 def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
-    # A histogram, in 16 bins, of the rows that 16 positions get under 2,000 seeds.
+    # A histogram in 16 bins of the rows at 16 positions under 2,000 seeds.
     places = np.linspace(0, n - 1, 16).astype(np.int64)
     counts = np.zeros((16, 16))
     for seed in range(2000):

@@ -1,4 +1,4 @@
-"""Ranks that each read a shard of a batch and exchange it train on the same bits as ranks that read full batches."""
+"""Tests that ranks that each read a shard of a batch train on the same bits as ranks that read full batches."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def open_batches(source: IndexedSource, plan: Plan, readers: Group, *, outliers:
 
 
 def batches_of(plan: Plan, place: Path, readers: Group) -> tuple[list[list[Pair]], list[Tensor]]:
-    """Return some batches of all hooks with outliers replaced, and the counts of dropped rows for each hook."""
+    """Return some batches of all hooks with outliers replaced, and the counts of dropped rows per hook."""
     source = source_of(plan, place)
     samples = [source.of_hook(hook).pairs(range_of(60)) for hook in range(source.n_hooks)]
     outliers = [Outliers(x.float(), x.float() if y is x else y.float(), 5.0, drops_zero=True) for x, y in samples]
@@ -264,7 +264,7 @@ OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
 
 
 def left_by(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the finished SAEs and of the newest checkpoint, and all metrics except times."""
+    """Return the tensors of the finished SAEs and of the latest checkpoint, and all metrics except times."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         curves = {
             name: [(one.step, one.value) for one in reader.points(name, rank)]
@@ -311,7 +311,7 @@ TRAIN = {
     "checkpoint_every": 4,
     "report_card": False,
 }
-# Measured shares would vary, and another order of summation would give other bits.
+# Measured shares would vary, and a different summation order would give different bits.
 STEADY = {"shares": "even", "rebalance": False}
 SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 240, "resample_every_tokens": 240}
 
@@ -337,7 +337,7 @@ def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return one set per rank: the numbers of rows that it read at once."""
+    """Return one set per rank: the numbers of rows that it read at a time."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

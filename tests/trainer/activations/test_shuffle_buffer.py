@@ -15,7 +15,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace
 
 
 class Counting(StreamSource):
-    """A stream whose row j is [j] with target [-j]; calls return `chunk` rows and no rows alternately."""
+    """A stream whose row j is [j] with target [-j]; calls alternately return `chunk` rows and no rows."""
 
     d_in, d_out = 1, 1
 
@@ -31,7 +31,7 @@ class Counting(StreamSource):
         first = self._place["next"]
         if first >= self._n_rows:
             return None
-        # Change the state that was returned before, so that no caller can rely on it.
+        # Modify the state that was returned before, so that no caller can rely on it.
         self._place["is_empty"] = not self._place["is_empty"]
         last = min(first + self._chunk, self._n_rows) if self._place["is_empty"] else first
         self._place["next"] = last

@@ -1,4 +1,4 @@
-"""Tests of holding out texts, blocks and rows: no text is on both sides of a split."""
+"""Tests for holding out texts, blocks and rows: no text is on both sides of a split."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeJob = Callable[..., JobConfig]
 
 @st.composite
 def shards_of_texts(draw: st.DrawFn) -> list[np.ndarray]:
-    """Return the text numbers of the rows of some shards, with any lengths, in any order."""
+    """Return the text numbers of the rows of several shards, with any lengths, in any order."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=4, max_size=30))
     names = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=len(lengths), max_size=len(lengths), unique=True))
     rows = np.repeat(np.array(names), lengths)
@@ -64,7 +64,7 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
     assert grown.held_out.tolist() == before.held_out.tolist()
-    # All rows of later shards without recorded texts are trained on.
+    # All rows of later shards that have no recorded texts are used for training.
     unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
     without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
     assert without.left_out.tolist() == before.held_out.tolist()
@@ -84,7 +84,7 @@ def test_blocks_have_exactly_the_requested_number_of_rows_in_many_places(
     assert (held_out < n).all()
     if wanted > 8 * BLOCK:
         of_blocks = np.bincount(held_out // BLOCK)
-        # Nearly all blocks are held out in full or not at all.
+        # Nearly all blocks are held out either completely or not at all.
         assert (of_blocks[of_blocks > 0] >= BLOCK // 2).mean() > 0.8
 
 
@@ -130,16 +130,16 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
 
 
 def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts() -> None:
-    # Each shard restarts at 0, or each process that wrote several shards does.
+    # Numbers restart at 0 in each shard, or for each process that wrote several shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
     # An extraction numbers its texts across shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # A text that continues in the next shard; shards of two processes in turn; unordered numbers.
+    # A text continues in the next shard; shards of two processes alternate; numbers are unordered.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
-    # Rows shuffled across all shards.
+    # Rows are shuffled across all shards.
     assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
@@ -157,7 +157,7 @@ def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
 
 
 def with_documents(activations: Path) -> None:
-    """Give the rows of both shards documents of 50 rows."""
+    """Assign the rows of both shards to documents of 50 rows each."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]

@@ -103,7 +103,7 @@ def test_a_stream_with_known_texts_holds_out_full_texts_in_all_parts(size: int) 
     trained = [numbers_of(go(part, 500)) for part in parts]
     of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
     assert of_texts.isdisjoint(trained_on)
-    # The texts are not the first of the stream, and fewer than four times as many are skipped as are measured on.
+    # The texts are not the first ones of the stream, and fewer than four times the measured number are skipped.
     assert max(of_texts) > 25
     assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
@@ -172,7 +172,7 @@ def test_a_bad_row_is_reported_only_for_the_steps_that_contain_it() -> None:
     data = stream_data(first_bad=130, bad_rows=2)
     for position in range(0, 200, 20):
         go(data, 20, position)
-    # Either of the two may be trained on first.
+    # Either of the two may be used for training first.
     assert str(data.bad_row(0, 200, 20)) in [
         f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)
     ]

@@ -1,4 +1,4 @@
-"""Tests of transferring batches to a GPU during training, with a lane that makes each copy as late as possible."""
+"""Tests for transferring batches to a GPU during training, with a lane that makes each copy as late as possible."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_late_copies_arrive_unchanged(kind: type[Shards], activations: Path) -> 
         assert y is x
         assert torch.equal(x, expected)
     assert lane.n_begun >= 60
-    # Two buffers for the rows of a batch, which are reused.
+    # There are two buffers for the rows of a batch, which are reused.
     row_bytes = source.rows(np.arange(1)).nbytes
     assert lane.pinned_bytes == 2 * 64 * row_bytes
 

@@ -164,7 +164,7 @@ def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_is_damage(
 ) -> None:
     (saved / name).unlink()
     put(saved / name)
-    # In another process, since reading the pipe or device might never end.
+    # Read in another process, since reading the pipe or device might never end.
     looks = "from trainer.contract.runs.checkpoint_manifest import damage; print(damage(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {looks}"
     done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
@@ -219,7 +219,7 @@ def test_a_save_killed_at_any_moment_leaves_complete_checkpoints(tmp_path: Path)
         position = load(folder)[1]
         assert position.step in (3, 4), moment
         assert all(damage(checkpoint) is None for checkpoint in newest_first(folder)), moment
-        # The next save removes any remains.
+        # The next save removes anything left behind.
         save(folder, 5, 0.6)
         assert steps_in(folder) == [1, position.step, 5], moment
         assert not [checkpoint.name for checkpoint in folder.iterdir() if checkpoint.name.startswith(".")], moment
@@ -308,7 +308,7 @@ def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> No
 
 
 class Clock(RunProgress):
-    """A `RunProgress` whose clock advances by `seconds` in each training step."""
+    """A `RunProgress` whose clock advances by `seconds` with each training step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of the report cards that a finished run writes: correct, cheap, and never a reason for the run to fail."""
+"""Tests for the report cards that a finished run writes: correct, cheap, and never a reason for the run to fail."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_measured_rows_are_a_small_share_and_come_from_all_parts(
     job = make_job()
     cards_of(trained(make_trainer, job, kept), job, kept).write()
     card = json.loads((tmp_path / "sae" / "card.json").read_text())
-    # Every fourth of 150 rows.
+    # These are every fourth of 150 rows.
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
@@ -132,7 +132,7 @@ def test_contexts_are_found_if_the_data_has_tokens(
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
     features = Features(tmp_path / "sae" / "features.safetensors")
-    # As many rows of the text as a report card uses; activations are at the scale of the training.
+    # This is the number of rows that a report card uses; activations have the scale of the training.
     assert features.n_rows == 1024
     ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
     with learner.evaluating():

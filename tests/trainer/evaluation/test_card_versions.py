@@ -1,4 +1,4 @@
-"""An evaluation updates a report card: it keeps parts that it does not measure, and earlier versions."""
+"""Tests that an evaluation updates a report card, keeping parts that it does not measure and earlier versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return a finished run on data with tokens; it has an earlier checkpoint and was evaluated on its rows."""
+    """Return a finished run on data with tokens, with an earlier checkpoint and an evaluation on its rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -77,7 +77,7 @@ def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: 
     assert after.parts[ROWS].measured > before.parts[ROWS].measured
     evaluate(run, "--keep-rows")
     assert card_of(sae).parts[ROWS] == after.parts[ROWS]
-    # An evaluation of the folder alone does not know the step; the report card keeps it.
+    # An evaluation of the folder alone does not know the step, so the report card keeps it.
     assert main(["eval", str(sae), "--device", "cpu"]) == 0
     assert card_of(sae).step == before.step
     assert card_of(sae).spliced == before.spliced

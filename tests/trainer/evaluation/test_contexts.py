@@ -1,4 +1,4 @@
-"""Tests of max-activating examples against naive loops over the rows in text order."""
+"""Tests for max-activating examples against naive loops over the rows in text order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sparse(x: Tensor) -> Acts:
 
 
 def text(lengths: list[int], seed: int, first_document: int = 0) -> TokenRows:
-    """Return documents of these lengths, concatenated."""
+    """Return documents with these lengths, concatenated."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
@@ -86,7 +86,7 @@ def features(found: list[TokenRows], folder: Path, acts_of=dense, outliers: Outl
 
 
 def naive_contexts(found: list[TokenRows], latent: int) -> list[tuple[float, str]]:
-    """Return the largest activation of each document with the words around it, the largest first."""
+    """Return the largest activation in each document with the words around it, largest first."""
     best: dict[int, tuple[float, str]] = {}
     for one in found:
         acts, origin = dense(one.x).dense()[:, latent], one.origin

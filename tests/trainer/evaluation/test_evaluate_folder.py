@@ -1,4 +1,4 @@
-"""Tests of report cards of SAEs in folders: next to a run on its held-out rows, otherwise on the rows given."""
+"""Tests for report cards of SAEs in folders: next to a run on its held-out rows, otherwise on the given rows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     fvu = float((output.x_hat - y).square().sum() / (y - y.mean(0)).square().sum())
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-4)
     assert card["figures"]["l0"] == pytest.approx(float((output.acts.dense() > 0).sum()) / 300)
-    # Its input and output have the same width, but no row is its own target.
+    # The input and output have the same width, but no row is its own target.
     (theirs / "card.json").unlink()
     for arguments, reason in (
         ([str(theirs), "--data", inputs], "--targets: is missing: "),

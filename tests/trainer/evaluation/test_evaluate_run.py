@@ -1,5 +1,6 @@
-"""Tests of the figures of a real run: measured on its held-out rows, equal to the training's metrics, stored with the
-weights.
+"""Tests for the measurements of a real run on its held-out rows.
+
+They must equal the training's metrics, and are stored with the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: object) -> Path:
-    """Train in this process, and write the contents of a run's folder."""
+    """Train in this process, and write the content of a run's folder."""
     assert make_trainer(job, kept, checkpoints=folder / "checkpoints", output=folder / "sae").run()
     (folder / "job.toml").write_text(dump_job(job))
     return folder
@@ -57,7 +58,7 @@ def test_a_card_matches_the_held_out_fvu_and_is_written_next_to_the_weights(
 
 
 def tell_texts(activations: Path, n_rows: int = 25) -> None:
-    """Store the number of a text with each row of both shards; each text has `n_rows` rows."""
+    """Store a text number with each row of both shards; each text has `n_rows` rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -80,7 +81,7 @@ def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # All-zero rows equal each other: 2 of these 150 have copies.
+    # Rows of zeros equal each other: 2 of these 150 have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
@@ -226,8 +227,8 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     assert not exported["W_dec"][:, 3].any()
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
-    # From the tensors alone in float64: the top k latents of raw rows, with the error weighted by the training's
-    # dimension scales.
+    # Computed from the tensors alone in float64: the top k latents of raw rows, with the error weighted by the
+    # training's dimension scales.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])

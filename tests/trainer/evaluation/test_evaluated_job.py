@@ -1,4 +1,4 @@
-"""Tests of who may evaluate a run, and of remote code in a run, which needs consent."""
+"""Tests for who may evaluate a run, and for remote code in a run, which requires consent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An SAE read back from its files computes the same as the SAE that was exported."""
+"""Tests that an SAE read back from its files computes the same as the SAE that was exported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the figures of an SAE against naive loops in float64 and against SAELens' evaluation of the same SAE."""
+"""Tests for the metrics of an SAE against naive loops in float64 and SAELens' evaluation of the same SAE."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def w_dec() -> Tensor:
 @pytest.fixture(scope="module")
 def acts(rows: Tensor) -> Tensor:
     wanted = torch.rand(N, F, generator=torch.Generator().manual_seed(3))
-    # Latent 0 never fires, latent 1 always, latent 2 on a fifteenth of the rows, latent 3 once.
+    # Latent 0 never fires, latent 1 always, latent 2 on a fifteenth of the rows, and latent 3 once.
     share = torch.full((F,), 0.3)
     share[:3] = torch.tensor([0.0, 1.1, 1 / 15])
     fires = wanted < share
@@ -158,7 +158,7 @@ def test_the_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
 
 
 def test_the_share_of_rare_latents_needs_enough_rows() -> None:
-    """With fewer rows, any latent that fires at all is above the threshold."""
+    """Check that a minimum is required, since with fewer rows any latent that fires at all is above the threshold."""
     fires = torch.zeros(LEAST_ROWS_FOR_RARE, 4)
     fires[:9, 0] = 1
     fires[:, 1] = 1

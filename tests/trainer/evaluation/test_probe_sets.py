@@ -1,4 +1,4 @@
-"""Labelled texts are read from the files of a package that is never imported."""
+"""Tests that labelled texts are read from the files of a package that is never imported."""
 
 from __future__ import annotations
 

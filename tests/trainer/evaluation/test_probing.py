@@ -1,4 +1,4 @@
-"""Tests of k-sparse probing with latents known to separate two classes, and against plain scikit-learn."""
+"""Tests for k-sparse probing with latents known to separate two classes, and against plain scikit-learn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTEXT = 16
 
 
 def labelled(seed: int, told_by: Tensor) -> LabelledRows:
-    """Return noise rows [N, D_IN]; rows of class 1 have `told_by` [D_IN] added."""
+    """Return noise rows [N, D_IN]; `told_by` [D_IN] is added to the rows of class 1."""
     generator = torch.Generator().manual_seed(seed)
     labels = [0] * (N // 2) + [1] * (N // 2)
     rows = torch.randn(N, D_IN, generator=generator) + torch.tensor(labels)[:, None] * told_by

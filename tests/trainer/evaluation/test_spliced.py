@@ -1,4 +1,4 @@
-"""Tests of the loss of a language model with an SAE patched in, against a loop over documents and against SAELens."""
+"""Tests for the loss of a language model with an SAE patched in, against a loop over documents and SAELens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.training.loop import Trainer
 HOOK = "resid_post.1"
 D_SAE = 7
 W_DEC = torch.randn(D_SAE, D_IN, generator=torch.Generator().manual_seed(1))
-# By family: the path of the final norm, whether it subtracts the mean, and the number added to its weight.
+# The path of the final norm, whether it subtracts the mean, and the number added to its weight, by family.
 NORMS = {
     "gpt2": ("transformer.ln_f", True, 0.0),
     "llama": ("model.norm", False, 0.0),
@@ -187,12 +187,12 @@ def test_the_output_of_a_transcoder_replaces_another_hook(gpt2: Path, job: Extra
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
-    """Return the pieces of all documents, with the text cut after every `length` tokens."""
+    """Return the pieces of all documents, with the text split after every `length` tokens."""
     return [piece for context in contexts_of(spied, length) for piece in context]
 
 
 def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
-    """Concatenate the documents, cut them after every `length` tokens, and return the pieces of each context."""
+    """Concatenate the documents, split them after every `length` tokens, and return the pieces of each context."""
     stream = [(number, one) for number, text in enumerate(sentences(80)) for one in spied.tokenizer(text)["input_ids"]]
     contexts = [stream[first : first + length] for first in range(0, len(stream), length)]
     return [
@@ -202,7 +202,7 @@ def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
 
 
 class LensModel:
-    """The interface of a TransformerLens model that SAELens' evaluation uses."""
+    """The interface of a TransformerLens model as used by SAELens' evaluation."""
 
     def __init__(self, spied: Spied) -> None:
         self._spied = spied
@@ -226,7 +226,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
     sae = TopK(D_IN, 64, k=8, k_aux=None, auxk_alpha=0.0)
     export_sae(sae, tmp_path / "sae", {"hook_name": "blocks.1.hook_resid_post"})
     theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
-    # Documents of equal length, one in each context; the end of a text is a special token.
+    # Documents have equal length, one per context; the end of a text is a special token.
     spied = Spied(gpt2)
     texts = [" ".join(text.split()[:3]) for text in sentences(60)]
     ids = [spied.tokenizer(text)["input_ids"] for text in texts]
@@ -391,7 +391,7 @@ def test_the_card_of_a_run_on_extracted_rows_has_the_loss_of_the_model(
 
 
 def make_causal(folder: Path, family: str) -> Any:
-    """Write a causal model with norm weights far from 1, and return it."""
+    """Write a causal model whose norm weights are far from 1, and return it."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer(family)
     model = transformers.AutoModelForCausalLM.from_config(make_config(family, len(tokenizer)))
@@ -411,7 +411,7 @@ def job_of(folder: Path, hook: str = "resid_post.1") -> ExtractJob:
 
 
 def in_a_loop(model: Any, family: str) -> list[list[float]]:
-    """Return the logits of each direction by definition, one by one in float64."""
+    """Return the logits of each direction by definition, computed one by one in float64."""
     path, takes_mean, added = NORMS[family]
     scale = (model.get_submodule(path).weight.double() + added).tolist()
     w_u = model.lm_head.weight.double().tolist()

@@ -1,4 +1,4 @@
-"""Chat templates are programs by the model's author: each failure is one sentence, and none takes long."""
+"""Tests for chat templates, programs by the model's author: each failure is one sentence, none takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extractions write the same bytes for the same job despite interruptions, and account for each row."""
+"""Tests that extractions write the same bytes for the same job despite interruptions, and account for each row."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_sta
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
-# A token that occurs in most documents.
+# This token occurs in most documents.
 COMMON = 261
 
 
 def digests(job: ExtractJob) -> dict[str, str]:
-    """Return the SHA-256 of each file in the output of a job except the lock."""
+    """Return the SHA-256 of each file in a job's output except the lock."""
     output = Path(job.extract.output)
     files = [file for file in output.rglob("*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -56,7 +56,7 @@ def meta(job: ExtractJob, hook: str) -> dict[str, Any]:
 
 
 def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
-    """Return an event and a callback that sets it after `n` batches, to stop an extraction."""
+    """Return an event, and a callback that sets it after `n` batches to stop an extraction."""
     stop, seen = threading.Event(), []
 
     def advance(rows: int) -> None:
@@ -69,7 +69,7 @@ def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
 
 @pytest.fixture(scope="module")
 def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, ExtractionResult]:
-    """Return an extraction of 300 rows from Llama hooks into three shards, the last of them partly filled."""
+    """Return an extraction of 300 rows from Llama hooks into three shards, the last one partly filled."""
     hooks = ["resid_post.1", "mlp_out.0", "layers.1.mlp"]
     job = extraction_job(tiny("llama"), corpus, tmp_path_factory.mktemp("example"), hooks=hooks)
     return job, run(job)
@@ -148,14 +148,14 @@ def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
     results = [run(job) for job in (first, second, other)]
     assert results[0].left_out == results[1].left_out == results[2].left_out
     assert digests(first) == digests(second)
-    # Another seed puts the same rows into each shard in another order.
+    # Another seed puts the same rows into each shard in a different order.
     shuffled = {name: digest for name, digest in digests(first).items() if not name.endswith("tokens.json")}
     assert all(digests(other)[name] != digest for name, digest in shuffled.items())
     one, another = (tensors(job, "mlp_out.0")["activations"][:128].sum(1) for job in (first, other))
     assert torch.equal(one.sort()[0], another.sort()[0])
 
 
-# Shards with several batches, and batches with several shards.
+# Shards contain several batches, and batches span several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:
@@ -188,7 +188,7 @@ def test_an_extraction_killed_just_before_its_end_gives_the_same_files(make: Mak
 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
-    """Return the numbers of tokens and of document pieces in the contexts of a text."""
+    """Return the numbers of tokens and document pieces in the contexts of a text."""
     contexts = list(
         pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
     )
@@ -374,7 +374,7 @@ def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.1])
 def test_reading_ahead_gives_the_same_bytes(make: Make, max_norm: float) -> None:
-    """Simulates a GPU, where the rows of a batch are awaited after the next batch was read."""
+    """Simulate a GPU: the rows of a batch are awaited only after the next batch was read."""
     whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
     run(whole)
     stop, advance = stop_after(4)

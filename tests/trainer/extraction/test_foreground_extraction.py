@@ -1,4 +1,4 @@
-"""Tests of `sae-train extract`: its output, its exit codes, and the same files despite any interruption."""
+"""Tests for `sae-train extract`: its output, its exit codes, and the same files despite any interruption."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_each_hook_is_listed_with_its_transformer_lens_and_module_names(job_file
 
 
 class Gate(BaseHTTPRequestHandler):
-    """A hub where all models are gated."""
+    """A hub on which all models are gated."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)

@@ -1,4 +1,4 @@
-"""A hook returns the activations of the unmodified model."""
+"""Tests that a hook returns the activations of the unmodified model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
 BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
-# By family and site: the module; mlp_in is a module's input. For Gemma's branches it is the output of their norms.
+# The module by family and site; mlp_in is a module's input. For Gemma's branches it is the output of their norms.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
     "bert": {

@@ -1,4 +1,4 @@
-"""Documents in one context are isolated from each other, and an unreadable model is refused in one sentence."""
+"""Tests that documents in one context are isolated, and that an unreadable model is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(model: LanguageModel, batch: ContextBatch) -> Tensor:
 
 
 def alone(folder: Path, ids: np.ndarray) -> Tensor:
-    """Return the unmodified model's output of its last block for one document."""
+    """Return the output of the unmodified model's last block for a single document."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     outputs: list[Tensor] = []
@@ -315,7 +315,7 @@ def test_special_tokens_around_a_text_are_in_each_packed_piece(tiny) -> None:
 
 @pytest.fixture
 def load_whole(tiny: Callable[[str], Path]) -> Load:
-    """Return a function that loads a tiny model of a family, with hooks in its first and its last block."""
+    """Return a function that loads a tiny model of a family, with hooks in its first and last blocks."""
     hooks = ["mlp_in.0", f"resid_post.{N_BLOCKS - 1}"]
     return lambda family: LanguageModel(extraction_job(tiny(family), Path("text"), Path("rows"), hooks=hooks), CPU)
 

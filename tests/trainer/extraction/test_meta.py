@@ -1,4 +1,4 @@
-"""Tests of the hashes in the metadata that identify models and tokenizers, independent of their location."""
+"""Tests for the hashes in the metadata that identify models and tokenizers independently of their location."""
 
 from __future__ import annotations
 

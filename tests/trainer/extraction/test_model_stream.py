@@ -1,4 +1,4 @@
-"""`data.source = "model"`: training on the same rows that an extraction would store, without storing them."""
+"""Tests for `data.source = "model"`: training on the rows that an extraction would store, without storing them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stream_of_hooks(job: ExtractJob, hooks: Sequence[str]) -> ModelStream:
 
 
 def assert_same(pairs: Sequence[Pair | None], expected: Sequence[Pair]) -> None:
-    """Assert that rows are equal bit for bit, batch by batch."""
+    """Assert that rows are bit-identical, batch by batch."""
     assert len(pairs) == len(expected)
     for pair, wanted in zip(pairs, expected, strict=True):
         assert pair
@@ -186,8 +186,8 @@ def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
             assert len(pairs) == len(expected) > 5
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
-    # The text after the first batch is read twice, divided among the ranks. Each rank reads at most two more batches
-    # before that.
+    # The text after the first batch is read twice, divided among the ranks. Before that, each rank reads at most two
+    # more batches.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
     assert max(of_each) <= 2 * -(-n_batches // size) + 2
@@ -248,7 +248,7 @@ def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkey
     stream.begin(0, 1, CPU)
     stream.next_rows()
     assert is_ahead.wait(60)
-    # Stops the reading threads, so that none of them can read on.
+    # This stops the reading threads, so that none of them can read on.
     stream.restore({"batch": 0})
     assert sorted(n_read.values()) == [AHEAD, 1 + AHEAD]
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
@@ -342,7 +342,7 @@ def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    # The rest of the message comes from a counter of the whole machine, on which other tests run out of memory.
+    # The rest of the message depends on a machine-wide counter, which other tests that run out of memory also change.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]
@@ -412,7 +412,7 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # The text is not read again for the sample, which is the whole text here.
+    # The text is not read again for the sample, since here the sample is the entire text.
     assert n_read == n_all > 200 * 64
 
 

@@ -1,4 +1,4 @@
-"""Documents in contexts: no token is lost, contexts are full, and each piece starts like a separate text."""
+"""Tests for documents in contexts: no token is lost, contexts are full, and each piece starts like a separate text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import PADDING, ContextBatch, Tokenizer, Tokens, batches, pack, separate
 
-# Tokens that the tokenizer puts around a text; no other token has these ids.
+# The tokens that the tokenizer puts around a text; no other tokens have these ids.
 BEFORE, AFTER = 900, 901
 
 

@@ -1,4 +1,4 @@
-"""Extractions by several ranks store the same rows as one rank, exactly as many, despite interruptions."""
+"""Tests that several ranks extract the same rows as one rank, and exactly as many, despite interruptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.extraction.state import STATE, stored_state
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
-# More tokens than the text has.
+# This is more tokens than the text has.
 ALL = 10**6
 
 
@@ -38,7 +38,7 @@ def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
 
 
 def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
-    """Return the rows of a hook by document, position and token; a document cut in two has several rows under a key."""
+    """Return the rows of a hook by document, position and token; a split document has several rows under a key."""
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for file in sorted(job.folder(hook).glob("*.safetensors")):
         shard = load_file(file)

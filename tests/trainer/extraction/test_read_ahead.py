@@ -1,4 +1,4 @@
-"""Tests of reading ahead: the same items in the same order, a bounded number in advance, and a thread that ends."""
+"""Tests for reading ahead: the same items in the same order, a bounded number in advance, and a thread that ends."""
 
 from __future__ import annotations
 

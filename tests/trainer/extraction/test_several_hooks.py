@@ -1,4 +1,4 @@
-"""Training at several hooks: each SAE equals one trained at its hook alone, and the model reads the text once."""
+"""Tests training at several hooks: each SAE equals one trained at its hook alone, and the model reads the text once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]
-# One hook name of ours and one of TransformerLens.
+# One hook name in our own format and one in TransformerLens's.
 HOOKS = ["resid_post.0", "blocks.1.hook_resid_post"]
 LABELS = ["hook=L0", "hook=L1"]
 TRANSCODERS = ["mlp.0", "mlp.1"]
@@ -300,7 +300,7 @@ def test_an_outlier_at_one_hook_is_kept_at_the_other(
     of_first, of_second = (torch.cat(seen[hook]) for hook in (0, 1))
     assert of_first.shape == of_second.shape == (20 * 64, 16)
     assert of_first.norm(dim=1).max() < 100
-    # If nothing was replaced, the two rows belong to the same token.
+    # If nothing was replaced, both rows belong to the same token.
     places = {tuple(row): place for place, row in enumerate(second.tolist())}
     tokens = torch.tensor([places[tuple(row)] for row in of_second.tolist()])
     own = torch.tensor([token % 40 != 0 for token in tokens.tolist()])
@@ -376,7 +376,7 @@ def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Mak
 
     one, two, three = (work(hook) for hook in ("resid_post.2", ["resid_post.0", "resid_post.2"], "resid_post.0-2"))
     more, most = (estimate(work).activations for work in (two, three))
-    # The buffer, the rows of a forward pass twice, and a batch.
+    # The buffer, the rows of a forward pass twice, and one batch.
     assert most - more >= 4 * D_IN * (500 + 2 * 256 + 64)
     assert estimate(two).weights - estimate(one).weights == estimate(three).weights - estimate(two).weights
     speeds = assumed_speeds(CPU_PROCESS, "fp32")

@@ -1,4 +1,4 @@
-"""Tests of writing shards: the same shuffle for all hooks, atomic files, and exact statistics."""
+"""Tests for writing shards: the same shuffle for all hooks, atomic files, and exact statistics."""
 
 from __future__ import annotations
 

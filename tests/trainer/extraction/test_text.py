@@ -1,4 +1,4 @@
-"""Tests of documents in local files: the content of each format, and one sentence for each unreadable file."""
+"""Tests for documents in local files: the content of each format, and one sentence for each unreadable file."""
 
 from __future__ import annotations
 

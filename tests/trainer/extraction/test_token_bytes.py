@@ -1,4 +1,4 @@
-"""Tests of the bytes of tokens: joined, they give the text again, even if a character spans several tokens."""
+"""Tests for the bytes of tokens: joined, they give the text again, even if a character spans several tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what `bench` measures and prints; speeds themselves are not tested."""
+"""Tests for what `bench` measures and prints; the speeds themselves are not tested."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_each_rank_takes_the_same_steps_as_a_real_one(job_file: Path, capsys: py
 
 
 def event(name: str, start_us: int, end_us: int, thread: int = 1) -> FunctionEvent:
-    """Make an event of a profile: a phase mark or an operation."""
+    """Create a profile event: a phase mark or an operation."""
     is_mark = name.startswith("sae:")
     return FunctionEvent(0, name, thread, start_us, end_us, is_user_annotation=is_mark, device_type=DeviceType.CPU)
 
 
 def kernel(number: int, started_us: int, took_us: int, thread: int = 1) -> list[FunctionEvent]:
-    """Make the events of a kernel: the driver's launch call, and the kernel itself, later on the GPU."""
+    """Create the events of a kernel: the driver's launch call and, later on the GPU, the kernel itself."""
     call = FunctionEvent(number, "cuLaunchKernelEx", thread, started_us, started_us + 5, device_type=DeviceType.CPU)
     begins = 10_000 + 1000 * number
     return [call, FunctionEvent(number, "_sum_bags", 0, begins, begins + took_us, device_type=DeviceType.CUDA)]
@@ -83,7 +83,7 @@ def test_on_a_gpu_phases_have_the_kernels_that_any_thread_launched_in_them() -> 
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
     ]
-    # The GPU trace also has each mark, from its first kernel to its last; the ids of operations are separate.
+    # The GPU trace also contains each mark, from its first kernel to its last; the ids of operations are separate.
     of_gpu = FunctionEvent(2, phases.FORWARD, 0, 11_000, 99_000, is_user_annotation=True, device_type=DeviceType.CUDA)
     operation = FunctionEvent(3, "aten::mm", 1, 1650, 1660, device_type=DeviceType.CPU)
     found = phases_ms([*MARKS, *kernels, of_gpu, operation])

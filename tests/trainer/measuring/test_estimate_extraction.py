@@ -1,4 +1,4 @@
-"""Tests of `estimate` for an extraction, whose model is not loaded."""
+"""Tests for `estimate` on an extraction, whose model is not loaded."""
 
 from __future__ import annotations
 

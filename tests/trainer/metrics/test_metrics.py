@@ -257,7 +257,7 @@ class Waiting(Parallel):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the clock by a list that holds only the time in seconds."""
+    """Replace the clock with a list that contains only the time in seconds."""
     now = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
@@ -337,7 +337,7 @@ def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> N
 
 def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Shares of the time in intervals of 4 s. More than 10 % for 10 s is a lasting wait; less than 5 % ends it.
+    # Shares of the time in intervals of 4 s. A wait of more than 10 % over 10 s is lasting; less than 5 % ends it.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]
     assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

@@ -1,4 +1,4 @@
-"""Requirements for every registered optimizer, tested as part of a learner."""
+"""Requirements that every registered optimizer must meet, tested as part of a learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new optimizer takes one file and one line to be checked, estimated, trained with and resumed."""
+"""Tests that a new optimizer needs one file and one line to be checked, estimated, trained with and resumed."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_size_of_a_gradient_does_not_matter() -> None:
 
 
 def test_the_average_has_less_noise_than_the_stepped_weights() -> None:
-    # The minimum is at 0; the stepped weights stay a step's length away from it.
+    # The minimum is at 0, but the stepped weights remain a step's length away from it.
     weight = nn.Parameter(torch.full((500,), 0.3))
     optimizer = Signum([weight], 0.05, momentum=0.95)
     for step in range(400):

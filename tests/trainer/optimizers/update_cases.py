@@ -102,7 +102,7 @@ class Twin(Group):
 def learners(
     sae: dict[str, Any], d_out: int | None = None, data: Group | None = None, **train: Any
 ) -> tuple[Learner, Learner]:
-    """Return one SAE twice: updated by the kernels, and by passes over whole matrices."""
+    """Return the same SAE twice: updated by the kernels, and by passes over entire matrices."""
     settings = {"batch_size": 16, "precision": "fp32", "lr": 1e-2, "grad_clip": 0.05} | train
     job = job_of({"d_sae": 6, "k": 3} | sae, settings, {"mode": "ddp"} if data else None)
     by_rows, by_passes = (Learner(job, 72, d_out, Parallel(DEVICE, data=data, world=data)) for _ in range(2))
@@ -116,7 +116,7 @@ def learners(
 
 
 def step(one: Learner, number: int, bad: float | None = None) -> None:
-    """Take a step, with one value of the gradient set to `bad` if given."""
+    """Take a step; if `bad` is given, set one value of the gradient to it."""
     one.begin_step(number)
     x = rows(16, 72, number)
     one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
@@ -132,7 +132,7 @@ def state(one: Learner) -> dict[str, Tensor]:
 def assert_alike(one: Learner, other: Learner) -> None:
     found, expected = state(one), state(other)
     assert found.keys() == expected.keys()
-    # The change of a step of 1e-2 if its moment is rounded to the neighbouring code.
+    # The change from a step of 1e-2 if its moment is rounded to the neighbouring code.
     off = 3e-7 if found["optimizer.exp_avg.W_enc"].dtype == torch.float32 else 2e-4
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
@@ -325,7 +325,7 @@ def test_a_step_is_the_same_with_16_bit_copies_of_the_last_step_or_new_ones() ->
 def test_a_step_is_the_same_if_replicas_exchange_copies_or_fp32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # As if the kernels of sparse products worked.
+    # Behave as if the kernels of sparse products worked.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
     monkeypatch.setattr(Learner, "_may_exchange_narrow", lambda *_: True)
     one, _ = learners({"architecture": "topk"}, data=Twin(), precision="bf16")
@@ -380,7 +380,7 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # Steps are bit-identical, so they do not depend on the shards or on the order of programs.
+    # Steps are bit-identical, so they depend neither on the shards nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)

@@ -1,4 +1,4 @@
-"""Ranks choose a mode that fits into the memory that they may use."""
+"""Tests that ranks choose a mode that fits into the memory that they may use."""
 
 from __future__ import annotations
 

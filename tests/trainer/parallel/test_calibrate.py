@@ -1,4 +1,4 @@
-"""Measures the speed of ranks with very little memory: real processes with a real limit."""
+"""Tests measuring the speed of ranks with very little memory: real processes with a real limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel.threads import on_all
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that trains on `world_size` ranks; the last one has `mib` MiB of spare memory.
+    """Return a function that trains on `world_size` ranks, of which the last one has `mib` MiB of spare memory.
 
     The function returns the stored measurements and the plan.
     """
@@ -43,7 +43,7 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# Memory for the whole copy, for a quarter of it, and for nothing.
+# Memory for the entire copy, for a quarter of it, and for none of it.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(

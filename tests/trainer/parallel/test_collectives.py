@@ -1,6 +1,7 @@
-"""All ranks make the same `torch.distributed` calls in the same order: real processes, with all calls of a step.
+"""Tests that all ranks make the same `torch.distributed` calls in the same order, in real processes.
 
-The calls are those below the groups: packed, sharded and started together. A GPU's path runs over gloo here, too.
+The calls are those made by the groups: packed, sharded and started together. The code path of a GPU runs over gloo
+here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trainer.parallel import group
 
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor", "hybrid")
-# Two ranks cannot be a hybrid. Below the groups, the CPU path makes the same calls on any number of ranks.
+# Two ranks cannot be a hybrid. Within the groups, the CPU path makes the same calls on any number of ranks.
 USUAL = [
     Case(size, path, {"architecture": kind}, {"mode": mode})
     for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
@@ -30,7 +31,7 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # Latents that do not divide evenly over replicas, and tokens that do not divide evenly over ranks sharing latents.
+    # The latents do not divide evenly over replicas, nor the tokens over ranks that share latents.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]

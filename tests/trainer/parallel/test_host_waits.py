@@ -1,4 +1,4 @@
-"""With several GPUs, the host waits for its GPU only in steps that log: other steps read no values of the device.
+"""Tests that with several GPUs the host waits for its GPU only in steps that log; other steps read no device values.
 
 Exchanges therefore cannot depend on values either, which might differ between ranks.
 """
@@ -18,7 +18,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
-# The number of ranks with different tokens, and of ranks that share the latents.
+# The number of ranks with different tokens, and the number of ranks that share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
 # Parallel and training settings by name; hybrids have both kinds of groups.
 SETTINGS: dict[str, Settings] = {

@@ -1,4 +1,4 @@
-"""Every mode learns the same as one process from the same global batches."""
+"""Tests that every mode learns the same as one process does from the same global batches."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ MODES = {
     "tensor-3": (3, {"mode": "tensor"}, 1),
     "hybrid-4": (4, {"mode": "hybrid"}, 2),
 }
-# Latents count as dead soon, so that AuxK and the counters take part.
+# Latents soon count as dead, so that AuxK and the counters are active.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
-# With these rows some latents die early enough to be resampled.
+# With these rows, some latents die early enough to be resampled.
 ROWS = {"hold_out": "rows"}
 
 

@@ -1,4 +1,4 @@
-"""How ranks connect: their rendezvous, network interface, backend and timeouts."""
+"""Tests for how ranks connect: their rendezvous, network interface, backend and timeouts."""
 
 from __future__ import annotations
 

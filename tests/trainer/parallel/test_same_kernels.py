@@ -1,4 +1,4 @@
-"""Ranks agree not to use kernels that fail on any of them."""
+"""Tests that ranks agree not to use kernels that fail on any of them."""
 
 from __future__ import annotations
 

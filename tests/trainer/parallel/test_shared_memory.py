@@ -1,4 +1,4 @@
-"""Exchanges between real processes: through shared memory, and as between machines."""
+"""Tests for exchanges between real processes: through shared memory, and as between machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks and return the tensors that each saved; a killed rank has none."""
+    """Run `size` ranks and return the tensors that each has saved; a killed rank has none."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -50,7 +50,7 @@ def test_exchanges_give_the_same_correct_values_on_all_ranks(size: int, apart: b
 
 
 def check_sums(ranks: list[dict[str, Tensor]]) -> None:
-    """Require bit-identical sums on all ranks, and gathered values that equal the values of each rank."""
+    """Require bit-identical sums on all ranks, and gathered values that equal those of each rank."""
     size = len(ranks)
     names = ["matrix", "tiny", "none", "half", "double", "odd", "even", "uneven", "pair's matrix", "pair's vector"]
     for name in names:
@@ -68,7 +68,7 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
         for index, rank in enumerate(ranks):
             assert float(rank[name]) == (sum(members) if index in members else index)
-    # More bytes than a connection's buffer holds; only the first rank collects them.
+    # There are more bytes than a connection's buffer can hold; only the first rank collects them.
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
     assert "collected" not in ranks[1]
@@ -102,11 +102,11 @@ def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -
 
 
 def test_ranks_can_wait_for_large_file_descriptors() -> None:
-    # A process with data of many shards has as many open files.
+    # A process whose data has many shards keeps this many files open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()
-    # Longer than the first rank polls before it sleeps.
+    # This is longer than the first rank polls before it sleeps.
     late = threading.Timer(0.1, far.send, [b"."])
     try:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
@@ -119,7 +119,7 @@ def test_ranks_can_wait_for_large_file_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# More connections than the listen queue holds.
+# There are more connections than the listen queue can hold.
 KNOCKS = """
 import os, socket, sys
 os.setuid(65534)

@@ -1,4 +1,4 @@
-"""How ranks on GPUs agree to stop or to save; the tests decide when each GPU processes its queue."""
+"""Tests for how ranks on GPUs agree to stop or to save; the tests decide when each GPU processes its queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real rank processes, each with its parent: how the parent records their end, and how it handles signals."""
+"""Tests with real rank processes, each with its parent: how the parent records their end and handles signals."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_two_ranks_learn_the_same_as_one_from_the_same_global_batches(
     kept,
     tmp_path: Path,
 ) -> None:
-    # Latents count as dead soon, so that AuxK and the counters over all ranks take part; 40 × 256 tokens are 3 epochs.
+    # Latents soon count as dead, so that AuxK and the counters over all ranks are active; 40 × 256 tokens are 3 epochs.
     sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
     alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)
     alone.run()
@@ -261,7 +261,7 @@ def test_a_waiting_rank_ends_with_its_supervisor_not_with_the_supervisors_thread
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # The rank has received the signal of the death of its supervisor's thread.
+        # The rank has received the signal about the death of its supervisor's thread.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -294,7 +294,7 @@ def test_a_rank_in_a_hanging_exchange_ends_with_its_supervisor_and_rank_0(
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # The rank has received the signal of its supervisor's death, and waits for rank 0.
+        # The rank has received the signal about its supervisor's death, and waits for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()

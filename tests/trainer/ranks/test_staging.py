@@ -1,4 +1,4 @@
-"""Ranks restart with transfers through host memory if direct ones fail: real processes, over gloo."""
+"""Tests that ranks restart with transfers through host memory if direct ones fail: real processes, over gloo."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ranks_that_also_hang_through_host_memory_fail_in_one_sentence(tmp_path:
 
 
 class Lying(Threads):
-    """A group in which one exchange returns wrong values on one rank."""
+    """A group in which an exchange returns wrong values on one rank."""
 
     lies = ""
 

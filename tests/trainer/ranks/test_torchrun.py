@@ -1,4 +1,4 @@
-"""Ranks under torchrun: two agents on the loopback interface act as two hosts."""
+"""Tests for ranks under torchrun: two agents on the loopback interface act as two hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_two_hosts(
 ) -> list[str]:
     """Run both agents to their end, and return their outputs.
 
-    With `shares_store` the first agent hosts the store in which the ranks meet, otherwise rank 0.
+    With `shares_store`, the first agent hosts the store through which the ranks meet; otherwise rank 0 does.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -165,8 +165,9 @@ def replace(path: Path) -> None:
 
 
 def checkpoint(path: Path) -> None:
-    """Move a store from its write-ahead log into its file. Before that, a small store is only in the log, which is not
-    damaged.
+    """Move a store from its write-ahead log into its file.
+
+    Before that, a small store is only in the log, which is not damaged.
     """
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")

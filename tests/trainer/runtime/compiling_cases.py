@@ -1,4 +1,4 @@
-"""Reports while Triton compiles kernels for a GPU that is not present."""
+"""Tests for progress reports while Triton compiles kernels for a GPU that is not present."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyP
     made.hold(torch.device("cuda:2"))
     assert Event.recorded == ["queue of cuda:1"]
     assert [queue for queue, _ in held] == ["queue of cuda:2"]
-    # Work on a CPU is done when the call returns.
+    # Work on a CPU is complete when the call returns.
     moment(CPU).hold(torch.device("cuda:2"))
     assert len(held) == 1
 

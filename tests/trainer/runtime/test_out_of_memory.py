@@ -1,4 +1,4 @@
-"""Recognition of errors that mean a lack of memory, from all libraries."""
+"""Tests that errors that mean a lack of memory are recognised, from all libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines on which Triton cannot run a kernel: users of kernels warn, and work without Triton."""
+"""Tests for machines on which Triton cannot run a kernel: the kernel's users warn, and work without Triton."""
 
 from __future__ import annotations
 

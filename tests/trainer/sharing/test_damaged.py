@@ -1,4 +1,4 @@
-"""Files of other tools that are damaged or have other content are read, or refused in one sentence."""
+"""Tests that damaged or different files from other tools are either read or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool,
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an SAE of each kind in its format, and rows to import it with."""
+    """Write an SAE of each kind in its format, and rows with which to import it."""
     root = tmp_path_factory.mktemp("damaged")
     (root / "acts").mkdir()
     save_file({"activations": torch.randn(200, D_IN)}, root / "acts" / "a.safetensors")
@@ -168,7 +168,7 @@ def test_damaged_bytes_are_read_or_refused(
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in places:
-            # Most bytes of a file are numbers; its head and its tail describe them.
+            # Most bytes of a file are numbers, which its head and its tail describe.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 

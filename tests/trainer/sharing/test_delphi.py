@@ -1,4 +1,4 @@
-"""A cache is read by delphi itself, which `make model` fetches."""
+"""Tests that delphi itself, which `make model` fetches, can read a cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORIGIN = {"model_name": "gpt2", "dataset_path": "a-text"}
 
 
 def firings(d_sae: int = D_SAE, largest: float = 3.0) -> Firings:
-    """Make activations of the latents below `d_sae` in 5 contexts of 64 tokens."""
+    """Create activations of the latents below `d_sae` in 5 contexts of 64 tokens."""
     generator = torch.Generator().manual_seed(0)
     acts = torch.rand(5, 64, d_sae, generator=generator) * largest
     acts[acts < 0.9 * largest] = 0
@@ -93,7 +93,7 @@ def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
 
 
 def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # delphi imports these packages, but does not need them to read a cache.
+    # delphi imports these packages but does not need them to read a cache.
     peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
     loader = peer(monkeypatch, "delphi.latents.loader")

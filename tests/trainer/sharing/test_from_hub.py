@@ -1,4 +1,4 @@
-"""SAEs named on the hub are read from its cache; missing ones are downloaded into the cache first."""
+"""Tests that SAEs named on the hub are read from its cache; missing ones are first downloaded into the cache."""
 
 from __future__ import annotations
 

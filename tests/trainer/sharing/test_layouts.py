@@ -1,4 +1,4 @@
-"""SAEs of other tools are read correctly in every layout that these tools have used."""
+"""Tests that SAEs from other tools are read correctly in every layout that these tools have used."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
     clear = reference(x)[2]
     theirs, their_x_hat = ORACLES[layout.form](monkeypatch, tmp_path / layout.place, x, layout.oracle)
     acts, x_hat = ExportedSae(sae, CPU).reconstruct(x)
-    # With a threshold below 0, circuit-tracer passes negative activations; Gemma Scope's own code has a ReLU.
+    # With a threshold below 0, circuit-tracer passes on negative activations, while Gemma Scope's own code has a ReLU.
     theirs = theirs.relu()
     torch.testing.assert_close(acts.values[clear], theirs[clear], rtol=1e-4, atol=1e-4)
     if layout.oracle != "load_gemma_scope_transcoder" and layout.oracle != "load_gemma_scope_2_transcoder":
@@ -133,7 +133,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
 
 
 GEMMA_SCOPE = ("1: res", "1: transcoder", "2: transcoder with a skip")
-# The config.yaml of circuit-tracer can store only these facts.
+# The config.yaml of circuit-tracer can contain only these values.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 

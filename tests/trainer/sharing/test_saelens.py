@@ -44,7 +44,7 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @torch.no_grad()
 def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
-    # Raw data of size 1 to 10, so that the trainer's inputs are up to five times smaller or larger.
+    # Raw data has sizes of 1 to 10, so that the trainer's inputs are up to five times smaller or larger.
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")
@@ -142,7 +142,7 @@ def test_an_export_killed_at_any_moment_leaves_a_complete_sae_and_user_files(tmp
         assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
         assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
         token_counts.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
-        # The next export removes the remains of the killed one.
+        # The next export removes what the killed one left behind.
         export_sae(made(), folder, {"training_tokens": 3})
         assert not list(tmp_path.glob(f".{moment}.*"))
     assert token_counts == {1, 2}

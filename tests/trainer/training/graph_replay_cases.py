@@ -86,7 +86,7 @@ class Run:
             self.number += 1
 
     def load_again(self) -> None:
-        """Save the state of each run, and load it again."""
+        """Save the state of each run and load it again."""
         for one in (self.plain, self.captured):
             one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
 
@@ -125,7 +125,7 @@ def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train
     found, expected = run.intervals()
     assert found == expected
     run.assert_alike()
-    # AuxK starts to take part, so a step is captured again.
+    # AuxK becomes active, so a step is captured again.
     for one in (run.plain, run.captured):
         one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
         one.sae.note_since_fired(one.sae.n_tokens_since_fired)
@@ -219,7 +219,7 @@ def test_a_run_continues_from_the_state_that_captured_steps_saved() -> None:
     steps = run.record()
     run.load_again()
     run.take(3)
-    # Load again, now between captured steps.
+    # Load again, this time between captured steps.
     n = steps.n_replayed
     run.load_again()
     run.take(1)
@@ -275,7 +275,7 @@ PENALISED = [
 
 
 class PlainSteps(GraphReplay):
-    """Decides as early as for captured steps, but runs every step plainly."""
+    """Decides as early as captured steps do, but runs every step plainly."""
 
     def _may_record(self, decided: Any) -> bool:
         return False
@@ -332,12 +332,12 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
 ) -> None:
     queue: list[LateCopy] = []
     monkeypatch.setattr(buffer_sizer, "HostCopy", lambda number: LateCopy(number, queue))
-    # The penalty is warmed up and steered during these steps.
+    # The penalty is warmed up and adjusted during these steps.
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)
     assert run.steps.n_replayed == 4
     assert run.capacities == [6, 6]
-    # Each replay's number is read before the next replay overwrites it.
+    # The number of each replay is read before the next replay overwrites it.
     assert run.told[::2] == run.told[1::2]
     assert len(set(run.told)) == 5
     run.assert_same_intervals()
@@ -396,7 +396,7 @@ def test_an_overflowing_captured_step_is_skipped_and_dense_steps_follow(
         one.sae.b_enc.data.copy_(before["sae.b_enc"])
     after = dict(run.captured.state.tensors())
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    # The host notices the overflow one batch later.
+    # The host detects the overflow one batch later.
     run.take(1)
     assert run.steps.n_replayed == 4
     run.assert_same_intervals(skipped=1)

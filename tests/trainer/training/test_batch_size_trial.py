@@ -1,4 +1,4 @@
-"""Trials of the micro-batch size under a real shortage of memory: a rank's address space is limited at its start."""
+"""Tests trials of the micro-batch size under a real memory shortage: a rank's address space is limited at its start."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.training.learner import Learner
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# Pre-activations of all tokens take 256 MiB. A pass first requests twice that, and 128 MiB for threads.
+# The pre-activations of all tokens take 256 MiB. A pass first requests twice that, and 128 MiB for threads.
 TIGHT_MIB = 900
 # Modes with an exchange in the middle of a pass.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
 
 def shared_job(mode: str, architecture: str, batch_size: object) -> JobConfig:
-    """Make a job with even shares: measured ones would differ from run to run."""
+    """Create a job with even shares, since measured ones would differ between runs."""
     table = {
         "data": {"source": "synthetic", "d_in": 32, "held_out_tokens": 1000},
         "sae": {"d_sae": 8192, "k": 8, "architecture": architecture},
@@ -106,7 +106,7 @@ def test_halving_is_reported_to_change_the_sae_if_latents_are_chosen_per_piece()
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """Return a learner initialised from random data without exchanges between ranks, and the data."""
+    """Return the data, and a learner initialised from random data without exchanges between ranks."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with dry_run(learner.sae):

@@ -1,4 +1,4 @@
-"""A run that is asked to finish early cools down over its next steps and ends as finished."""
+"""Tests that a run asked to finish early cools down over its next steps and ends as finished."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeTrainer = Callable[..., Any]
 
 
 class AtStep(RunProgress):
-    """Sets an event once a step is done."""
+    """Sets an event once a certain step is done."""
 
     def __init__(self, **events: tuple[int, threading.Event]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_a_run_stopped_in_its_cool_down_resumes_to_bit_identical_weights(
 ) -> None:
     whole, _ = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "whole", output=tmp_path / "one")
     cut, _ = asked_to_finish(finish=ASKED - 1, stop=ASKED + 9, checkpoints=tmp_path / "cut", output=tmp_path / "two")
-    # A second request, to stop, ends the cool-down at once.
+    # A second request, to stop, ends the cool-down immediately.
     assert not cut.is_finished
     assert cut.position.step == ASKED + 10
     resumed, _ = asked_to_finish(
@@ -147,7 +147,7 @@ def test_a_run_killed_in_its_cool_down_has_saved_its_new_end(
     states = [read_state(folder) for folder in (tmp_path / "checkpoints").iterdir()]
     assert [state.cool_down_of(PLANNED) for state in states] == [CoolDown(ASKED, END, PLANNED)] * len(states)
     assert ASKED in {state.position.step for state in states}
-    # A run that is given another length ignores its cool-down.
+    # A run that is given a different length ignores its cool-down.
     assert states[0].cool_down_of(PLANNED + 1) is None
 
 

@@ -1,4 +1,4 @@
-"""Data that changes between a run and its resume, or while the run reads it, in real trainings."""
+"""Tests for data that changes between a run and its resume, or while the run reads it, in real trainings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
 
 
 def grown_twice(folders: list[Path]) -> None:
-    """Add shards before, between and after the shards of each folder."""
+    """Add shards before, between and after the existing shards of each folder."""
     for number, folder in enumerate(folders):
         write(folder / "a.safetensors", 150, 10 + number)
         write(folder / "c.safetensors", 90, 20 + number)
@@ -101,7 +101,7 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
 
 
 def write_texts(file: Path, texts: range, seed: int) -> None:
-    """Write 25 rows of each text, with the number of their text."""
+    """Write 25 rows of each text, with the number of the text."""
     write(file, 25 * len(texts), seed)
     document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
     save_file(load_file(file) | {"document": document}, file)
@@ -195,9 +195,9 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was truncated to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
-    # The space reserved for the last checkpoint is free before the save.
+    # The space reserved for the last checkpoint is freed before the save.
     assert was_reserved == [False]
-    # Once the file is copied again, the run continues.
+    # Once the file has been copied again, the run continues.
     file.write_bytes(whole)
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
 

@@ -1,4 +1,4 @@
-"""Tests of `sae-train export`: SAEs of a checkpoint for other tools."""
+"""Tests for `sae-train export`, which exports the SAEs of a checkpoint for other tools."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert [folder.name for folder in none.iterdir()] == [labels[1]]
     assert export(run_dir, tmp_path / "third", "--only", "k=3") == EXIT_USAGE
     assert capsys.readouterr().err == f"--only: no SAE is called k=3; the SAEs are {', '.join(labels)}\n"
-    # The model card for the hub has only the exported SAEs.
+    # The model card for the hub lists only the exported SAEs.
     card = hub_card([newest_whole(run_dir / "checkpoints")], "sparsify", "me/sae", labels[:1])
     assert labels[0] in card
     assert labels[1] not in card

@@ -1,4 +1,4 @@
-"""A run that ends on a full disk waits for space, keeps the SAE on another disk meanwhile, and loses nothing."""
+"""Tests that a run that ends on a full disk waits for space, keeps the SAE on another disk, and loses nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 
-# The limit of a file in bytes: enough for settings, too little for any weights.
+# The file size limit in bytes: enough for settings, too little for any weights.
 SMALL = 4000
 MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the folder for SAEs that wait for space; it counts as another disk."""
+    """Create the folder for SAEs that wait for space, which counts as another disk."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -37,9 +37,9 @@ def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Return a function that limits the size of files, so that a write fails as on a full disk.
+    """Return a function that limits the size of files, so that writes fail as on a full disk.
 
-    Python ignores SIGXFSZ. Any user may lower the limit, and raise it again.
+    Python ignores SIGXFSZ. Any user may lower the limit and raise it again.
     """
     monkeypatch.setattr(final_writes, "RETRY_S", 0.02)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """Calls a function once the run waits, as a user might act."""
+    """Calls a function once the run waits, in place of a user's action."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.heartbeat

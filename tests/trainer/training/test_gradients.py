@@ -77,7 +77,7 @@ def test_a_step_without_tokens_is_skipped() -> None:
 
 
 def bits(one: Learner) -> dict[str, Tensor]:
-    """Return everything that a step changes, as bytes: NaN and the sign of 0 are compared too."""
+    """Return everything that a step changes, as bytes, so that NaN and the sign of 0 are compared too."""
     tensors = dict(one.state.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
@@ -188,7 +188,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
 
 
 def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:
-    # A power of 2 does not change the digits of fp32 gradients; fp16 products would.
+    # A power of 2 does not change the digits of fp32 gradients, but would change those of fp16 products.
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
     scaled.precision = "fp32"
     for step in range(10):
@@ -207,7 +207,7 @@ def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> Non
 def test_the_norm_of_a_large_gradient_matches_float64(shape: tuple[int, ...]) -> None:
     gradients = [torch.randn(shape), torch.randn(7)]
     if len(shape) == 2:
-        # Like the encoder's gradient, whose latents are contiguous.
+        # The tensor resembles the encoder's gradient, in which latents are contiguous.
         gradients.append(torch.randn(shape).T)
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
     assert float(total_square(gradients)) == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Captured steps (CUDA graphs): the cases in Triton's interpreter, and which steps are captured."""
+"""Tests for captured steps (CUDA graphs): the cases in Triton's interpreter, and which steps are captured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_captured_steps_equal_plain_ones(among: str) -> None:
 
 
 class Card:
-    """Mimics how torch captures into memory pools: a capture that an operation breaks stays active in its pool."""
+    """Mimics how torch captures into memory pools: a capture broken by an operation remains active in its pool."""
 
     device_index = 0
 

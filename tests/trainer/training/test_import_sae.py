@@ -1,4 +1,4 @@
-"""Tests of `sae-train import`: SAEs of other tools become runs."""
+"""Tests for `sae-train import`: SAEs from other tools become runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def command(folder: Path, run: Path, data: Path, *flags: str) -> int:
 
 @torch.no_grad()
 def computed(run: Path, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the activations and the reconstructions of raw x by the SAE in a run's checkpoint."""
+    """Return the activations and reconstructions of raw x by the SAE in a run's checkpoint."""
     sae = imported(run)
     output = sae(x * sae.x_scale, torch.zeros(len(x), sae.d_out))
     return output.acts.dense() / sae.y_scale, output.x_hat / sae.y_scale
@@ -87,7 +87,7 @@ def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: 
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
-    # The SAE uses the scale of the data, not the scale of its file.
+    # The SAE uses the scale of the data instead of the one in its file.
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
@@ -234,7 +234,7 @@ class Trap:
 
 
 def replaced(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return a function that replaces `ae.pt` by the result of `change` on its tensors."""
+    """Return a function that replaces `ae.pt` with the result of `change` on its tensors."""
 
     def tamper(folder: Path) -> None:
         tensors = torch.load(folder / "ae.pt", weights_only=True)
@@ -388,7 +388,7 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # An SAE for rows scaled to a mean norm of √32: its b_dec, the mean of the rows, is scaled by the same factor.
+    # The SAE is for rows scaled to a mean norm of √32, so its b_dec, the mean of the rows, is scaled too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (

@@ -45,7 +45,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A host copy that records when it is read in the same step that made it."""
+    """A host copy that records whether it is read in the same step that made it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -78,7 +78,7 @@ def only(trainer: Trainer) -> Learner:
 def test_a_run_resumed_at_step_10_of_20_is_bit_identical(
     sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    # A small dead_after_tokens, so that AuxK and the dead counters matter; 20 × 200 tokens reach a second epoch.
+    # dead_after_tokens is small so that AuxK and the dead counters matter; 20 × 200 tokens reach a second epoch.
     sae = {"dead_after_tokens": 400, "d_sae": 256} | sae
     job = make_job(train={"batch_size": 200, "checkpoint_every": 10} | train, sae=sae)
     whole = make_trainer(job)
@@ -154,7 +154,7 @@ def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     assert fvu[0] > 0.4
     assert fvu[-1] < 0.3
     assert fvu == sorted(fvu, reverse=True)
-    # After so few steps a penalty still adjusts L0; a choice of k is exact.
+    # After so few steps, a penalty still adjusts L0, whereas a choice of k is exact.
     slack = 0.1 if "topk" in architecture else 16
     assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
@@ -175,7 +175,7 @@ def test_reading_values_a_step_late_gives_the_same_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
-    # Log points followed by a step, a save, an evaluation, another log point and the end of the run.
+    # Log points are followed by a step, a save, an evaluation, another log point and the end of the run.
     train = {"n_steps": 23, "log_every": 3, "eval_every": 6, "checkpoint_every": 7}
     job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
     for late in (False, True):
@@ -290,7 +290,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
-    # Ten consecutive rows, so that batches of neighbouring rows would have several.
+    # There are ten consecutive ones, so that batches of neighbouring rows would have several.
     x[1234:1244, 3] = value
     save_file({"activations": x}, activations / "a.safetensors")
     data = {"held_out_tokens": 0, "max_norm": max_norm}
@@ -364,7 +364,7 @@ def test_a_skipped_step_changes_no_state(make_job: MakeJob, make_trainer: MakeTr
     before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     take_alone(learner, 2, bad)
     for name, tensor in learner.state.tensors():
-        # Rows of W_dec are normalised once more, which may round their last digit.
+        # Rows of W_dec are normalised once more, which may change their last digit by rounding.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
     assert skips(learner) == (1, 1, 0)
 
@@ -373,14 +373,14 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
-    # As on a GPU; a buffer for a tenth of the expected latents always overflows.
+    # As on a GPU, a buffer for a tenth of the expected latents always overflows.
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
     monkeypatch.setattr(latent_capacity, "MARGIN", 0.1)
     monkeypatch.setattr(penalised, "above", only(trainer).sae._buffer_sizer.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
-    # Every fifth step overflows: each guess needs the numbers of four complete steps.
+    # Every fifth step overflows, since each guess needs the numbers of four complete steps.
     assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0

@@ -1,4 +1,4 @@
-"""A run that overfits its rows warns, and keeps its best checkpoint."""
+"""Tests that a run that overfits its rows gives a warning and keeps its best checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `sae-train export --push`: it uploads exactly the files of an export."""
+"""Tests for `sae-train export --push`, which uploads exactly the files of an export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares thresholds set on held-out rows with sorting, and loads old checkpoints without them."""
+"""Compares thresholds set on held-out rows with sorting, and loads old checkpoints without thresholds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The threshold learnt on training rows is kept separately, and differs.
+        # The threshold learnt on training rows is stored separately, and differs.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):
@@ -82,7 +82,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
 
 class Rows:
-    """Held-out rows of every rank, in two halves."""
+    """The held-out rows of every rank, in two halves."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x

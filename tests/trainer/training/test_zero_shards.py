@@ -1,4 +1,4 @@
-"""Replicas that each update a share of the latents, and exchange 16-bit copies of the updated weights."""
+"""Tests for replicas that each update a share of the latents, and exchange 16-bit copies of the updated weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 class Late(NamedTuple):
-    """A transfer whose result is NaN until it is waited for."""
+    """A transfer whose result is NaN until a rank waits for it."""
 
     target: Tensor
     result: Tensor
@@ -40,7 +40,7 @@ class Late(NamedTuple):
 
 
 class LateThreads(Threads):
-    """Threads whose asynchronous exchanges deliver their results only when they are waited for."""
+    """Threads whose asynchronous exchanges deliver their results only once a rank waits for them."""
 
     def finish(self, transfers: list[Any]) -> None:
         for transfer in transfers:
@@ -136,7 +136,7 @@ def test_the_next_pass_uses_replaced_weights() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One thread replaces the attribute for all, and one restores it: several would restore each other's value.
+    # One thread replaces the attribute for all, and one restores it, since several would restore each other's value.
     on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
     on_cpu = threading.Barrier(4, monkeypatch.undo, TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""Runs with a mirror, trained by real ranks."""
+"""Fixtures for runs with a mirror, trained by real ranks."""
 
 from __future__ import annotations
 

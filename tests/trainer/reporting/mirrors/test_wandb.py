@@ -29,7 +29,7 @@ def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
         assert run["curves"]["fvu"] == pytest.approx(stored(run_dir, f"fvu@{label}"))
         assert run["curves"]["tokens_per_s"] == pytest.approx(stored(run_dir, "tokens_per_s"))
         assert run["config"]["sae"]["k"] == int(label[-1])
-        # The summary in W&B has the held-out values.
+        # The summary in W&B contains the held-out values.
         assert run["sums_up"] == {"heldout_fvu": True, "heldout_l0": True, "fvu": False, "l0": False}
         ids[label] = run["id"], run["group"]
     assert ids["k=2"][0] != ids["k=4"][0]
@@ -67,7 +67,7 @@ def contents(file: Path) -> dict[str, Any]:
 
 
 def records(data: bytes) -> Iterator[Record]:
-    """Yield the records of a file: 7 bytes, then LevelDB's log format, where 32-KiB blocks hold parts of records."""
+    """Yield the records of a file: 7 bytes, then LevelDB's log format, whose 32-KiB blocks contain record parts."""
     assert re.match(rb":W&B", data)
     at, whole = 7, b""
     while at + 7 <= len(data):
@@ -77,7 +77,7 @@ def records(data: bytes) -> Iterator[Record]:
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        # 1 is a full record; 4 is the last part of one.
+        # 1 means a full record; 4 means the last part of one.
         if kind in (1, 4):
             yield Record.FromString(whole)
             whole = b""
