@@ -23,7 +23,7 @@ settings.register_profile("same", deadline=None, max_examples=60, derandomize=Tr
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# The tests with which three processes start: keys typed into an app and a real model, jobs that are killed and awaited,
+# The tests that three processes start with: keys typed into an app and a real model, jobs that are killed and awaited,
 # and trainings. In file order, the first two groups would run one after the other, and the cores would idle during the
 # second.
 FIRST = (

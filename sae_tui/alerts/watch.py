@@ -66,7 +66,7 @@ class Alerts:
 
     @property
     def recent(self) -> list[Alert]:
-        """This host's alerts that will be stored, oldest first."""
+        """This host's alerts that are kept in the file, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: AlertReadings) -> list[Alert]:

@@ -38,7 +38,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
 
-# In seconds. A sleeping disk or a restarting file server needs time to respond.
+# How long the data folder may take to respond, since a sleeping disk or a restarting file server needs time.
 _LIMIT_S = 60.0
 
 

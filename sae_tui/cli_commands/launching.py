@@ -214,7 +214,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: CommandContext) -> str:
-    """Return the name of the GPU source, with which a supervisor finds the same GPUs."""
+    """Return the name of the GPU source, so that a supervisor can find the same GPUs."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

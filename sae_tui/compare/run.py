@@ -46,7 +46,7 @@ class ComparedSae(msgspec.Struct, frozen=True):
     member: str
     settings: Settings
     latest: Mapping[str, float]
-    # Sums per text over the rows on which the report card was measured.
+    # Sums per text over the rows that the report card was measured on.
     sums: RowSums | None = None
 
 

@@ -16,7 +16,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
-# The minimum speed-up per additional device (1 is ideal) for which using it is recommended.
+# The minimum speed-up per additional device (1 is ideal) for recommending that device.
 LEAST_EFFICIENCY = 0.7
 
 
@@ -64,7 +64,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Recommend the fewest devices on which the job fits now, and how many more are worthwhile, or else a remedy."""
+    """Recommend the fewest devices that fit the job now, and the largest worthwhile number; otherwise a remedy."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:

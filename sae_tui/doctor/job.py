@@ -98,9 +98,9 @@ def job_rows(
 
 
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Return the GPUs that the job may use, the one with most free memory first; none if it requests the CPU.
+    """Return the GPUs that the job may use, most free memory first; return none if it requests the CPU.
 
-    Slices are left out if there are entire GPUs; otherwise only one slice is returned, since a job can use only one.
+    If there are entire GPUs, slices are omitted; otherwise only one slice is returned, since a job can use only one.
     """
     named = job.launch.gpus
     if job.on_cpu:

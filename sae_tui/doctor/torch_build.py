@@ -15,7 +15,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
-# In seconds; the first import from a network disk takes half a minute.
+# The time limit for importing torch; the first import from a network disk takes half a minute.
 LIMIT_S = 60.0
 # Compute capabilities of GPUs, such as GeForce, whose fp64 speed is 1/32 or 1/64 of their fp32 speed.
 _SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}

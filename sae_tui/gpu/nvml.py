@@ -347,7 +347,7 @@ class _NvmlGpu:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID, or a placeholder that is marked in `failed` and to which no job can be pinned."""
+        """Return the UUID, or a placeholder, which is listed in `failed` and cannot be used to pin a job."""
         uuid = text(self._identity.get("uuid"))
         if uuid is None:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._identity else "unknown")

@@ -80,8 +80,7 @@ def masked(text: str) -> str:
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
     """Mask the secrets in a command line, recognised by option names and token formats.
 
-    A program may start another one (`sudo curl -u …`), so any argument may name the program to which the following
-    options belong.
+    A program may start another one (`sudo curl -u …`), so any argument may name a program whose options follow.
     """
     program, hides, previous, shown = "", False, "", []
     for argument in arguments:

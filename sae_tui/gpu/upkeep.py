@@ -25,8 +25,8 @@ SLACK, SLACK_PAGES = 0.1, 1000
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# In seconds: the smallest clock jump, and how long a jump is distrusted; the smallest gap without rows that counts as a
-# jump, and how much history must be stored after it.
+# The smallest clock jump, and how long a jump is distrusted; the smallest gap without rows that counts as a jump, and
+# how much history must be stored after it.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 

@@ -39,7 +39,7 @@ class Window:
 
 
 def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job: int | None) -> Window:
-    """Return the latest `n` intervals of a GPU, on which `job` currently runs."""
+    """Return the latest `n` intervals of a GPU; `job` is the job that it currently runs."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
     begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s

@@ -28,7 +28,7 @@ from trainer.contract.wording import join_words
 SETTING = "launch.python"
 PACKAGE = "sae-tui"
 OLDEST = (3, 11)
-# In seconds: the first import of torch from a network disk takes half a minute.
+# The time limit for a check, since the first import of torch from a network disk takes half a minute.
 LIMIT_S = 60.0
 # A Python whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0

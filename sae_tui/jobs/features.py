@@ -61,7 +61,7 @@ def counts(features: Features) -> str:
 
 
 def strongest_tokens(feature: Feature) -> str:
-    """Return the tokens on which a latent fires most, without repetition, the strongest first."""
+    """Return the tokens that a latent fires on most, without repetition, the strongest first."""
     tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
 

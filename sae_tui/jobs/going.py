@@ -23,9 +23,9 @@ from trainer.contract.store.rows import JobId, Time
 
 # The kinds of events about an evaluation.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
-# In seconds. The file of a running evaluation is written at least this often.
+# The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# In seconds. An evaluation on another machine is considered ended after this time without a write.
+# An evaluation on another machine is considered ended after this time without a write.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 

@@ -1,4 +1,4 @@
-"""Determines on which machine a job is.
+"""Determines which machine a job is on.
 
 Host names do not identify machines: a laptop changes its name, a container is recreated on the same volume, and two
 hosts that share a data folder may have the same name.
@@ -20,8 +20,7 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# In seconds. A supervisor touches the run's lock file every `SIGN_EVERY_S`. The clocks of two hosts may differ by a
-# minute.
+# A supervisor touches the run's lock file every `SIGN_EVERY_S` seconds. The clocks of two hosts may differ by a minute.
 SIGN_EVERY_S = 30.0
 SILENT_S = 180.0
 

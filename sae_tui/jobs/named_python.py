@@ -35,7 +35,7 @@ def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[
 
 
 def unset_line() -> str:
-    """Return the shell script line that does the same as `variables`."""
+    """Return a shell script line that unsets the variables that `variables` removes."""
     return f"unset {' '.join(_OF_ANOTHER)}"
 
 

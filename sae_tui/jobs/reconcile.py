@@ -30,9 +30,9 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import join_words
 
-# In seconds. A launcher records the supervisor within one second, but may take longer under heavy load.
+# A launcher records the supervisor within one second, but may take up to this long under heavy load.
 UNSUPERVISED_S = 30.0
-# In seconds. Ranks get SIGTERM when their supervisor dies, and then have this long to save.
+# Ranks get SIGTERM when their supervisor dies, and then have this long to save.
 ORPHANS_S = 60.0
 
 

@@ -97,7 +97,7 @@ class GpuPicker(KeyedTable):
             self.post_message(self.Changed())
 
     def choose_any(self, count: int) -> None:
-        """Select any `count` GPUs that fit, for which the job waits; 0 selects none."""
+        """Select any `count` GPUs that fit; the job waits for them. 0 selects none."""
         if count != self.any_gpus:
             self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()

@@ -39,7 +39,8 @@ _QUIT_LIMIT_S = 5.0
 # protocol, alternate screen, cursor, focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
-# In bytes. The log is emptied at this size, which is checked each time this much has been drawn.
+# The log is emptied when it reaches the first number of bytes, which is checked each time the second number of bytes
+# has been drawn.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 

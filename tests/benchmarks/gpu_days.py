@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-It prints the table, with the newest entry of each GPU model. With `--write` it replaces the table in the page.
+It prints the table, with the latest entry of each GPU model. With `--write` it replaces the table in the page.
 """
 
 from __future__ import annotations

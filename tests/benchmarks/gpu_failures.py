@@ -4,7 +4,7 @@
 
 The checks: out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's
 compute-sanitizer on test cases of Triton kernels; the bytes that PyTorch reserves for steps, next to nvidia-smi's value
-for the process. It prints JSON: the figures of each check, or why it was `not_run`, and what is `wrong`. It exits with
+for the process. It prints JSON: the results of each check, or why it was `not_run`, and what is `wrong`. It exits with
 1 if anything is.
 """
 

@@ -5,9 +5,9 @@
 A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some latents are dead, so AuxK is active.
 Shape A: d_in 2304, d_sae 65536, k 64. Shape B: d_in 768, d_sae 24576, k 32. Both have 4,096 tokens in the precision of
 `auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a step while the GPU is idle. Steps are on
-one batch of random rows at the start of a run, when SAEs with a penalty have many active latents, so their products
-are dense. The floor is the one that `python -m trainer bench` prints for this GPU. "of it" is the floor's share of the
-recorded step, or of the plain step.
+one batch of random rows at the start of a run, when SAEs with a penalty have many active latents, so their products are
+dense. The floor is the minimum time that `python -m trainer bench` prints for this GPU. "of it" is the floor's share of
+the recorded step, or of the plain step.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python tests/benchmarks/house.py [CHECKOUT]
 
 The rooms of a folder are its files and direct subfolders. The number of floors is the length of the longest chain of
-imports between rooms, including imports for type checkers. An arrow is a pair of rooms of which one imports the other;
+imports between rooms, including imports for type checkers. An arrow is a pair of rooms in which one imports the other;
 an arrow back up is part of a cycle.
 """
 

@@ -3,8 +3,8 @@
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
 Creates ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that
-sometimes locks the store. Every figure is next to its target. The peer keeps one JSON text per step, and reads all of
-them at every refresh, as trackio does. Needs 1 GiB of disk.
+sometimes locks the store. Every result is printed next to its target. The peer keeps one JSON text per step, and reads
+all of them at every refresh, as trackio does. Needs 1 GiB of disk.
 """
 
 from __future__ import annotations

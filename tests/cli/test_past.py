@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# getrusage is unsuitable, since its peak includes the test process, of which this process was a copy before exec.
+# getrusage is unsuitable, since its peak includes the test process that this process was forked from.
 MEASURED = """
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# In CPU seconds of this process, so that no test fails on a busy machine; a reader takes milliseconds.
+# The limit is in CPU seconds of this process, so that no test fails on a busy machine; a reader takes milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
 LONGEST_SENTENCE = 3000

@@ -1,4 +1,4 @@
-"""Records outputs that must stay bit-identical during refactoring: weights, exported files and JSON answers.
+"""Records outputs that must stay bit-identical during refactoring: weights, exported files and JSON output.
 
 PYTHONPATH=tests python -m support.behaviour before.json
 PYTHONPATH=tests python -m support.behaviour after.json --like before.json      exits with 1 if they differ

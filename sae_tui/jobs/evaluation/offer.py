@@ -17,7 +17,7 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# In seconds. A part that takes longer is not selected by default.
+# A part that takes longer than this is not selected by default.
 _LONG_S = 600.0
 _STAGES = {ROWS: (ROWS, FIRES_ON), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROBES,)}
 

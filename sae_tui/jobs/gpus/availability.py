@@ -233,7 +233,7 @@ def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int])
 
 
 def _has_ended(process: GpuProcess) -> bool:
-    """Return whether a process of our own user has ended, although the last reading still lists it.
+    """Return whether a process of this user has ended although the last reading still lists it.
 
     Other users' pids may belong to another PID namespace.
     """

@@ -25,7 +25,7 @@ ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 # The first folder is emptied at every boot, and on most machines all users can write to it. We create no subfolder in
 # it: the user whose job came first would own that subfolder and could lock out other users.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
-# A limit in seconds; a reading takes 0.1 ms unless the disk hangs.
+# The time limit for reading the locks, which takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
 _ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 

@@ -25,10 +25,10 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# In seconds. After a failure the job ends on its own, and SLURM then reports the reason, so it is not cancelled
+# After a failure the job ends on its own within this time, and SLURM then reports the reason, so it is not cancelled
 # earlier.
 ENDS_ITSELF_S = 15.0
-# In seconds. A network file system may show the last data of a node late.
+# How late a network file system may show the last data that a node wrote.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -158,7 +158,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write on which nodes the ranks run, since this host cannot inspect processes on other hosts."""
+        """Write which nodes the ranks run on, since this host cannot inspect processes on other hosts."""
         where = self.describe() or "SLURM has not answered"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 

@@ -35,9 +35,9 @@ NAMED_S = 86_400.0
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 # While another process reads the GPUs, samples may be this many seconds older than requested.
 LATE_S = 5.0
-# In seconds; a process that has responded exits immediately.
+# How long a process that has responded may take to exit, which normally happens immediately.
 END_S = 1.0
-# In seconds: the pause after a reading process hangs in the driver, doubled for each further process that hangs.
+# The pause after a reading process hangs in the driver, doubled for each further process that hangs, and its maximum.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 

@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Job
 # Rare enough to cost nothing, yet frequent enough that a killed supervisor loses little.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# In seconds. A smaller forward step is an ordinary adjustment of the clock.
+# A forward step of the clock that is smaller than this is an ordinary adjustment.
 JUMP_S = 60.0
 
 

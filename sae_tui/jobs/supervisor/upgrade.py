@@ -21,7 +21,7 @@ PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
 # The modules that a supervisor loads until its job ends.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
-# In seconds. An upgrade takes less, so a package that cannot be loaded for longer was removed.
+# An upgrade takes less time than this, so a package that cannot be loaded for longer was removed.
 REMOVED_AFTER_S = 120.0
 
 

@@ -1,4 +1,4 @@
-"""Tests that a list for a setting that takes one value makes several SAEs, each from a valid job."""
+"""Tests that listing several values for a setting makes several SAEs, each from a valid job."""
 
 from __future__ import annotations
 

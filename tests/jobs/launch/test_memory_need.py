@@ -71,7 +71,7 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> PeakMemory | N
 
 
 def on_gpus(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
-    """Return the forecast for a job on GPUs with 24 GiB, of which `free` bytes are free."""
+    """Return the forecast for a job on GPUs of 24 GiB; `free` gives their free bytes."""
     gpus = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(gpus, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)

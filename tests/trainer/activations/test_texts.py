@@ -148,7 +148,7 @@ def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
     texts = [Texts([one]) for one in of_rows]
     split = MixedSplit([1200, 2000], None, 160, 3, hold_out="texts", texts=texts)
     assert split.hold_out == "texts"
-    # The same text number in two folders means two texts.
+    # The same text number in two folders means two different texts.
     names = np.concatenate([of_rows[0], of_rows[1] + 1000])
     trained = MixedOrder(split, 3).token_slice(0, split.n_train)
     assert sorted([*trained, *split.held_out]) == list(range(3200))

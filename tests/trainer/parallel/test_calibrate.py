@@ -24,7 +24,7 @@ from trainer.parallel.threads import on_all
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that trains on `world_size` ranks, of which the last one has `mib` MiB of spare memory.
+    """Return a function that trains on `world_size` ranks, the last one with only `mib` MiB of spare memory.
 
     The function returns the stored measurements and the plan.
     """
