@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 class Headline(DetailPanel):
-    """Shows the job in the title, its progress below, then its result or why it ended, on one or more lines."""
+    """Shows the job in the title, its progress below, and then its result or the reason why it ended."""
 
     DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; }"
 

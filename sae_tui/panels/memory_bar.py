@@ -45,7 +45,7 @@ class MemoryBar(LineView):
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
-    # The text shown before the bar.
+    # The heading shown before the bar.
     heading: reactive[str] = reactive(" ")
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002

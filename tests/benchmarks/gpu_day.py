@@ -6,8 +6,8 @@
 with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two ranks on one GPU;
 waits, resuming and memory. Then come injected failures, kernels, curves, other kinds of SAE, a launched job and other
 trainers, and with several GPUs the bus, every mode, NCCL's memory and a killed rank. Each part is a process with a time
-limit, so a part that hangs or crashes leaves the others. A part that cannot run here, or that has no time left, is
-"not run". It ends with 1 if a part is wrong. `--record` adds the results to `gpu_days.json`; `gpu_days.py`
+limit, so a part that hangs or crashes does not affect the others. A part that cannot run here, or that has no time
+left, is "not run". It ends with 1 if a part is wrong. `--record` adds the results to `gpu_days.json`; `gpu_days.py`
 makes the table of docs/performance.md from it. With `--gpus cpu` the same runs on a CPU, only to see that it works.
 """
 

@@ -5,9 +5,9 @@
 
 Each recipe runs in its own process, so that peak memory is measured separately. They take turns in rounds of several
 steps, so that other load affects all equally. The first step of a round is not timed, since the caches hold other data.
-Tokens/s are the median over rounds. The CPU figure divides by CPU time per thread instead of wall time. It is more
-meaningful on a busy machine, but favours recipes that leave threads idle. Memory is the peak, and in brackets the
-increase after libraries and data were loaded. FVU is measured on held-out rows after all steps.
+Tokens/s are the median over rounds. The CPU rate is computed from the CPU time per thread instead of the wall time. It
+is more meaningful on a busy machine, but favours recipes that leave threads idle. Memory is the peak, and in brackets
+the increase after libraries and data were loaded. FVU is measured on held-out rows after all steps.
 
 The floor is the time of one sparse step's arithmetic or of its memory traffic at this machine's own measured speed,
 whichever is longer. "of floor" is the floor's share of the measured time. Without --data, rows are sparse sums of

@@ -79,7 +79,7 @@ def test_without_gpus_the_doctor_says_that_jobs_run_on_the_cpu(quick_torch) -> N
 
 
 def test_access_of_other_users_is_reported_first(quick_torch) -> None:
-    # A folder that all users may enter, unlike a test's folder.
+    # All users may enter this folder, unlike a test's own folder.
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder) / "demo")
         data.create()

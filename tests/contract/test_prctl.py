@@ -1,4 +1,4 @@
-"""Tests for real processes whose parents die."""
+"""Tests with real processes whose parents die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a known dictionary is recovered with default settings; jobs set only the width, and k if applicable."""
+"""Tests that default settings recover a known dictionary; jobs set only the width and, if there is one, k."""
 
 from __future__ import annotations
 

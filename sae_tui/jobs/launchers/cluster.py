@@ -1,4 +1,7 @@
-"""A SLURM job, controlled through SLURM's commands: submitted, polled without waiting, cancelled. Needs no slurmdbd."""
+"""A SLURM job, controlled through SLURM's commands: submitted, polled without waiting, cancelled.
+
+slurmdbd is not required.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Thrown(msgspec.Struct, frozen=True):
 
 
 class FilesLeft(UserError):
-    """Raised if files of jobs that are not deleted could not be moved out of the trash."""
+    """Raised if the files of an interrupted deletion could not be moved out of the trash."""
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:

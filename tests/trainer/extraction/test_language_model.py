@@ -138,7 +138,7 @@ def test_a_model_with_missing_weights_is_refused_and_not_initialised(copy) -> No
     save_file({name: one for name, one in weights.items() if name not in lacking}, file, {"format": "pt"})
     sentence = "model.path: its files have no weights for layers.1.mlp.down_proj.weight and 2 more"
     require_refused(sentence, folder)
-    # The block without weights is not needed.
+    # The block whose weights are missing is not needed.
     load(folder, "resid_post.0")
 
 

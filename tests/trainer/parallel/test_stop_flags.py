@@ -87,7 +87,7 @@ def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(ra
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
         parallel.__dict__["_requests"] = CudaRequests()
         for own in requests:
-            # While the host queued this step, the GPU finished all earlier work.
+            # While the host was queuing this step, the GPU finished all earlier work.
             gpu.catch_up()
             agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
         return agreed, gpu.waits
