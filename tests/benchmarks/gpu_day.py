@@ -50,8 +50,8 @@ KINDS = (
     "jumprelu", "gated", "standard",
 )  # fmt: skip
 KINDS_OF_CPU = ("jumprelu",)
-# These cases need a fake driver, treat a CPU as a GPU, or need more memory than there is. A CPU runs only a few, since
-# it is slow.
+# These cases need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU runs only a few,
+# since it is slow.
 NOT_FOR_GPUS = (
     "fake_cuda/kernel_cases.py",
     "training/graph_replay_cases.py",

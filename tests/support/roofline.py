@@ -208,7 +208,7 @@ def _gather_kernel(op: Op) -> Cost:
 def _latent_kernel(op: Op) -> Cost:
     """Return the cost of a kernel that gathers each latent's rows from memory and cache; its own rows pass once."""
     if op.argument("latents") is not None:
-        # The entries of a few latents exceed the first block.
+        # The entries of a few latents do not fit into the first block.
         return Cost(1, 8e-6, "gathering kernel")
     dense, multiplies = op.argument("dense"), op.argument("rows") is not None
     n_entries, width = op.argument("n_entries"), dense.shape[1]
