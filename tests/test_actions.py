@@ -19,7 +19,7 @@ from trainer.contract.store.states import JobState
 
 
 class Person:
-    """Stands in for the app: answers every question, runs work at once, and records questions and messages."""
+    """Stands in for the app: answers every question, runs work immediately, and records questions and messages."""
 
     def __init__(self) -> None:
         self.answer, self.takes_other = True, False
@@ -45,7 +45,7 @@ class Person:
 
 
 class State:
-    """The jobs as the store has them now."""
+    """The current jobs in the store."""
 
     def __init__(self, box: Box) -> None:
         self.data, self.settings = box.data, Settings()
@@ -115,7 +115,7 @@ def test_a_running_training_can_finish_early_instead_of_being_stopped(
     actions.stop(job_id)
     assert "it cools down over 30 steps" in person.questions[0][0]
     assert "ends as finished" in person.told[0]
-    # Finishing early is not a stop, so the next request is a stop, not a kill.
+    # Finishing early is not a stop, so the next request is a stop rather than a kill.
     assert not state.jobs[0].stop_requested
     person.takes_other = False
     actions.stop(job_id)

@@ -20,7 +20,7 @@ NO_KERNELS: dict[Kernels, Any] = dict.fromkeys(KERNELS.values())
 def use_kernels(given: Mapping[Kernels, Any]) -> Iterator[None]:
     """Use these modules or stand-ins instead of the tried kernels, even for tensors on a CPU; None means no kernels.
 
-    Kernels that are not given stay as they are.
+    All other kernels remain unchanged.
     """
     on = Kernels.on
 

@@ -38,7 +38,7 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 
 
 class SparseKernels:
-    """A stand-in for the kernels of sparse products that only allocates their results."""
+    """A stand-in for the kernels of sparse products that merely allocates their results."""
 
     SumBuffers = triton_sparse.SumBuffers
 

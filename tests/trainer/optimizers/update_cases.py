@@ -42,7 +42,7 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(autouse=True)
 def always_triton() -> Iterator[None]:
-    """Use the kernels also for tensors that are not on a GPU."""
+    """Use the kernels even for tensors that are not on a GPU."""
     with use_kernels({OPTIMIZER_STEPS: triton_update}):
         yield
 

@@ -22,7 +22,7 @@ X = torch.arange(150.0)
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begin with an empty registry."""
+    """Start with an empty registry."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with mock.patch.dict(KERNELS, clear=True):
         yield
@@ -37,7 +37,7 @@ def doubled(kernels: Kernels, x: Tensor) -> Tensor:
 
 
 def reported() -> list[str]:
-    """Return what all ranks agree on before a job begins."""
+    """Return the messages that are reported while all ranks agree on kernels before a job begins."""
     sentences: list[str] = []
     agree(Group(), CPU, job_of({}, {}), compiles=True, report=sentences.append)
     return sentences

@@ -49,7 +49,7 @@ Trials = Callable[..., Kernels]
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
-    """Return a function that adds a kernel module whose trials raise the given errors, one after the other."""
+    """Return a function that adds a kernel module whose trials raise the given errors, one after another."""
     monkeypatch.setattr(triton_kernels, "KERNELS", {})
     monkeypatch.setattr(triton_kernels, "RETRY_S", 0.0)
     triton_kernels.forget()

@@ -44,7 +44,7 @@ ALONE = Parallel(torch.device("cpu"))
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run a GPU's code path on a CPU, with kernels for errors and the update, and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    # With few tokens the number of active latents varies much between batches.
+    # With few tokens, the number of active latents varies widely between batches.
     monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
     # Triton's interpreter is slow.
     monkeypatch.setattr(graph_replay, "PLAIN_STEPS", 1)
