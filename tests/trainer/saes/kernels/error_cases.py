@@ -18,6 +18,7 @@ from support.programs import Programs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.contract.settings import catalog
 from trainer.parallel.base import Parallel
 from trainer.runtime.triton_kernels import (
     DEAD_LATENTS,
@@ -195,8 +196,8 @@ def test_errors_of_entries_summed_by_level_match_float64(
 @pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int, dtype: torch.dtype) -> None:
-    acts, rows = by_level([[4], [0], [11]] * 7, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
-    y, (y_mean, offset) = numbers(21, 140, seed=1), numbers(2, 140, seed=2)
+    acts, rows = by_level([[4], [0], [11]] * 2, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
+    y, (y_mean, offset) = numbers(6, 140, seed=1), numbers(2, 140, seed=2)
     found = triton_errors.errors_of_bags(acts, rows, offset, y, y_mean)
     expected = triton_errors.nested_bags(acts, rows, 1, offset, y, y_mean)
     assert torch.equal(found.errors, expected.errors[:, 0])
@@ -276,9 +277,14 @@ def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
-@pytest.mark.parametrize("products", [None, triton_sparse], ids=["errors alone", "with products"])
 @pytest.mark.parametrize(
-    "architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard"]
+    ("architecture", "products"),
+    [
+        *((one, triton_sparse) for one in catalog.ARCHITECTURES),
+        # The kernels of errors alone: of one level, of several, and with a penalty.
+        *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
 )
 def test_an_sae_learns_and_reports_the_same_with_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +295,8 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
     some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
     with use_kernels(NONE):
         with_kernels, without = learner(architecture), learner(architecture)
-    for number in range(3):
+    # The second step also uses what the first has changed.
+    for number in range(2):
         x = numbers(24, 20, seed=number)
         for one, kernels in ((with_kernels, NONE | some), (without, NONE)):
             with use_kernels(kernels):
