@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.combinations import combined
 from support.kernels import use_kernels
 from support.programs import Programs
 from torch import Tensor
@@ -87,7 +88,8 @@ def some_cases() -> Iterator[pytest.param]:
     yield pytest.param(make([2, 9, 4], 5, 2304 // 8, torch.bfloat16), id="columns in two pieces")
 
 
-CASES = pytest.mark.parametrize("case", list(some_cases()))
+CASES = [*some_cases()]
+OF_CASES = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(params=[False, True], ids=["atomic", "deterministic"])
@@ -110,12 +112,12 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE * max(scale, 1.0))
 
 
-@CASES
+@OF_CASES
 def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
     assert_near(sparse.decode(case.acts, case.rows), case.matrix() @ case.rows.double())
 
 
-@CASES
+@OF_CASES
 @pytest.mark.parametrize("longest", [256, 3])
 def test_the_activations_of_each_latent_are_summed_together_with_its_rows(
     case: Case, longest: int, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +128,7 @@ def test_the_activations_of_each_latent_are_summed_together_with_its_rows(
     assert_near(totals, case.matrix().sum(dim=0))
 
 
-@CASES
+@OF_CASES
 @pytest.mark.parametrize("slab_bytes", [2**24, 256], ids=["whole", "in parts"])
 def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
     case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -156,11 +158,20 @@ def assert_both_are_right(case: Case) -> None:
     assert_near(products, float(factor) * expected)
 
 
-@CASES
-@pytest.mark.parametrize(("dense_bytes", "widest"), [(2**24, 4096), (200, 4096), (2**24, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "limits", "deterministic"),
+    [
+        pytest.param(
+            *case.values, limits, is_fixed, id=f"{case.id}-{limits}-{'deterministic' if is_fixed else 'atomic'}"
+        )
+        for case, limits, is_fixed in combined(CASES, [(2**24, 4096), (200, 4096), (2**24, 32)], [False, True])
+    ],
+    indirect=["deterministic"],
+)
 def test_gradients_by_latent_match_dense_products(
-    case: Case, dense_bytes: int, widest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, limits: tuple[int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dense_bytes, widest = limits
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", dense_bytes)
     monkeypatch.setattr(triton_sparse, "WIDEST", widest)
     assert_near(sparse.transposed_product(case.acts, case.dense), case.matrix().T @ case.dense.double())
@@ -168,7 +179,7 @@ def test_gradients_by_latent_match_dense_products(
 
 
 @pytest.mark.parametrize("across", [1.0, 1e-4, 0.0])
-@pytest.mark.parametrize(("d", "widest"), [(48, 4096), (48, 32), (300, 32), (17, 16)], ids=str)
+@pytest.mark.parametrize(("d", "widest"), [(48, 4096), (48, 32), (100, 32), (17, 16)], ids=str)
 def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     d: int, widest: int, across: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
