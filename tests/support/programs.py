@@ -9,6 +9,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,8 @@ from triton import language
 from triton.runtime import interpreter
 
 Program = tuple[int, ...]
+# Language modules that the interpreter has replaced in this process, which compiles no kernel.
+_PREPARED: set[frozenset[str]] = set()
 
 
 class Programs:
@@ -60,7 +63,6 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
             super().__init__(kernel, names, (len(self.chosen),), *others)
 
         def __call__(self, *args: Any, **named: Any) -> None:
-            self.prepared: set[frozenset[str]] = set()
             with (
                 mock.patch.multiple(
                     interpreter.interpreter_builder,
@@ -72,15 +74,17 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 super().__call__(*args, **named)
 
         def prepare(self, function: Any) -> Any:
-            """Prepare a kernel's language modules only once, instead of again for each function that it calls."""
+            """Prepare a kernel's language modules once, instead of again for each launch and each called function."""
             known = _known_of_language(function)
-            if known in self.prepared:
-                return None
-            self.prepared.add(known)
-            scope = prepare(function)
-            # Triton 3.2 calls `int` on an array of one element, which NumPy 2.4 rejects.
-            language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
-            return scope
+            if known not in _PREPARED:
+                _PREPARED.add(known)
+                scope = prepare(function)
+                if scope is not None:
+                    # Otherwise the end of a launch undoes this.
+                    scope._changes.clear()
+                # Triton 3.2 calls `int` on an array of one element, which NumPy 2.4 rejects.
+                language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
+            return SimpleNamespace(restore=lambda: None)
 
     with mock.patch.object(interpreter, "GridExecutor", Launch):
         yield chosen
@@ -120,5 +124,17 @@ def _mend_triton_3_2() -> None:
     language.semantic._store_legacy = masked_store
 
 
+def _remember_dtypes() -> None:
+    """Look up NumPy's dtype of a number once, instead of in a new dictionary for each operation."""
+    dtype_of = functools.cache(interpreter._get_np_dtype)
+
+    def of_scalar(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return dtype_of(language.uint64 if scalar.is_ptr() else scalar)
+
+    interpreter._get_np_dtype = of_scalar
+
+
+_remember_dtypes()
 if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):
     _mend_triton_3_2()
