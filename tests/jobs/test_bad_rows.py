@@ -187,6 +187,8 @@ GOOD = {
 }
 
 
+@pytest.mark.hypothesis
+@pytest.mark.timeout(1800)
 def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jobs, capsys):
     # Everything runs in one process: corrupt a row, use everything, and restore the rows.
     finished, waiting, bad = three_jobs
@@ -195,7 +197,8 @@ def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jo
         db.backup(pristine)
 
     @settings(
-        max_examples=200,
+        # Beside the explicit examples: `make explore` tries 2,000.
+        max_examples=settings().max_examples,
         database=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
