@@ -43,11 +43,10 @@ def write_folder(folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=NAME, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=NAME, dtype=torch.float32)
     # transformers treats weights from GGUF as quantized, and refuses to write them.
-    del read.config.quantization_config
-    model = AutoModelForCausalLM.from_config(read.config)
-    model.load_state_dict(read.state_dict())
+    del model.config.quantization_config
+    model.hf_quantizer = None
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(FILE.parent, gguf_file=NAME).save_pretrained(folder)
     return folder
