@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# The tests of `make test`; `make test-all` runs all.
+TESTS = 'not slow'
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # On all cores, where pip takes one.
 COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
@@ -20,10 +22,11 @@ test: $(VENV)/.dev
 pytest: $(VENV)/.dev
 # Four processes on two cores, since many tests wait for other processes. At most three failures get a second try, alone:
 # a machine that stood still fails a test that waits, and a fault fails twice. The last line, "flaky: …", names them.
-	$(BIN)/pytest -n 4 --dist worksteal || { [ $$? = 1 ] && \
-	  $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3; }
+	$(BIN)/pytest -n 4 --dist worksteal -m $(TESTS) || { [ $$? = 1 ] && \
+	  $(BIN)/pytest -n 0 -m $(TESTS) --last-failed --last-failed-no-failures none --maxfail 3; }
 
 # Also what takes too long for every change: run it before a release.
+test-all: TESTS = 'slow or not slow'
 test-all: test numerics explore
 
 # Properties with examples that no run has tried yet, and more of them.

@@ -68,6 +68,7 @@ def test_a_run_on_a_cpu_prints_and_records_each_part(tmp_path: Path) -> None:
     assert {part["state"] for part in day["parts"].values()} == {"ok"}
 
 
+@pytest.mark.slow
 def test_two_ranks_on_one_device_train_like_one_rank_in_fp32_and_bf16() -> None:
     argv = [sys.executable, str(SCRIPT.with_name("gpu_shared.py")), "--device", "cpu"]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
@@ -84,6 +85,7 @@ def test_a_different_fvu_on_several_ranks_and_waiting_hosts_are_reported() -> No
     assert wrong_of([case | {"waits": {"step.py:9": 2}}]) == ["ddp, topk, fp32: the host waits at step.py:9"]
 
 
+@pytest.mark.slow
 def test_a_stopped_and_resumed_job_ends_with_the_same_bits() -> None:
     argv = [sys.executable, str(SCRIPT.with_name("gpu_job.py")), "--gpus", "cpu", "--steps", "30"]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)

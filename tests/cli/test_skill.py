@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 
+import pytest
 from support.answers import check_output
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_guide_lead_to_an_exported_sae(shell) -> None:
     guide = shell.run("skill").stdout
     assert len(guide.splitlines()) <= 90

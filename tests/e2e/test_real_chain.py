@@ -82,14 +82,23 @@ class Chain:
 
 @needs_model
 @pytest.mark.timeout(600)
-def test_a_real_model_passes_through_the_entire_chain(tmp_path: Path) -> None:
+def test_a_real_model_passes_through_the_chain_from_text_to_features(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     extract(chain)
     inspect(chain)
     train(chain, "sae.toml", "sae-run", path=f"rows/{STREAM}")
-    train(chain, "transcoder.toml", "transcoder-run", path=f"rows/{MLP_IN}", target_path=f"rows/{MLP_OUT}")
     judge(chain)
     browse(chain)
+
+
+@needs_model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_other_tools_agree_with_the_saes_of_a_real_model(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    extract(chain)
+    train(chain, "sae.toml", "sae-run", path=f"rows/{STREAM}")
+    train(chain, "transcoder.toml", "transcoder-run", path=f"rows/{MLP_IN}", target_path=f"rows/{MLP_OUT}")
     give_to_saelens(chain)
     judge_as_saelens(chain)
     give_to_circuit_tracer(chain)

@@ -10,6 +10,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import pytest
 from support.box import ROOT
 from support.packages import build
 
@@ -35,6 +36,7 @@ def sources() -> set[str]:
     return {file.relative_to(ROOT).as_posix() for file in files if file.is_file() and "__pycache__" not in file.parts}
 
 
+@pytest.mark.slow
 def test_twine_accepts_the_packages(dist: Path) -> None:
     argv = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
     done = subprocess.run(argv, capture_output=True, text=True)

@@ -78,6 +78,7 @@ def installed(watching: Path, tmp_path: Path) -> Installed:
     return Installed(watching, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_without_torch_the_dashboard_opens_and_the_review_names_what_is_missing(installed: Installed) -> None:
     terminal = Terminal([str(installed.bin / "sae-tui"), "--demo"], env=installed.env, cwd=installed.folder)

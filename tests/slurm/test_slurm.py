@@ -185,6 +185,7 @@ def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
     )
 
 
+@pytest.mark.slow
 def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_path: Path) -> None:
     extraction = extraction_on_nodes(tmp_path, N_ROWS)
     one = submission(extraction=extraction)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.interpreted import run_cases
 
 CASES = Path(__file__).with_name("long_offset_cases.py")
 
 
+@pytest.mark.slow
 def test_kernels_find_rows_beyond_32_bit_offsets() -> None:
     run_cases(CASES, on_cpu=True)

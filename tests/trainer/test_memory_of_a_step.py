@@ -260,7 +260,13 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
     yield {"architecture": ["topk", "jumprelu"], "d_sae": 12288}, train, d_in, None, 1
 
 
-@pytest.mark.parametrize(("sae", "train", "d_in", "d_out", "n_ranks"), list(cases()), ids=str)
+def marked() -> Iterator[Any]:
+    """Yield the cases; `make test` runs those of one shape."""
+    for case in cases():
+        yield pytest.param(*case, marks=() if case[2] == SHAPES[1][1] else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("sae", "train", "d_in", "d_out", "n_ranks"), list(marked()), ids=str)
 def test_the_estimate_is_within_5_percent_of_torchs_count(
     sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake: None
 ) -> None:

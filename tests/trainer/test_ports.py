@@ -90,6 +90,7 @@ def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
     assert lines(written_down) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -388,6 +388,7 @@ def test_the_home_folder_is_expanded(make_job: Callable[..., JobConfig], monkeyp
     assert job.data.settings.path == "/home/ada/acts"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_garbage_collection_during_refusals_does_not_crash() -> None:
     # msgspec 0.19 to 0.22 crashes on a `pattern` inside a union after a garbage collection.
     code = """

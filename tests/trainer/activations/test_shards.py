@@ -62,6 +62,7 @@ def test_rows_that_were_shuffled_when_stored_may_be_read_in_runs(tmp_path: Path)
     assert Shards(path=str(tmp_path)).run == 1
 
 
+@pytest.mark.slow
 def test_data_larger_than_memory_is_read_in_little_memory(tmp_path: Path) -> None:
     n_rows, d_in = 20_000_000, 1024
     header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}

@@ -217,6 +217,7 @@ def digests(output: Path) -> dict[str, str]:
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_an_extraction_killed_at_any_moment_ends_with_the_same_files(job_file: Path, tmp_path: Path) -> None:
     (root := tmp_path / "killed").mkdir()

@@ -322,7 +322,7 @@ def test_reading_threads_end_with_their_owner_and_keep_no_process_alive() -> Non
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("mode", ["tensor", "sweep"])
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("sweep", marks=pytest.mark.slow)])
 def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
     mode: str, make: Make, long_text: Path, tmp_path: Path
 ) -> None:
@@ -349,6 +349,7 @@ def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
+@pytest.mark.slow
 def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
     make: Make, long_text: Path, tmp_path: Path
 ) -> None:

@@ -152,7 +152,7 @@ def test_a_text_without_rows_is_refused_by_the_first_rank(make: Make, tmp_path: 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_killed_at_any_moment_changes_no_byte(make: Make, tmp_path: Path, size: int) -> None:
     job = make(n_tokens=600, shard_rows=50)
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(to_table(job)))

@@ -177,6 +177,7 @@ def test_a_sweep_trains_all_its_saes_at_each_hook(
     assert [hook_name(tmp_path / "sae" / label) for label in labels] == names
 
 
+@pytest.mark.slow
 def test_a_killed_training_at_two_hooks_resumes_to_the_same_weights(
     make: Make, long_text: Path, tmp_path: Path
 ) -> None:

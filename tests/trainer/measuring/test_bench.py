@@ -41,6 +41,7 @@ def job_file(make_job: MakeJob, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_each_rank_takes_the_same_steps_as_a_real_one(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(job_file), "--set", "launch.gpus=cpu:2", "--steps", "3", "--json"]) == EXIT_FINISHED
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
