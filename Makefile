@@ -1,4 +1,4 @@
-# Two commands: `make demo` shows the app on simulated GPUs, `make test` checks everything.
+# Two commands: `make demo` shows the app on simulated GPUs, `make test` checks a change.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
