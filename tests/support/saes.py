@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.saes.base import Sae
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.saes.base import Sae, SaeSpec
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
@@ -25,15 +26,14 @@ from trainer.saes.topk import TopK
 # The folder where `make model` installs other tools.
 PEERS = Path(sys.prefix) / "peers"
 D_IN, D_SAE = 12, 40
-TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
-PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
-JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
+TOPK = {"k": 8, "auxk_alpha": 0.0}
+PENALISED = {"k": 8, "sparsity_warmup_fraction": 0.0}
 # The class, its settings, and SAELens' name for it, by architecture.
 KINDS: dict[str, Any] = {
     "topk": (TopK, TOPK, "topk"),
-    "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
-    "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"threshold_rate": 0.2, "n_levels": 3}, "jumprelu"),
-    "jumprelu": (JumpReLU, JUMPRELU, "jumprelu"),
+    "batch_topk": (BatchTopK, TOPK, "jumprelu"),
+    "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"n_levels": 3}, "jumprelu"),
+    "jumprelu": (JumpReLU, PENALISED, "jumprelu"),
     "gated": (Gated, PENALISED, "gated"),
     "standard": (Standard, PENALISED, "standard"),
 }
@@ -45,11 +45,16 @@ TRANSCODERS = {
 }
 
 
+def new_sae(kind: type[Sae], d_in: int = D_IN, d_sae: int = D_SAE, d_out: int | None = None, **settings: Any) -> Any:
+    """Create an SAE with zero weights; `settings` are of its architecture or fields of `SaeSpec`."""
+    own = next(one.settings for one in ARCHITECTURES.values() if one.load() is kind)
+    of_spec = {name: settings.pop(name) for name in SaeSpec.__struct_fields__ if name in settings}
+    return kind(SaeSpec(d_in, d_sae, own(**settings), d_out, **of_spec))
+
+
 def random_sae(kind: type[Sae], *shape: int, **settings: Any) -> Any:
     """Create a float64 SAE with random weights and unit decoder rows; no latent is dead before 100 tokens."""
-    sae = kind(*(shape or (D_IN, D_SAE)), **settings)
-    sae.dead_after_tokens = 100
-    sae = sae.double()
+    sae = new_sae(kind, *shape, dead_after_tokens=100, **settings).double()
     torch.manual_seed(1)
     for parameter in sae.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -107,9 +112,7 @@ def made(
     """Create a 32 → 128 SAE with random weights in evaluation mode; a transcoder may have a skip connection."""
     torch.manual_seed(0)
     kind_class, settings, _ = KINDS[kind]
-    sae: Sae = kind_class(32, 128, d_out, **settings)
-    if skip:
-        sae.add_skip()
+    sae: Sae = new_sae(kind_class, 32, 128, d_out, has_skip=skip, **settings)
     for parameter in sae.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     sae.normalise_decoder()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from support.moments import kill_at_every_moment
+from support.saes import new_sae
 
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
@@ -35,7 +36,7 @@ def kill_exports(folder: Path) -> int:
 
     Each attempt uses a new folder.
     """
-    sae = TopK(32, 128, None, k=8, k_aux=None, auxk_alpha=0.0).eval()
+    sae = new_sae(TopK, 32, 128, k=8).eval()
 
     def earlier(moment: str) -> None:
         export_sae(sae, folder / moment, {"training_tokens": 1})

@@ -30,14 +30,11 @@ class LoudestSettings(ArchitectureSettings, frozen=True):
 class Loudest(Sae):
     """The `n_loudest` largest latents of each token, with an L1 penalty."""
 
+    settings: LoudestSettings
     loss_names = ("mse", "l1")
 
-    def __init__(self, d_in: int, d_sae: int, d_out: int | None = None, *, n_loudest: int, price: float) -> None:
-        super().__init__(d_in, d_sae, d_out)
-        self.n_loudest, self.price = n_loudest, price
-
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        choose = partial(k_per_token, k=self.n_loudest, group=self.latents.group)
+        choose = partial(k_per_token, k=self.settings.n_loudest, group=self.latents.group)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts = pre_acts.with_values(pre_acts.values.relu())
         x_hat = self.decode_acts(acts, x)
@@ -46,10 +43,10 @@ class Loudest(Sae):
         return Output(acts, x_hat, losses)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        return losses["mse"] / self.y_variance + self.price * losses["l1"]
+        return losses["mse"] / self.y_variance + self.settings.price * losses["l1"]
 
     def export_config(self) -> dict[str, Any]:
-        return {"architecture": "topk", "k": self.n_loudest, "rescale_acts_by_decoder_norm": False}
+        return {"architecture": "topk", "k": self.settings.n_loudest, "rescale_acts_by_decoder_norm": False}
 
 
 ENTRY = ArchitectureEntry(f"{__name__}:Loudest", "The loudest latents of each token.", LoudestSettings, transcodes="no")

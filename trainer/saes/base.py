@@ -8,10 +8,12 @@ from collections.abc import Hashable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.since_fired import add_tokens, count
@@ -22,6 +24,21 @@ from trainer.saes.sparse_acts import Acts
 
 # Selects all latents.
 ALL = slice(None)
+
+
+class SaeSpec(msgspec.Struct, frozen=True):
+    """What an SAE is built from; `d_out` is set for a transcoder only."""
+
+    d_in: int
+    d_sae: int
+    settings: ArchitectureSettings
+    d_out: int | None = None
+    # Add a linear skip connection to a transcoder, so that latents only explain the nonlinear remainder.
+    has_skip: bool = False
+    # Give each dimension its own scale, and store the raw mean of dimensions with scale 0.
+    scales_dimensions: bool = False
+    # A latent that has not fired for this many tokens counts as dead.
+    dead_after_tokens: int = 400_000
 
 
 class Output(NamedTuple):
@@ -53,9 +70,10 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input. A subclass adds an encoder, a loss and an export.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
-    0-dim, or vectors after `scale_dimensions`. A dimension with scale 0 is left out; its reconstruction is its mean,
-    stored in `dropped_mean`. `x_mean` [d_in], `y_mean` [d_out] and `y_variance` (total, per token) are computed from a
-    sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a batch is split.
+    0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
+    its mean, stored in `dropped_mean`. `x_mean` [d_in], `y_mean` [d_out] and `y_variance` (total, per token) are
+    computed from a sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a
+    batch is split.
 
     Every quantity learnt from a step without a gradient goes through `step_sums`, which is summed over micro-batches
     and ranks. It holds the number of tokens on which each latent fired [n_own], the number of tokens, Σ‖y − x_hat‖²,
@@ -82,14 +100,15 @@ class Sae(nn.Module, ABC):
     reads_narrow = False
     # The target L0 of a steered penalty; None without one.
     target_l0: int | None = None
-    # A latent that has not fired for this many tokens counts as dead. `build_sae` sets the job's value.
-    dead_after_tokens = 400_000
     # Tokens of a micro-batch over all ranks; set only if there are several ranks.
     batch_tokens = 0
     # Buffers of shape [d_sae].
     latent_buffers: tuple[str, ...] = ("ids", "n_tokens_since_fired")
 
-    # A transcoder's skip connection [d_in, d_out], from the input to the output; None without one.
+    settings: ArchitectureSettings
+    # A transcoder's skip connection [d_in, d_out], from the input to the output; None without one. It starts from 0, as
+    # in Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. Its learning rate is that of all weights: at 0.3 and 3 times
+    # that rate, the held-out FVU of SmolLM2's 12th MLP was 0.258 and 0.262 instead of 0.250 after 150 steps.
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
@@ -101,25 +120,26 @@ class Sae(nn.Module, ABC):
     n_tokens_since_fired: Tensor
     step_sums: Tensor
 
-    def __init__(self, d_in: int, d_sae: int, d_out: int | None = None) -> None:
+    def __init__(self, spec: SaeSpec) -> None:
         super().__init__()
-        self.d_in, self.d_sae = d_in, d_sae
+        self.settings, self.dead_after_tokens = spec.settings, spec.dead_after_tokens
+        self.d_in, self.d_sae = d_in, d_sae = spec.d_in, spec.d_sae
         self.data, self.peers, self.latents = Group(), Group(), Latents(d_sae)
         self.row_gradients = RowGradients()
-        self.is_transcoder = d_out is not None
-        self.d_out = d_out or d_in
+        self.is_transcoder = spec.d_out is not None
+        self.d_out = d_out = spec.d_out or d_in
         # Store each latent's weights contiguously, as in W_dec. The sparse products produce the gradient in this
         # layout, and copying it into the other one took 17 of the 350 ms of a step with 16,384 latents on two cores.
         self.W_enc = nn.Parameter(torch.zeros(d_sae, d_in).T)
         self.b_enc = nn.Parameter(torch.zeros(d_sae))
-        self.W_dec = nn.Parameter(torch.zeros(d_sae, self.d_out))
-        self.b_dec = nn.Parameter(torch.zeros(self.d_out))
-        self.register_parameter("W_skip", None)
-        self.register_buffer("x_scale", torch.ones(()))
-        self.register_buffer("y_scale", torch.ones(()))
-        self.register_buffer("dropped_mean", None)
+        self.W_dec = nn.Parameter(torch.zeros(d_sae, d_out))
+        self.b_dec = nn.Parameter(torch.zeros(d_out))
+        self.register_parameter("W_skip", nn.Parameter(torch.zeros(d_in, d_out)) if spec.has_skip else None)
+        self.register_buffer("x_scale", torch.ones(d_in if spec.scales_dimensions else ()))
+        self.register_buffer("y_scale", torch.ones(d_out if spec.scales_dimensions else ()))
+        self.register_buffer("dropped_mean", torch.zeros(d_out) if spec.scales_dimensions else None)
         self.register_buffer("x_mean", torch.zeros(d_in))
-        self.register_buffer("y_mean", torch.zeros(self.d_out))
+        self.register_buffer("y_mean", torch.zeros(d_out))
         self.register_buffer("y_variance", torch.ones(()))
         self.register_buffer("ids", torch.arange(d_sae), persistent=False)
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
@@ -136,20 +156,6 @@ class Sae(nn.Module, ABC):
     def n_own(self) -> int:
         """The number of latents that this rank holds."""
         return len(self.ids)
-
-    def add_skip(self) -> None:
-        """Add a linear skip connection to a transcoder, so that latents only explain the nonlinear remainder.
-
-        It starts from 0, as in Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. Its learning rate is that of all
-        weights: at 0.3 and 3 times that rate, the held-out FVU of SmolLM2's 12th MLP was 0.258 and 0.262 instead of
-        0.250 after 150 steps.
-        """
-        self.W_skip = nn.Parameter(torch.zeros(self.d_in, self.d_out))
-
-    def scale_dimensions(self) -> None:
-        """Give each dimension its own scale, and store the raw mean [d_out] of dimensions with scale 0."""
-        self.x_scale, self.y_scale = torch.ones(self.d_in), torch.ones(self.d_out)
-        self.dropped_mean = torch.zeros(self.d_out)
 
     @property
     def acts_scale(self) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.contract.settings.architectures import BatchTopKSettings, MatryoshkaSettings
+from trainer.saes.base import SaeSpec
 from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, above
@@ -32,33 +34,12 @@ class BatchTopK(TopK):
 
     n_own_sums = 1
 
+    settings: BatchTopKSettings | MatryoshkaSettings
     threshold: Tensor
     set_thresholds: Tensor
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        d_out: int | None = None,
-        *,
-        k: int,
-        k_aux: int | None,
-        auxk_alpha: float,
-        threshold_rate: float,
-        k_anneal_fraction: float = 0.0,
-        k_anneal_start: int | None = None,
-    ) -> None:
-        super().__init__(
-            d_in,
-            d_sae,
-            d_out,
-            k=k,
-            k_aux=k_aux,
-            auxk_alpha=auxk_alpha,
-            k_anneal_fraction=k_anneal_fraction,
-            k_anneal_start=k_anneal_start,
-        )
-        self._threshold_rate = threshold_rate
+    def __init__(self, spec: SaeSpec) -> None:
+        super().__init__(spec)
         # 0 before the first batch.
         self.register_buffer("threshold", torch.zeros(()))
         # Negative until set.
@@ -108,7 +89,7 @@ class BatchTopK(TopK):
     def learn_from(self, sums: Tensor) -> None:
         super().learn_from(sums)
         n_tokens, smallest = sums[0], sums[2] / sums[0]
-        average = torch.lerp(self.threshold, smallest, self._threshold_rate)
+        average = torch.lerp(self.threshold, smallest, self.settings.threshold_rate)
         # Take the first value as it is: averaging with 0 would let too many latents pass for a long time.
         new = torch.where(self.threshold > 0, average, smallest)
         torch.where(n_tokens > 0, new, self.threshold, out=self.threshold)

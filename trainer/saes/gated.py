@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.saes.base import Output
+from trainer.saes.base import Output, SaeSpec
 from trainer.saes.kernels.sparse import decode
 from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
@@ -28,26 +28,10 @@ class Gated(Penalised):
     # With twice this start, 4 % of latents died in 150 steps instead of 1 %.
     steering = Steering(start=0.004, gain=6, integral_gain=0.1)
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        d_out: int | None = None,
-        *,
-        k: int,
-        sparsity_coefficient: float | str,
-        sparsity_warmup_fraction: float,
-    ) -> None:
-        super().__init__(
-            d_in,
-            d_sae,
-            d_out,
-            k=k,
-            sparsity_coefficient=sparsity_coefficient,
-            sparsity_warmup_fraction=sparsity_warmup_fraction,
-        )
-        self.r_mag = nn.Parameter(torch.zeros(d_sae))
-        self.b_mag = nn.Parameter(torch.zeros(d_sae))
+    def __init__(self, spec: SaeSpec) -> None:
+        super().__init__(spec)
+        self.r_mag = nn.Parameter(torch.zeros(self.d_sae))
+        self.b_mag = nn.Parameter(torch.zeros(self.d_sae))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         gate = self.encode_above(x, 0.0)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.saes.base import ALL, Output
+from trainer.contract.settings.architectures import JumpReLUSettings
+from trainer.saes.base import ALL, Output, SaeSpec
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts, marked_in_columns
 
@@ -24,6 +25,7 @@ class JumpReLU(Penalised):
     Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖), and the gradients also reach the encoder.
     """
 
+    settings: JumpReLUSettings
     loss_names = ("mse", "sparsity")
     biases = ("b_enc", "threshold")
     # The equilibrium of λ is about 0.001 times the variance. If λ starts ten times higher, Adam remembers gradients so
@@ -33,36 +35,17 @@ class JumpReLU(Penalised):
     # Initial thresholds. After 200 steps with k = 32, L0 was 39 from 0.3, 32 from 0.5 and 26 from 0.7.
     threshold_at_start = 0.5
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        d_out: int | None = None,
-        *,
-        k: int,
-        sparsity_coefficient: float | str,
-        sparsity_warmup_fraction: float,
-        penalty: str,
-        tanh_scale: float,
-        bandwidth: float,
-    ) -> None:
-        super().__init__(
-            d_in,
-            d_sae,
-            d_out,
-            k=k,
-            sparsity_coefficient=sparsity_coefficient,
-            sparsity_warmup_fraction=sparsity_warmup_fraction,
-        )
-        self._tanh_scale, self._bandwidth = tanh_scale if penalty == "tanh" else None, bandwidth
-        self.threshold = nn.Parameter(torch.zeros(d_sae))
+    def __init__(self, spec: SaeSpec) -> None:
+        super().__init__(spec)
+        self._tanh_scale = self.settings.tanh_scale if self.settings.penalty == "tanh" else None
+        self.threshold = nn.Parameter(torch.zeros(self.d_sae))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         # Keep everything active or within the window; the rest affects neither loss nor gradient.
-        lowest = self.threshold.detach() - (self._bandwidth / 2 if self.training else 0)
+        lowest = self.threshold.detach() - (self.settings.bandwidth / 2 if self.training else 0)
         pre_acts = self.encode_above(x, lowest)
         threshold, moves_z = pre_acts.at(self.threshold), self._tanh_scale is not None
-        jumped, n_active = _Jump.apply(pre_acts.values, threshold, self._bandwidth, moves_z)  # type: ignore[no-untyped-call]
+        jumped, n_active = _Jump.apply(pre_acts.values, threshold, self.settings.bandwidth, moves_z)  # type: ignore[no-untyped-call]
         acts = pre_acts.with_values(jumped)
         x_hat, errors = self.reconstruct(acts, x, y)
         sparsity = n_active if self._tanh_scale is None else self._squashed(acts, self._tanh_scale)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.contract.settings.architectures import MatryoshkaSettings
 from trainer.parallel.group import local_shard, reduce_scatter
-from trainer.saes.base import Output
+from trainer.saes.base import Output, SaeSpec
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.encode import centre
 from trainer.saes.kernels.sparse import Gradients, decode, decoded_by_kernels, gradient_dtype
@@ -30,36 +31,14 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     latent_buffers = (*BatchTopK.latent_buffers, "level_of")
 
+    settings: MatryoshkaSettings
     level_of: Tensor
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        d_out: int | None = None,
-        *,
-        k: int,
-        n_levels: int,
-        k_aux: int | None,
-        auxk_alpha: float,
-        threshold_rate: float,
-        k_anneal_fraction: float = 0.0,
-        k_anneal_start: int | None = None,
-    ) -> None:
-        super().__init__(
-            d_in,
-            d_sae,
-            d_out,
-            k=k,
-            k_aux=k_aux,
-            auxk_alpha=auxk_alpha,
-            threshold_rate=threshold_rate,
-            k_anneal_fraction=k_anneal_fraction,
-            k_anneal_start=k_anneal_start,
-        )
+    def __init__(self, spec: SaeSpec) -> None:
+        super().__init__(spec)
         # In a tiny dictionary the smallest levels can have the same width.
-        self.widths = sorted({-(-d_sae // 2**level) for level in range(n_levels)})
-        level_of = torch.bucketize(torch.arange(d_sae), torch.tensor(self.widths), right=True)
+        self.widths = sorted({-(-self.d_sae // 2**level) for level in range(self.settings.n_levels)})
+        level_of = torch.bucketize(torch.arange(self.d_sae), torch.tensor(self.widths), right=True)
         self.register_buffer("level_of", level_of, persistent=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.planning.activation_memory import START_ROWS, START_VALUES
+from trainer.contract.settings.architectures import GatedSettings, JumpReLUSettings, StandardSettings
 from trainer.parallel.group import sum_of
-from trainer.saes.base import Sae
+from trainer.saes.base import Sae, SaeSpec
 from trainer.saes.kernels.buffer_sizer import BufferSizer
 from trainer.saes.kernels.encode import Choose, centre, encode
 from trainer.saes.kernels.select import above
@@ -96,23 +97,16 @@ class Penalty(nn.Module):
 class Penalised(Sae):
     """An SAE that minimises the squared error plus λ times a sparsity loss, which must be the second loss term."""
 
+    settings: StandardSettings | GatedSettings | JumpReLUSettings
     steering: Steering
     n_own_sums = 1
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        d_out: int | None = None,
-        *,
-        k: int,
-        sparsity_coefficient: float | str,
-        sparsity_warmup_fraction: float,
-    ) -> None:
-        super().__init__(d_in, d_sae, d_out)
-        self._k = min(k, d_sae)
-        self.penalty = Penalty(self._k, sparsity_coefficient, sparsity_warmup_fraction, self.steering)
-        self.target_l0 = self._k if sparsity_coefficient == "auto" else None
+    def __init__(self, spec: SaeSpec) -> None:
+        super().__init__(spec)
+        settings, self._k = self.settings, min(self.settings.k, self.d_sae)
+        coefficient = settings.sparsity_coefficient
+        self.penalty = Penalty(self._k, coefficient, settings.sparsity_warmup_fraction, self.steering)
+        self.target_l0 = self._k if coefficient == "auto" else None
         self._buffer_sizer = BufferSizer()
 
     def begin_step(self, progress: float) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError
+from trainer.contract.settings.architectures import BatchTopKSettings, MatryoshkaSettings, TopKSettings
 from trainer.saes.auxk import AuxK, Explained
-from trainer.saes.base import Output, Sae
+from trainer.saes.base import Output, Sae, SaeSpec
 from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
 from trainer.saes.losses import Errors
@@ -25,33 +26,24 @@ class TopK(Sae):
     k. Evaluation always uses k.
     """
 
+    settings: TopKSettings | BatchTopKSettings | MatryoshkaSettings
     loss_names: tuple[str, ...] = ("mse", "auxk")
     # A weaker latent would never be among the k largest.
     revived_share = 1.0
     reads_narrow = True
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        d_out: int | None = None,
-        *,
-        k: int,
-        k_aux: int | None,
-        auxk_alpha: float,
-        k_anneal_fraction: float = 0.0,
-        k_anneal_start: int | None = None,
-    ) -> None:
-        super().__init__(d_in, d_sae, d_out)
-        if k > d_sae:
-            raise UserError(f"sae.k: must be at most the number of latents, {d_sae}, not {k}")
-        self.k = k
-        self._anneal_fraction, self._anneal_start = k_anneal_fraction, min(k_anneal_start or d_in, d_sae)
-        self.k_now = float(k)
-        self.auxk = AuxK(d_in, d_sae, k_aux, auxk_alpha)
+    def __init__(self, spec: SaeSpec) -> None:
+        super().__init__(spec)
+        self.k, d_sae = self.settings.k, self.d_sae
+        if self.k > d_sae:
+            raise UserError(f"sae.k: must be at most the number of latents, {d_sae}, not {self.k}")
+        self._anneal_start = min(self.settings.k_anneal_start or self.d_in, d_sae)
+        self.k_now = float(self.k)
+        self.auxk = AuxK(self.d_in, d_sae, self.settings.k_aux, self.settings.auxk_alpha)
 
     def begin_step(self, progress: float) -> None:
-        share = min(1.0, progress / self._anneal_fraction) if self._anneal_fraction else 1.0
+        fraction = self.settings.k_anneal_fraction
+        share = min(1.0, progress / fraction) if fraction else 1.0
         self.k_now = self._anneal_start + share * (self.k - self._anneal_start)
 
     def decide(self, n_tokens: int) -> Hashable | None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from support.extractions import CPU, extraction_job, run
+from support.saes import new_sae
 from support.tiny_models import D_IN, make_config, make_model, make_tokenizer, sentences
 from torch import Tensor
 
@@ -223,7 +224,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
     from sae_lens.training.activation_scaler import ActivationScaler
 
     torch.manual_seed(0)
-    sae = TopK(D_IN, 64, k=8, k_aux=None, auxk_alpha=0.0)
+    sae = new_sae(TopK, D_IN, 64, k=8)
     export_sae(sae, tmp_path / "sae", {"hook_name": "blocks.1.hook_resid_post"})
     theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
     # Documents have equal length, one per context; the end of a text is a special token.

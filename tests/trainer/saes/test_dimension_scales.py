@@ -24,11 +24,9 @@ SHAPES = [(None, False), (7, False), (7, True)]
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
     """Make a random float64 SAE with zero weights at dimensions of scale 0, whose means it stores."""
     kind_class, own, _ = KINDS[kind]
-    sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), **own)
+    sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), scales_dimensions=True, **own)
     if skip:
         sae.W_skip = torch.nn.Parameter(torch.randn(D_IN, sae.d_out, dtype=torch.float64) * (y_scale > 0))
-    sae.scale_dimensions()
-    sae = sae.double()
     sae.x_scale.copy_(x_scale)
     sae.y_scale.copy_(y_scale)
     sae.dropped_mean.copy_(torch.randn(sae.d_out, dtype=torch.float64) * (y_scale == 0))

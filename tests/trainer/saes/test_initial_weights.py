@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.saes import new_sae
 from torch import Tensor
 
 from trainer.contract.errors import UserError
@@ -19,7 +20,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 def new_topk() -> TopK:
-    return TopK(6, 20, k=2, k_aux=None, auxk_alpha=0.0)
+    return new_sae(TopK, 6, 20, k=2)
 
 
 def sample(n: int = 500, d: int = 6, seed: int = 0) -> Tensor:
@@ -99,7 +100,7 @@ def test_a_transcoder_starts_from_the_geometric_medians_of_input_and_target(
     make_job: MakeJob,
 ) -> None:
     x, y = sample(), 100 * sample(d=4, seed=1)
-    sae = BatchTopK(6, 20, 4, k=2, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
+    sae = new_sae(BatchTopK, 6, 20, 4, k=2)
     initialise(sae, x, y, make_job().sae, seed=3)
     assert (sae.x_scale, sae.y_scale) == (unit_scale(x), unit_scale(y))
     torch.testing.assert_close(sae.b_dec.detach(), geometric_median(y * sae.y_scale))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
+from support.saes import assert_same, batch, gradients, new_sae, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
 from trainer.saes.matryoshka import MatryoshkaBatchTopK, _PrefixErrors
@@ -120,7 +120,7 @@ def left_over_by_the_first(n_levels: int, width: int) -> float:
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions
-    sae = MatryoshkaBatchTopK(16, 32, k=4, n_levels=n_levels, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
+    sae = new_sae(MatryoshkaBatchTopK, 16, 32, k=4, n_levels=n_levels, auxk_alpha=0.0)
     sae.W_dec.data = torch.nn.functional.normalize(torch.randn(32, 16, generator=generator), dim=1)
     sae.W_enc.data = sae.W_dec.T.clone()
     optimizer = torch.optim.Adam(sae.parameters(), 3e-3)

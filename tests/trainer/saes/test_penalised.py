@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
+from support.saes import assert_same, batch, gradients, new_sae, peers_losses, peers_twin, random_sae
 from support.steps import ALONE, skips, take_alone
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,8 +27,8 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 MakeJob = Callable[..., JobConfig]
-PENALISED = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
-JUMP = {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.5}
+PENALISED = {"k": 5, "sparsity_warmup_fraction": 0.0}
+JUMP = {"bandwidth": 0.5}
 KINDS: dict[str, Any] = {
     "standard": (Standard, {}),
     "gated": (Gated, {}),
@@ -85,7 +85,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     if isinstance(sae, Gated):
         magnitude = centred @ (sae.W_enc[:, latent] * sae.r_mag[latent].exp()) + sae.b_mag[latent]
         return (magnitude.relu() if z > 0 else magnitude * 0), z.relu()
-    threshold, width = sae.threshold[latent], sae._bandwidth
+    threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
     # The value has the jump; the gradient is that of `slope`, for the threshold and, with a tanh penalty, for z.
@@ -384,7 +384,7 @@ def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
 def test_at_the_start_k_latents_are_active_per_token(kind: str) -> None:
     torch.manual_seed(3)
     kind_class, own = KINDS[kind]
-    sae: Penalised = kind_class(12, 400, **(PENALISED | own))
+    sae: Penalised = new_sae(kind_class, 12, 400, **(PENALISED | own))
     torch.nn.init.normal_(sae.W_enc)
     x = torch.randn(3000, 12)
     sae.calibrate(x)

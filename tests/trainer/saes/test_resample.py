@@ -21,7 +21,7 @@ from trainer.saes.resample import resample
 from trainer.saes.standard import Standard
 from trainer.training.learner import Learner
 
-SETTINGS: dict[str, Any] = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
+SETTINGS: dict[str, Any] = {"k": 5, "sparsity_warmup_fraction": 0.0}
 DEAD = [3, 7, 20]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.saes import KINDS, TRANSCODERS, assert_same, batch, gradients, random_sae
+from support.saes import KINDS, TRANSCODERS, assert_same, batch, gradients, new_sae, random_sae
 from torch import Tensor
 
 from trainer.api import train
@@ -25,8 +25,6 @@ def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
     sae: Sae = random_sae(kind_class, 12, 40, D_OUT, **(settings | own | changes))
     sae.x_mean.copy_(batch(1, seed=9)[0])
     if skip:
-        sae.add_skip()
-        assert sae.W_skip is not None
         sae.W_skip = torch.nn.Parameter(batch(12, D_OUT, seed=4))
     return sae
 
@@ -107,9 +105,7 @@ def test_the_skip_learns_the_linear_part_of_the_data(kind: str) -> None:
 
 
 def test_the_skip_starts_from_zero() -> None:
-    sae = BatchTopK(12, 40, D_OUT, k=3, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
-    sae.add_skip()
-    assert sae.W_skip is not None
+    sae = new_sae(BatchTopK, 12, 40, D_OUT, k=3, has_skip=True)
     assert sae.W_skip.shape == (12, D_OUT)
     assert not sae.W_skip.any()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.features import MOVED, SPREAD, features_file
-from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
+from support.saes import KINDS, TRANSCODERS, made, new_sae, peer, put_bar_into_a_gap
 from torch import Tensor
 
 from trainer.contract.errors import UserError
@@ -198,7 +198,7 @@ def test_a_state_dict_has_tensors_only_and_no_extra_bytes(kind: str, tmp_path: P
 def with_features(folder: Path, **moved: Any) -> SharedSae:
     """Return an SAE of two latents with a stored features file."""
     (folder / "features.safetensors").write_bytes(features_file(**moved))
-    sae = TopK(3, 2, None, k=1, k_aux=None, auxk_alpha=0.0).eval()
+    sae = new_sae(TopK, 3, 2, k=1).eval()
     torch.nn.init.normal_(sae.W_dec)
     return shared_form(sae, ORIGIN | {"context_size": 25}, features=folder / "features.safetensors")
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.saes import new_sae
 from torch import Tensor
 
 from trainer.parallel.group import local_shard
@@ -59,7 +60,7 @@ class LateThreads(Threads):
 
 
 def share_of(group: Threads, d_sae: int) -> tuple[TopK, SteppedShare]:
-    sae = TopK(D_IN, d_sae, k=2, k_aux=None, auxk_alpha=0.0)
+    sae: TopK = new_sae(TopK, D_IN, d_sae, k=2)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in sae.parameters():

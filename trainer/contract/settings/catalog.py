@@ -31,7 +31,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class SettingsEntry(Entry, frozen=True):
-    """A registered class and its settings, which become keyword arguments."""
+    """A registered class and its settings."""
 
     settings: type[msgspec.Struct]
 
