@@ -48,6 +48,7 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
     encoder_follows: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
     # peak of a step, and the number of matrices the size of W_dec in addition to its gradient. 0 if it selects latents.
+    # Measured by `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE`, which prints the number that fits.
     dense_matrices: float = 0
     dense_weights: float = 0
     # Curves without information: a loss that equals the FVU, or a fixed L0.
