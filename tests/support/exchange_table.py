@@ -111,7 +111,7 @@ class _Transfer(NamedTuple):
 
 
 def _asker() -> str:
-    """Return the innermost trainer function that calls a group, like "saes/topk.py TopK.score"."""
+    """Return the innermost trainer function that calls a group, like "saes/topk.py TopK._score"."""
     frame = sys._getframe(1)
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_qualname

@@ -10,10 +10,8 @@ from torch import Tensor
 from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.contract.settings.catalog import ArchitectureEntry
 from trainer.contract.settings.declare import about
-from trainer.saes.base import Output, Sae
-from trainer.saes.kernels.encode import encode
+from trainer.saes.base import Output, Sae, Traits
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
-from trainer.saes.losses import squared_error
 
 
 class LoudestSettings(ArchitectureSettings, frozen=True):
@@ -31,16 +29,14 @@ class Loudest(Sae):
     """The `n_loudest` largest latents of each token, with an L1 penalty."""
 
     settings: LoudestSettings
-    loss_names = ("mse", "l1")
+    traits = Traits(losses=("mse", "l1"))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         choose = partial(k_per_token, k=self.settings.n_loudest, group=self.latents.group)
-        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        pre_acts = self.encode(x, choose)
         acts = pre_acts.with_values(pre_acts.values.relu())
-        x_hat = self.decode_acts(acts, x)
-        losses = {"mse": squared_error(y, x_hat), "l1": acts.values.sum()}
-        self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses)
+        x_hat, errors = self.reconstruct(acts, x, y)
+        return Output(acts, x_hat, {"mse": errors.square, "l1": acts.values.sum()}, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
         return losses["mse"] / self.y_variance + self.settings.price * losses["l1"]

@@ -50,9 +50,10 @@ class AuxK(nn.Module):
 
     residual_variance: Tensor
 
-    def __init__(self, d_in: int, d_sae: int, k_aux: int | None, alpha: float) -> None:
+    def __init__(self, sae: Sae, k_aux: int | None, alpha: float) -> None:
         super().__init__()
-        self.k_aux = min(k_aux or max(1, d_in // 2), d_sae)
+        sae.reads_dead = True
+        self.k_aux = min(k_aux or max(1, sae.d_in // 2), sae.d_sae)
         self.alpha = alpha
         self.register_buffer("residual_variance", torch.ones(()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
+from trainer.saes.kernels.buffer_sizer import BufferSizer
+from trainer.saes.kernels.encode import Choose, centre, encode
+from trainer.saes.kernels.select import above
 from trainer.saes.kernels.since_fired import add_tokens, count
 from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
@@ -45,14 +49,48 @@ class Output(NamedTuple):
     """The result of one forward pass.
 
     `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
-    tokens. `losses` are sums over tokens and latents, still to be added over the ranks that share them. `sums` holds
-    sums of the errors of x_hat, so that metrics need not compute them again.
+    tokens. `losses` are sums over tokens and latents, still to be added over the ranks that share them; "mse" is
+    Σ‖y − x_hat‖². `sums` holds sums of the errors of x_hat, so that metrics need not compute them again. In training
+    `own_sums` are the architecture's 0-dim sums for `learn_from`.
     """
 
     acts: Acts
     x_hat: Tensor
     losses: dict[str, Tensor]
     sums: Sums | None = None
+    own_sums: tuple[Tensor, ...] = ()
+
+
+class Traits(NamedTuple):
+    """Constants of an architecture."""
+
+    # Names of the loss terms.
+    losses: tuple[str, ...] = ("mse",)
+    # The number of `Output.own_sums`.
+    n_own_sums: int = 0
+    # Keep the rows of W_dec at length 1.
+    unit_decoder: bool = True
+    # Initial norm of the encoder's columns if the job sets none.
+    encoder_scale: float = 0.3
+    # Encoder norm of a revived latent relative to the mean of the living latents: 0.2 in Bricken et al. 2023, so that
+    # the latent does not fire on everything at once.
+    revived_share: float = 0.2
+    # Sparse products only read W_enc and W_dec in the product dtype.
+    reads_narrow: bool = False
+    # `forward` calls `encode_above`, which may lose activations; such a step is skipped.
+    encodes_above: bool = False
+
+
+class Declared(NamedTuple):
+    """How a parameter or buffer lies along latents."""
+
+    # The dimension with one entry per latent; None if the latents share the tensor.
+    latent_dim: int | None
+    # Whether it is [d_sae] and has the units of a pre-activation. A revived latent gets a share of the living latents'
+    # mean; in other parameters [d_sae] it gets 0.
+    is_bias: bool = False
+    # No step leaves a value below this.
+    lowest: float | None = None
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
@@ -67,7 +105,11 @@ def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) ->
 
 
 class Sae(nn.Module, ABC):
-    """An SAE, or a transcoder if the target differs from the input. A subclass adds an encoder, a loss and an export.
+    """An SAE, or a transcoder if the target differs from the input.
+
+    An architecture defines `forward`, `objective` and `export_config`, and if it needs them `traits`, `export_weights`,
+    `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. It has a constructor only for parameters or
+    buffers of its own, which takes the same `SaeSpec` and adds them to `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
@@ -77,7 +119,7 @@ class Sae(nn.Module, ABC):
 
     Every quantity learnt from a step without a gradient goes through `step_sums`, which is summed over micro-batches
     and ranks. It holds the number of tokens on which each latent fired [n_own], the number of tokens, Σ‖y − x_hat‖²,
-    and the sums of the subclass.
+    whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
     Ranks that share latents encode the same tokens. After adding up their decoded contributions they also divide the
@@ -85,25 +127,7 @@ class Sae(nn.Module, ABC):
     tokens.
     """
 
-    loss_names: tuple[str, ...] = ("mse",)
-    # Keep the rows of W_dec at length 1.
-    unit_decoder = True
-    # Initial norm of the encoder's columns if the job sets none.
-    encoder_scale = 0.3
-    n_own_sums = 0
-    # Parameters [d_sae] that have the units of a pre-activation.
-    biases: tuple[str, ...] = ("b_enc",)
-    # Encoder norm of a revived latent relative to the mean of the living latents: 0.2 in Bricken et al. 2023, so that
-    # the latent does not fire on everything at once.
-    revived_share = 0.2
-    # True if sparse products only read W_enc and W_dec in the product dtype.
-    reads_narrow = False
-    # The target L0 of a steered penalty; None without one.
-    target_l0: int | None = None
-    # Tokens of a micro-batch over all ranks; set only if there are several ranks.
-    batch_tokens = 0
-    # Buffers of shape [d_sae].
-    latent_buffers: tuple[str, ...] = ("ids", "n_tokens_since_fired")
+    traits = Traits()
 
     settings: ArchitectureSettings
     # A transcoder's skip connection [d_in, d_out], from the input to the output; None without one. It starts from 0, as
@@ -122,6 +146,9 @@ class Sae(nn.Module, ABC):
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__()
+        per_latent = dict.fromkeys(("W_dec", "ids", "n_tokens_since_fired"), Declared(0))
+        shared = dict.fromkeys(("b_dec", "W_skip"), Declared(None))
+        self.declared = {"W_enc": Declared(1), "b_enc": Declared(0, is_bias=True), **per_latent, **shared}
         self.settings, self.dead_after_tokens = spec.settings, spec.dead_after_tokens
         self.d_in, self.d_sae = d_in, d_sae = spec.d_in, spec.d_sae
         self.data, self.peers, self.latents = Group(), Group(), Latents(d_sae)
@@ -144,13 +171,35 @@ class Sae(nn.Module, ABC):
         self.register_buffer("ids", torch.arange(d_sae), persistent=False)
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
         # One tensor, so that a single all-reduce suffices; fp32 counts exactly up to 16 million tokens per step.
-        self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
+        self.register_buffer("step_sums", self._new_sums(), persistent=False)
         # The number of tokens in the last training pass on which each latent fired, float [d_sae].
         self.fired: Tensor | None = None
+        # Tokens of a micro-batch over all ranks; set only if there are several ranks.
+        self.batch_tokens = 0
+        # Whether a pass depends on `may_have_dead`.
+        self.reads_dead = False
+        # The half of the held-out rows that is measured.
+        self.held_out_half: int | None = None
+        self._host_values: Hashable = ()
+        self._buffer_sizer = BufferSizer() if self.traits.encodes_above else None
         # Upper bound on how many tokens any latent has been silent. It lives on the host, so that reading it needs no
         # sync.
         self._longest_since_fired = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_since_fired(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        others = {name for name in vars(Sae) if not name.startswith("_")} - OVERRIDABLE
+        if wrong := sorted(others & vars(cls).keys()):
+            raise TypeError(f"{cls.__name__} must not override {', '.join(wrong)}")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name not in self.declared:
+            raise TypeError(f"{type(self).__name__}: add {name} to `declared` before you set it")
+        super().register_parameter(name, param)
+
+    def _new_sums(self) -> Tensor:
+        return torch.zeros(self.n_own + 2 + self.traits.encodes_above + self.traits.n_own_sums)
 
     @property
     def n_own(self) -> int:
@@ -189,11 +238,22 @@ class Sae(nn.Module, ABC):
             whole = getattr(self, name)
             part = latents.part(whole.detach(), dim)
             setattr(self, name, nn.Parameter(part) if isinstance(whole, nn.Parameter) else part)
-        self.step_sums = torch.zeros(self.n_own + 2 + self.n_own_sums)
+        self.step_sums = self._new_sums()
+
+    def __call__(self, x: Tensor, y: Tensor) -> Output:
+        """Run `forward`; in training also count tokens, firing latents and errors in `step_sums`."""
+        output: Output = super().__call__(x, y)
+        if self.training:
+            error, own = output.losses["mse"], output.own_sums
+            if self._buffer_sizer:
+                overflowed = self._buffer_sizer.overflowed
+                own = (error.new_zeros(()) if overflowed is None else overflowed.to(error.dtype), *own)
+            self.fired = count(self.step_sums, output.acts, len(y), error, *own)
+        return output
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        """Encode x [n_tokens, d_in] and decode towards y [n_tokens, d_out]; in training also call `count`."""
+        """Encode x [n_tokens, d_in] and decode towards y [n_tokens, d_out]."""
 
     @abstractmethod
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
@@ -231,13 +291,25 @@ class Sae(nn.Module, ABC):
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
         """Measure rows of held-out half 0 or 1 without any value that was fitted on that half."""
-        yield
+        self.held_out_half = half
+        try:
+            yield
+        finally:
+            self.held_out_half = None
 
     def calibrate(self, x: Tensor) -> None:
         """Set parameters that depend on the initial pre-activations of normalised data x [n, d_in]; by default none."""
 
-    def begin_step(self, progress: float) -> None:
-        """Set values that change during a run; `progress` is the completed fraction, 0 to 1."""
+    def begin_step(self, progress: float) -> Hashable:
+        """Set values that change during a run, and return those on the host; `progress` is the completed share, 0 to 1.
+
+        A captured pass repeats the host's values, so it is replayed only as long as they are the same.
+        """
+        return ()
+
+    def start_step(self, progress: float) -> None:
+        """Begin a step at this completed fraction of the run."""
+        self._host_values = self.begin_step(progress)
 
     @property
     def input_bias(self) -> Tensor:
@@ -249,10 +321,22 @@ class Sae(nn.Module, ABC):
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
-    def decode_acts(self, acts: Acts, x: Tensor) -> Tensor:
-        """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens."""
-        of_latents = decode(acts, self.W_dec, self.latents.group)
-        return of_latents + self.offset(local_shard(x, self.latents.group))
+    def encode(self, x: Tensor, choose: Choose) -> Acts:
+        """Return the pre-activations of x [n_tokens, d_in] that `choose` keeps."""
+        return self.encode_centred(centre(x, self.input_bias), choose)
+
+    def encode_centred(self, centred: Tensor, choose: Choose) -> Acts:
+        """Return the pre-activations that `choose` keeps; `centred` is x − input_bias, from `centre`."""
+        return encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
+
+    def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
+        """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]).
+
+        The result may include others, or be the dense matrix.
+        """
+        assert self._buffer_sizer, "set `encodes_above` in the traits"
+        may_wait = not (self.training and x.is_cuda)
+        return self.encode(x, partial(above if may_wait else self._buffer_sizer.above, bound=bound))
 
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
         """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens, with its errors.
@@ -262,7 +346,8 @@ class Sae(nn.Module, ABC):
         kernels = self.kernels_of_errors(y)
         if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
             return errors_of_decoded(y, decoded, self.b_dec, self.y_mean, kernels)
-        x_hat = self.decode_acts(acts, x)
+        of_latents = decode(acts, self.W_dec, self.latents.group)
+        x_hat = of_latents + self.offset(local_shard(x, self.latents.group))
         return x_hat, errors_of(y, x_hat, self.y_mean)
 
     def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
@@ -284,12 +369,6 @@ class Sae(nn.Module, ABC):
         # Add b_dec in fp32, since under autocast the product has 16 bits.
         return (x - self.x_mean) @ self.W_skip + self.b_dec
 
-    @torch.no_grad()
-    def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        """Add a training micro-batch to `step_sums`: `error` is Σ‖y − x_hat‖², `own` are the subclass's scalars."""
-        if self.training:
-            self.fired = count(self.step_sums, acts, n_tokens, error, *own)
-
     def dead(self) -> Tensor:
         """Return which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
@@ -306,18 +385,22 @@ class Sae(nn.Module, ABC):
 
     def latent_dims(self) -> dict[str, int]:
         """Map the names of parameters and buffers to their latent dimension; omit names without one."""
-        parameters = (name for name, _ in self.named_parameters() if name not in ("b_dec", "W_skip"))
-        return dict.fromkeys([*parameters, *self.latent_buffers], 0) | {"W_enc": 1}
+        return {name: one.latent_dim for name, one in self.declared.items() if one.latent_dim is not None}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Give the n latents marked in a bool [d_sae] new encoder [n, d_in] and decoder [n, d_out] directions."""
+        """Give the n latents marked in a bool [d_sae] new encoder [n, d_in] and decoder [n, d_out] directions.
+
+        Their biases become a share of the mean of the living latents, and other parameters become 0.
+        """
         living = ~self.latents.whole(latents)
-        self.W_enc[:, latents] = self.revived_share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
+        share = self.traits.revived_share
+        self.W_enc[:, latents] = share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
         self.W_dec[latents] = self._mean(self.W_dec.norm(dim=1), living) * writes
-        for name in self.biases:
-            bias = getattr(self, name)
-            bias[latents] = self.revived_share * self._mean(bias, living)
+        for name, parameter in self.named_parameters():
+            of = self.declared[name]
+            if name not in ("W_enc", "W_dec") and of.latent_dim is not None:
+                parameter[latents] = share * self._mean(parameter, living) if of.is_bias else 0
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
         """Return the mean of values [n_own] of all ranks over the latents marked in `counted`, bool [n_total]."""
@@ -346,11 +429,13 @@ class Sae(nn.Module, ABC):
 
         None means that this never happens. `step_sums` must be summed over all ranks before this call.
         """
-        return None
+        return self.step_sums[self.n_own + 2] > 0 if self._buffer_sizer else None
 
     def forget_passes(self) -> None:
         """Discard the forward passes since the last step."""
         self.step_sums.zero_()
+        if self._buffer_sizer:
+            self._buffer_sizer = BufferSizer()
 
     def n_tokens_in_step(self) -> Tensor:
         """Return the number of tokens in `step_sums`, 0-dim on the device."""
@@ -362,7 +447,11 @@ class Sae(nn.Module, ABC):
 
         A skipped step has no tokens; its sums change nothing.
         """
+        self._steer(n_tokens)
         self.learn_from(add_tokens(self.n_tokens_since_fired, self.step_sums, n_tokens))
+
+    def _steer(self, n_tokens: Tensor) -> None:
+        """Process the firing counts of a step, before they are cleared."""
 
     def decide(self, n_tokens: int) -> Hashable | None:
         """Decide all host-side choices for the next training pass before it is queued; one GPU, whole steps only.
@@ -370,29 +459,43 @@ class Sae(nn.Module, ABC):
         Return a key of the decision: a captured pass can be replayed whenever the key is the same. Return None if the
         pass takes too long on a GPU for a recording to be worth its memory.
         """
-        return ()
+        own = self._host_values, self.reads_dead and self.may_have_dead()
+        if not self._buffer_sizer:
+            return own
+        capacity = self._buffer_sizer.decide(n_tokens, self.n_own)
+        return None if capacity is None else (own, capacity)
 
     def count_step(self, n_tokens: int) -> None:
         """Record on the host that a step of `n_tokens` is queued: its bound rises."""
         self._longest_since_fired += n_tokens
+        if self._buffer_sizer:
+            self._buffer_sizer.queued()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and the subclass's sums."""
+        """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and, last, those of `Output.own_sums`."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
         """Remove the gradient component along each decoder row, before the optimizer updates its moments."""
-        if self.unit_decoder and self.W_dec.grad is not None:
+        if self.traits.unit_decoder and self.W_dec.grad is not None:
             grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
             grad.addcmul_(dots(grad, weights)[:, None], weights, value=-1)
 
+    @torch.no_grad()
     def constrain(self, rows: slice = ALL) -> None:
-        """Clamp other parameters of the latents `rows` after a step; W_dec is already normalised."""
+        """Clamp the parameters of the latents `rows` after a step; W_dec is already normalised."""
+        for name, of in self.declared.items():
+            if of.lowest is not None:
+                getattr(self, name)[rows].clamp_min_(of.lowest)
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
         """Scale the rows of W_dec to length 1; if the step was skipped (0-dim bool), change no bit."""
-        if self.unit_decoder:
+        if self.traits.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)
             weights.div_(norm if skips is None else norm.masked_fill(skips, 1))
+
+
+# What an architecture may define: the abstract methods and, if it needs them, the others.
+OVERRIDABLE = Sae.__abstractmethods__ | {"traits", "export_weights", "calibrate", "begin_step", "learn_from"}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.contract.settings.architectures import BatchTopKSettings, MatryoshkaSettings
-from trainer.saes.base import SaeSpec
-from trainer.saes.kernels.encode import centre, encode
+from trainer.saes.auxk import Explained
+from trainer.saes.base import Output, SaeSpec
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, above
 from trainer.saes.kernels.top_k_across_ranks import k_per_batch
+from trainer.saes.losses import Errors
 from trainer.saes.sparse_acts import Acts
 from trainer.saes.topk import TopK
 
@@ -32,8 +31,7 @@ class BatchTopK(TopK):
     no row is measured with a threshold fitted on it.
     """
 
-    n_own_sums = 1
-
+    traits = TopK.traits._replace(n_own_sums=1)
     settings: BatchTopKSettings | MatryoshkaSettings
     threshold: Tensor
     set_thresholds: Tensor
@@ -45,12 +43,10 @@ class BatchTopK(TopK):
         # Negative until set.
         self.register_buffer("set_thresholds", torch.full((3,), UNSET))
         self.register_load_state_dict_pre_hook(_without_set_thresholds)  # type: ignore[no-untyped-call]
-        # Index of the threshold in use.
-        self._used = 0
 
-    def encode_latents(self, centred: Tensor) -> Acts:
+    def _encode_latents(self, centred: Tensor) -> Acts:
         choose = self._largest if self.training else self._above_threshold
-        pre_acts = encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
+        pre_acts = self.encode_centred(centred, choose)
         active = pre_acts.values.relu()
         return pre_acts.with_values(active if self.training else active * (active > self.cut))
 
@@ -63,28 +59,20 @@ class BatchTopK(TopK):
     @property
     def cut(self) -> Tensor:
         """The threshold in use outside training, 0-dim."""
-        chosen = self.set_thresholds[self._used]
+        chosen = self.set_thresholds[0 if self.held_out_half is None else 1 + self.held_out_half]
         return torch.where(chosen >= 0, chosen, self.threshold)
-
-    @contextlib.contextmanager
-    def measuring_half(self, half: int) -> Iterator[None]:
-        self._used = 1 + half
-        try:
-            yield
-        finally:
-            self._used = 0
 
     @torch.no_grad()
     def pre_acts_of(self, x: Tensor) -> Tensor:
         """Return the pre-activations [n_tokens, n_own] of normalised x [n_tokens, d_in]."""
-        acts = encode(centre(x, self.input_bias), self.W_enc, self.b_enc, self.input_bias, lambda _: None)
-        return acts.values
+        return self.encode(x, lambda _: None).values
 
-    @torch.no_grad()
-    def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        if self.training:
-            smallest = self.peers.gather(_smallest_active(acts.values)).amin()
-            super().count(acts, n_tokens, error, n_tokens * smallest.nan_to_num(0.0, posinf=0.0), *own)
+    def _score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
+        output = super()._score(explained, acts, x_hat, errors)
+        if not self.training:
+            return output
+        smallest = self.peers.gather(_smallest_active(acts.values.detach())).amin()
+        return output._replace(own_sums=(len(x_hat) * smallest.nan_to_num(0.0, posinf=0.0),))
 
     def learn_from(self, sums: Tensor) -> None:
         super().learn_from(sums)

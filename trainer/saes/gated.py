@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.saes.base import Output, SaeSpec
+from trainer.saes.base import Declared, Output, SaeSpec
 from trainer.saes.kernels.sparse import decode
 from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
@@ -22,14 +22,13 @@ class Gated(Penalised):
     exp(`r_mag`).
     """
 
-    loss_names = ("mse", "gate_l1", "gate_mse")
-    biases = ("b_enc", "b_mag")
-    encoder_scale = 0.6
+    traits = Penalised.traits._replace(losses=("mse", "gate_l1", "gate_mse"), encoder_scale=0.6)
     # With twice this start, 4 % of latents died in 150 steps instead of 1 %.
     steering = Steering(start=0.004, gain=6, integral_gain=0.1)
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
+        self.declared |= {"r_mag": Declared(0), "b_mag": Declared(0, is_bias=True)}
         self.r_mag = nn.Parameter(torch.zeros(self.d_sae))
         self.b_mag = nn.Parameter(torch.zeros(self.d_sae))
 
@@ -43,7 +42,6 @@ class Gated(Penalised):
             "gate_l1": opened.values.sum(),
             "gate_mse": squared_error(y, by_gate),
         }
-        self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses, errors.sums)
 
     def _magnitudes(self, gate: Acts) -> Acts:
@@ -54,15 +52,10 @@ class Gated(Penalised):
         return gate.with_values(magnitude * (gate.values > 0))
 
     @torch.no_grad()
-    def raise_bar(self, bound: Tensor) -> None:
-        super().raise_bar(bound)
+    def _raise_bar(self, bound: Tensor) -> None:
+        super()._raise_bar(bound)
         # Make a latent that just passes the gate as strong as it would be without one.
         self.b_mag.copy_(self.b_enc)
-
-    @torch.no_grad()
-    def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        super().revive(latents, reads, writes)
-        self.r_mag[latents] = 0
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": "gated"}

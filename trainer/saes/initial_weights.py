@@ -87,7 +87,7 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
     if settings.encoder_init != "tied" or sae.is_transcoder:
         directions = torch.empty_like(sae.W_enc.T)
         _draw_unit_rows(directions, sae.latents, generator)
-    scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
+    scale = sae.traits.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
     if sae.dropped_mean is not None:
         # Keep the weights of left-out dimensions at 0, since input and error are 0 there.

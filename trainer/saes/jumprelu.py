@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.contract.settings.architectures import JumpReLUSettings
-from trainer.saes.base import ALL, Output, SaeSpec
+from trainer.saes.base import Declared, Output, SaeSpec
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts, marked_in_columns
 
@@ -26,8 +26,7 @@ class JumpReLU(Penalised):
     """
 
     settings: JumpReLUSettings
-    loss_names = ("mse", "sparsity")
-    biases = ("b_enc", "threshold")
+    traits = Penalised.traits._replace(losses=("mse", "sparsity"))
     # The equilibrium of λ is about 0.001 times the variance. If λ starts ten times higher, Adam remembers gradients so
     # large that thresholds almost stop moving, and L0 fell to 24 for k = 32 in 500 steps; with this start it was 29.
     # Below k the weight may turn negative, like that of a penalty (L0 − k)².
@@ -38,6 +37,8 @@ class JumpReLU(Penalised):
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
         self._tanh_scale = self.settings.tanh_scale if self.settings.penalty == "tanh" else None
+        # Below 0 there is no jump, so the window's gradients would be wrong.
+        self.declared["threshold"] = Declared(0, is_bias=True, lowest=0)
         self.threshold = nn.Parameter(torch.zeros(self.d_sae))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
@@ -50,18 +51,12 @@ class JumpReLU(Penalised):
         x_hat, errors = self.reconstruct(acts, x, y)
         sparsity = n_active if self._tanh_scale is None else self._squashed(acts, self._tanh_scale)
         losses = {"mse": errors.square, "sparsity": sparsity}
-        self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses, errors.sums)
 
     def _squashed(self, acts: Acts, scale: float) -> Tensor:
         return torch.tanh(scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
 
-    @torch.no_grad()
-    def constrain(self, rows: slice = ALL) -> None:
-        # Below 0 there is no jump, so the window's gradients would be wrong.
-        self.threshold[rows].clamp_min_(0)
-
-    def raise_bar(self, bound: Tensor) -> None:
+    def _raise_bar(self, bound: Tensor) -> None:
         self.threshold.add_(self.threshold_at_start)
         self.b_enc.add_(self.threshold_at_start - bound)
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.contract.settings.architectures import MatryoshkaSettings
 from trainer.parallel.group import local_shard, reduce_scatter
-from trainer.saes.base import Output, SaeSpec
+from trainer.saes.base import Declared, Output, SaeSpec
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.encode import centre
 from trainer.saes.kernels.sparse import Gradients, decode, decoded_by_kernels, gradient_dtype
@@ -27,10 +27,7 @@ class MatryoshkaBatchTopK(BatchTopK):
     features instead of having them absorbed by specific ones.
     """
 
-    loss_names = ("mse", "inner_mse", "auxk")
-
-    latent_buffers = (*BatchTopK.latent_buffers, "level_of")
-
+    traits = BatchTopK.traits._replace(losses=("mse", "inner_mse", "auxk"))
     settings: MatryoshkaSettings
     level_of: Tensor
 
@@ -39,15 +36,16 @@ class MatryoshkaBatchTopK(BatchTopK):
         # In a tiny dictionary the smallest levels can have the same width.
         self.widths = sorted({-(-self.d_sae // 2**level) for level in range(self.settings.n_levels)})
         level_of = torch.bucketize(torch.arange(self.d_sae), torch.tensor(self.widths), right=True)
+        self.declared["level_of"] = Declared(0)
         self.register_buffer("level_of", level_of, persistent=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         centred = centre(x, self.input_bias)
-        acts, explained = self.encode_and_explain(centred)
+        acts, explained = self._encode_and_explain(centred)
         x_hat, errors, inner_mse = self._nested_by_kernels(acts, y) or self._nested(
             self._parts(acts), self.offset(local_shard(x, self.latents.group)), y
         )
-        output = self.score(explained, acts, x_hat, errors)
+        output = self._score(explained, acts, x_hat, errors)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:

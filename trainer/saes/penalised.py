@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,8 @@ from torch import Tensor, nn
 from trainer.contract.planning.activation_memory import START_ROWS, START_VALUES
 from trainer.contract.settings.architectures import GatedSettings, JumpReLUSettings, StandardSettings
 from trainer.parallel.group import sum_of
-from trainer.saes.base import Sae, SaeSpec
-from trainer.saes.kernels.buffer_sizer import BufferSizer
-from trainer.saes.kernels.encode import Choose, centre, encode
-from trainer.saes.kernels.select import above
+from trainer.saes.base import Sae, SaeSpec, Traits
 from trainer.saes.kernels.top_k_across_ranks import nth_largest
-from trainer.saes.sparse_acts import Acts
 
 
 class Steering(NamedTuple):
@@ -99,59 +94,27 @@ class Penalised(Sae):
 
     settings: StandardSettings | GatedSettings | JumpReLUSettings
     steering: Steering
-    n_own_sums = 1
+    traits = Traits(encodes_above=True)
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
         settings, self._k = self.settings, min(self.settings.k, self.d_sae)
-        coefficient = settings.sparsity_coefficient
-        self.penalty = Penalty(self._k, coefficient, settings.sparsity_warmup_fraction, self.steering)
-        self.target_l0 = self._k if coefficient == "auto" else None
-        self._buffer_sizer = BufferSizer()
+        warmup = settings.sparsity_warmup_fraction
+        self.penalty = Penalty(self._k, settings.sparsity_coefficient, warmup, self.steering)
 
-    def begin_step(self, progress: float) -> None:
+    def begin_step(self, progress: float) -> Hashable:
         self.penalty.begin_step(progress)
+        return super().begin_step(progress)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
         """Return errors plus λ · sparsity relative to the data's variance, so that lr and clipping fit any scale."""
-        sparsity = self.loss_names[1]
+        sparsity = self.traits.losses[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
 
-    def decide(self, n_tokens: int) -> Hashable | None:
-        return self._buffer_sizer.decide(n_tokens, self.n_own)
-
-    def count_step(self, n_tokens: int) -> None:
-        super().count_step(n_tokens)
-        self._buffer_sizer.queued()
-
-    def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
-        """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]).
-
-        The result may include others, or be the dense matrix.
-        """
-        may_wait = not (self.training and x.is_cuda)
-        choose: Choose = partial(above if may_wait else self._buffer_sizer.above, bound=bound)
-        return encode(centre(x, self.input_bias), self.W_enc, self.b_enc, self.input_bias, choose)
-
-    @torch.no_grad()
-    def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        overflowed = self._buffer_sizer.overflowed
-        lost = error.new_zeros(()) if overflowed is None else overflowed.to(error.dtype)
-        super().count(acts, n_tokens, error, lost, *own)
-
-    def has_overflowed(self) -> Tensor:
-        return self.step_sums[self.n_own + 2] > 0
-
-    def forget_passes(self) -> None:
-        super().forget_passes()
-        self._buffer_sizer = BufferSizer()
-
-    @torch.no_grad()
-    def end_step(self, n_tokens: Tensor) -> None:
+    def _steer(self, n_tokens: Tensor) -> None:
         n_active = sum_of(self.step_sums[: self.n_own].sum(), self.latents.group)
         self.penalty.steer(n_active, n_tokens)
-        super().end_step(n_tokens)
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
@@ -164,8 +127,8 @@ class Penalised(Sae):
         rows = x[:START_ROWS] - self.input_bias
         at_once = rows.split(max(1, START_VALUES // self.W_enc.shape[1]))
         pre_acts = (torch.addmm(self.b_enc, some, self.W_enc) for some in at_once)
-        self.raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
+        self._raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
-    def raise_bar(self, bound: Tensor) -> None:
+    def _raise_bar(self, bound: Tensor) -> None:
         """Shift biases (and thresholds) so that only pre-activations above `bound` (0-dim) activate a latent."""
         self.b_enc.sub_(bound)

@@ -19,7 +19,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
 
     The tokens are drawn from normalised x [n_tokens, d_in] and y [n_tokens, d_out] with probability proportional to
     their squared loss. A latent then reads and writes its token's direction from the centre, scaled by
-    `Sae.revived_share`. The biases are scaled too; the paper does not need this, since its biases start from 0.
+    `Traits.revived_share`. The biases are scaled too; the paper does not need this, since its biases start from 0.
     """
     dead = sae.dead()
     all_dead = sae.latents.whole(dead)

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainer.contract.errors import UserError
 from trainer.contract.settings.architectures import BatchTopKSettings, MatryoshkaSettings, TopKSettings
 from trainer.saes.auxk import AuxK, Explained
-from trainer.saes.base import Output, Sae, SaeSpec
-from trainer.saes.kernels.encode import centre, encode
+from trainer.saes.base import Output, Sae, SaeSpec, Traits
+from trainer.saes.kernels.encode import centre
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
 from trainer.saes.losses import Errors
 from trainer.saes.sparse_acts import Acts
@@ -27,10 +27,8 @@ class TopK(Sae):
     """
 
     settings: TopKSettings | BatchTopKSettings | MatryoshkaSettings
-    loss_names: tuple[str, ...] = ("mse", "auxk")
-    # A weaker latent would never be among the k largest.
-    revived_share = 1.0
-    reads_narrow = True
+    # A weaker revived latent would never be among the k largest.
+    traits = Traits(losses=("mse", "auxk"), revived_share=1.0, reads_narrow=True)
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
@@ -39,22 +37,20 @@ class TopK(Sae):
             raise UserError(f"sae.k: must be at most the number of latents, {d_sae}, not {self.k}")
         self._anneal_start = min(self.settings.k_anneal_start or self.d_in, d_sae)
         self.k_now = float(self.k)
-        self.auxk = AuxK(self.d_in, d_sae, self.settings.k_aux, self.settings.auxk_alpha)
+        self.auxk = AuxK(self, self.settings.k_aux, self.settings.auxk_alpha)
 
-    def begin_step(self, progress: float) -> None:
+    def begin_step(self, progress: float) -> Hashable:
         fraction = self.settings.k_anneal_fraction
         share = min(1.0, progress / fraction) if fraction else 1.0
         self.k_now = self._anneal_start + share * (self.k - self._anneal_start)
-
-    def decide(self, n_tokens: int) -> Hashable | None:
-        return self.may_have_dead(), self.k_now
+        return self.k_now
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         centred = centre(x, self.input_bias)
-        acts, explained = self.encode_and_explain(centred)
-        return self.score(explained, acts, *self.reconstruct(acts, x, y))
+        acts, explained = self._encode_and_explain(centred)
+        return self._score(explained, acts, *self.reconstruct(acts, x, y))
 
-    def encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
+    def _encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
         """Return the activations for x − input_bias [n_tokens, d_in], and the dead latents' output for the error.
 
         Ranks exchange the weights of dead latents while they encode. Autograd runs in the reverse order, so the
@@ -63,22 +59,21 @@ class TopK(Sae):
         """
         exchanges = self.latents.group.size > 1
         candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None
-        acts = self.encode_latents(centred)
+        acts = self._encode_latents(centred)
         if not exchanges:
             candidates = self.auxk.candidates(self, centred.dtype)
         return acts, self.auxk.explain(self, centred, candidates)
 
-    def encode_latents(self, centred: Tensor) -> Acts:
+    def _encode_latents(self, centred: Tensor) -> Acts:
         """Return the activations of the latents chosen for x − input_bias [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
         choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not centred.is_cuda)
-        pre_acts = encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
+        pre_acts = self.encode_centred(centred, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
-    def score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
-        """Complete a forward pass from its activations and x_hat: compute the loss terms and update the counts."""
+    def _score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
+        """Complete a forward pass from its activations and x_hat: compute the loss terms."""
         losses = {"mse": errors.square, "auxk": self.auxk.loss(errors.each, explained)}
-        self.count(acts, len(x_hat), errors.square)
         return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:

@@ -181,7 +181,7 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
         k=k,
         levels=tuple(getattr(sae, "widths", ())),
         is_transcoder=sae.is_transcoder,
-        unit_decoder=sae.unit_decoder and sae.dropped_mean is None,
+        unit_decoder=sae.traits.unit_decoder and sae.dropped_mean is None,
         features=features,
     )
 

@@ -16,6 +16,7 @@ from trainer.contract.settings.series import measured_names
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.saes.base import Sae
+from trainer.saes.penalised import Penalised
 from trainer.sharing.saelens import export_sae
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
@@ -76,7 +77,7 @@ class Exporter:
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:
             return
         remedy = "compare its FVU only with SAEs of this L0"
-        if learner.sae.target_l0 is not None:
+        if isinstance(learner.sae, Penalised):
             remedy += "; to get closer, train longer or set sae.sparsity_coefficient"
         missed = f"L0 is {l0:.1f} ({asked_l0(l0, target)}): {remedy}"
         self._report.event("missed_l0", missed, label)

@@ -184,6 +184,6 @@ def _fill(job: JobConfig, paths: RunPaths, learner: Learner, facts: dict[str, An
 def _notes(learner: Learner) -> list[str]:
     """Return notes on what the first step of further training would change."""
     lengths = learner.sae.W_dec.detach().norm(dim=1)
-    if learner.sae.unit_decoder and (lengths - 1).abs().max() > _UNIT:
+    if learner.sae.traits.unit_decoder and (lengths - 1).abs().max() > _UNIT:
         return ["its decoder rows do not have norm 1; further training would normalise them at its first step"]
     return []

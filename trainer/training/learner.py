@@ -149,7 +149,7 @@ class Learner:
         self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **settings)
         falls = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
         self.schedule = Schedule(layout.total_steps, self._train.warmup_fraction, falls)
-        self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
+        self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.traits.unit_decoder else ()
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
         }
@@ -162,7 +162,7 @@ class Learner:
             self.stepped.exchange_narrow(dtype)
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
-        self.interval = Interval(("loss", *self.sae.loss_names))
+        self.interval = Interval(("loss", *self.sae.traits.losses))
         self._gradient_checks = GradientChecks(device, self.tokens_per_step, self._train.grad_clip)
         # The learning rate of this step for groups without their own factor; nan before the first step.
         self._rate = math.nan
@@ -174,7 +174,7 @@ class Learner:
         W_dec, replicas = self.sae.W_dec, self.stepped.others
         if not W_dec.is_cuda or replicas.size == 1:
             return False
-        may = self.steps_by_rows and self.sae.reads_narrow and SPARSE_PRODUCTS.on(W_dec, dtype) is not None
+        may = self.steps_by_rows and self.sae.traits.reads_narrow and SPARSE_PRODUCTS.on(W_dec, dtype) is not None
         # All replicas must agree: if they gathered different types, they would wait for each other forever.
         return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 
@@ -188,7 +188,7 @@ class Learner:
         """Return the update for the weights; with `rates`, encoders follow their decoders."""
         of = self.sae, self.stepped, self.optimizer
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
-        share = self.sae.encoder_scale if asked == "auto" else asked
+        share = self.sae.traits.encoder_scale if asked == "auto" else asked
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: TiedParameter(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
@@ -206,7 +206,7 @@ class Learner:
 
     def begin_step(self, step: int) -> None:
         """Set the SAE's schedules and the learning rate for step number `step`."""
-        self.sae.begin_step(self.schedule.progress(step))
+        self.sae.start_step(self.schedule.progress(step))
         factor = self.lr_factor(step)
         if self._lr * factor == self._rate:
             # The rate is constant for most of a run, and writing it to an H200 took 0.1 ms of host time per step.
@@ -266,7 +266,7 @@ class Learner:
         """Undo all `accumulate` calls since the last update."""
         self.drop_gradients()
         self.sae.forget_passes()
-        self.interval = Interval(("loss", *self.sae.loss_names))
+        self.interval = Interval(("loss", *self.sae.traits.losses))
 
     def drop_gradients(self) -> None:
         """Discard the gradients of a backward pass."""
@@ -283,8 +283,7 @@ class Learner:
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
         with autocast(self.precision, self._device):
-            output: Output = self.sae(x, y)
-        return output
+            return self.sae(x, y)
 
     @torch.no_grad()
     def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:

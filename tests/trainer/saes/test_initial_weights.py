@@ -83,7 +83,7 @@ def test_b_dec_mean_and_variance_are_those_of_the_normalised_data(how: str, norm
     assert sae.b_enc.abs().sum() == 0
 
 
-@pytest.mark.parametrize(("scale", "norm"), [("auto", TopK.encoder_scale), (0.7, 0.7)])
+@pytest.mark.parametrize(("scale", "norm"), [("auto", TopK.traits.encoder_scale), (0.7, 0.7)])
 @pytest.mark.parametrize("how", ["tied", "independent"])
 def test_the_encoder_starts_tied_or_independent_with_the_configured_scale(
     how: str, scale: float | str, norm: float, make_job: MakeJob

@@ -10,19 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import toy_architecture
+from support.steps import ALONE
 from support.workloads import workload
 
 from trainer.api import train
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, check
+from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import job_of, parse_job, to_table
 from trainer.contract.settings.sections import choices_of, find_setting, section_settings
 from trainer.measuring.estimate import Estimate
+from trainer.parallel.group import Group
+from trainer.parallel.latents import Latents
+from trainer.saes.base import OVERRIDABLE, Declared, Sae
+from trainer.saes.build import build_sae
+from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
 
 MakeJob = Callable[..., JobConfig]
+PAGE = Path(__file__).parents[3] / "docs" / "contributing" / "add-an-architecture.md"
 TRAIN = {"batch_size": 128, "n_steps": 20, "lr": 3e-3, "log_every": 5, "checkpoint_every": 10}
 
 
@@ -79,6 +87,48 @@ def test_a_new_architecture_is_trained_resumed_and_exported(
     for file in ("sae_weights.safetensors", "cfg.json"):
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
     assert load_file(tmp_path / "sae" / "sae_weights.safetensors")["W_dec"].shape == (64, 16)
+
+
+def test_an_author_must_know_at_most_8_names() -> None:
+    families = {one for entry in ARCHITECTURES.values() for one in entry.load().__mro__ if issubclass(one, Sae)}
+    defined = {name for one in families - {Sae} for name in vars(one)}
+    assert {name for name in defined & vars(Sae).keys() if not name.startswith("_")} == OVERRIDABLE
+    assert len(OVERRIDABLE) <= 8
+    for text in (Sae.__doc__ or "", PAGE.read_text()):
+        assert not {name for name in OVERRIDABLE if f"`{name}" not in text}
+
+
+def test_an_architecture_may_not_override_another_name() -> None:
+    with pytest.raises(TypeError, match="Eager must not override end_step"):
+        type("Eager", (toy_architecture.Loudest,), {"end_step": lambda self, n_tokens: None})
+
+
+def test_a_parameter_must_declare_whether_it_lies_along_latents(make_loudest: MakeJob) -> None:
+    sae = build_sae(Layout(make_loudest(), 1), 16)
+    with pytest.raises(TypeError, match="Loudest: add gain to `declared`"):
+        sae.gain = torch.nn.Parameter(torch.ones(64))
+    sae.declared["gain"] = Declared(0, lowest=2)
+    sae.gain = torch.nn.Parameter(torch.ones(64))
+    sae.shard(Group(), Group(), Latents(64))
+    sae.constrain(slice(60, None))
+    assert sae.latent_dims()["gain"] == 0
+    assert sae.gain.tolist() == [1] * 60 + [2] * 4
+
+
+def test_the_dead_latents_of_a_new_architecture_are_counted(make_loudest: MakeJob) -> None:
+    learner, x = Learner(make_loudest(dead_after_tokens=60), 16, None, ALONE), torch.randn(30, 16)
+    learner.initialise(x, x)
+    with torch.no_grad():
+        learner.sae.b_enc[5] = -1e6
+    for step in range(2):
+        assert not learner.sae.dead().any()
+        learner.begin_step(step)
+        learner.accumulate(x, x)
+        learner.update()
+    fired = learner.sae.n_tokens_since_fired == 0
+    assert fired.sum() > 32
+    assert learner.sae.dead()[5]
+    assert not (learner.sae.dead() & fired).any()
 
 
 def test_a_new_architecture_is_trained_from_python() -> None:

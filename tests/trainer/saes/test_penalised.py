@@ -16,7 +16,7 @@ from trainer.activations.batches import Batch
 from trainer.contract.planning import latent_capacity
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel, StepSums
-from trainer.saes import penalised
+from trainer.saes import base, penalised
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
 from trainer.saes.kernels import buffer_sizer
@@ -71,7 +71,7 @@ def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tens
             gate_mse.append((y[token] - opened @ sae.W_dec.detach() - sae.b_dec.detach()).square().sum())
     acts = torch.stack(rows)
     x_hat = acts @ sae.W_dec + sae.b_dec
-    terms = {"mse": (y - x_hat).square().sum(), sae.loss_names[1]: torch.stack(sparsity).sum()}
+    terms = {"mse": (y - x_hat).square().sum(), sae.traits.losses[1]: torch.stack(sparsity).sum()}
     if gate_mse:
         terms["gate_mse"] = torch.stack(gate_mse).sum()
     return terms, acts, x_hat
@@ -112,7 +112,7 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
         assert_same(gradients(sae, output.losses[name]), gradients(sae, loss))
     sae.penalty.unit.fill_(0.3)
     errors = naive["mse"] + naive.get("gate_mse", 0)
-    torch.testing.assert_close(sae.objective(output.losses), (errors + 0.3 * naive[sae.loss_names[1]]) / 3.0)
+    torch.testing.assert_close(sae.objective(output.losses), (errors + 0.3 * naive[sae.traits.losses[1]]) / 3.0)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
@@ -130,7 +130,7 @@ def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_
     torch.testing.assert_close(output.x_hat, theirs["x_hat"])
     pairs = {
         "mse": theirs["mse_loss"],
-        sae.loss_names[1]: theirs["l0_loss" if kind.startswith("jumprelu") else "l1_loss"],
+        sae.traits.losses[1]: theirs["l0_loss" if kind.startswith("jumprelu") else "l1_loss"],
         **({"gate_mse": theirs["auxiliary_reconstruction_loss"]} if kind == "gated" else {}),
     }
     for name, loss in pairs.items():
@@ -246,7 +246,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
 
     def go(sae: Penalised) -> None:
-        monkeypatch.setattr(penalised, "above", sae._buffer_sizer.above)
+        monkeypatch.setattr(base, "above", sae._buffer_sizer.above)
 
     return go
 
@@ -480,7 +480,7 @@ def test_the_first_threshold_is_found_without_storing_all_pre_activations(
     expected = (x[:2048] - sae.input_bias) @ sae.W_enc + sae.b_enc
     bound = expected.flatten().sort(descending=True).values[5 * 2048 - 1]
     found: list[Tensor] = []
-    monkeypatch.setattr(sae, "raise_bar", found.append)
+    monkeypatch.setattr(sae, "_raise_bar", found.append)
     with Largest() as largest:
         sae.calibrate(x)
     torch.testing.assert_close(found[0], bound)

@@ -43,7 +43,7 @@ def test_tied_updates_move_an_encoder_with_its_decoder_and_by_part_of_its_own_st
 ) -> None:
     sae = {"architecture": architecture, "encoder_scale": scale}
     follows, alone = learner(make_job, sae), learner(make_job, sae | OFF)
-    before, share = weights(follows), follows.sae.encoder_scale if scale == "auto" else scale
+    before, share = weights(follows), follows.sae.traits.encoder_scale if scale == "auto" else scale
     torch.testing.assert_close(before["W_enc"], share * before["W_dec"].T)
     for one in (follows, alone):
         take_alone(one, 0, rows())

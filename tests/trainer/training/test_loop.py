@@ -28,7 +28,7 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.threads import Threads, on_all
 from trainer.reporting.report import Report
 from trainer.runtime.device_queue import HostCopy
-from trainer.saes import penalised
+from trainer.saes import base
 from trainer.training import evaluate
 from trainer.training.bad_rows import BadRows
 from trainer.training.learner import Learner
@@ -376,7 +376,7 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     # As on a GPU, a buffer for a tenth of the expected latents always overflows.
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
     monkeypatch.setattr(latent_capacity, "MARGIN", 0.1)
-    monkeypatch.setattr(penalised, "above", only(trainer).sae._buffer_sizer.above)
+    monkeypatch.setattr(base, "above", only(trainer).sae._buffer_sizer.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
