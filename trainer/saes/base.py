@@ -87,9 +87,9 @@ class Declared(NamedTuple):
     # The dimension with one entry per latent; None if the latents share the tensor.
     latent_dim: int | None
     # Whether it is [d_sae] and has the units of a pre-activation. A revived latent gets a share of the living latents'
-    # mean; in other parameters [d_sae] it gets 0.
+    # mean; in a parameter that is not a bias it gets 0.
     is_bias: bool = False
-    # No step leaves a value below this.
+    # No step leaves a value below this (`latent_dim` 0).
     lowest: float | None = None
 
 
@@ -397,10 +397,10 @@ class Sae(nn.Module, ABC):
         share = self.traits.revived_share
         self.W_enc[:, latents] = share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
         self.W_dec[latents] = self._mean(self.W_dec.norm(dim=1), living) * writes
-        for name, parameter in self.named_parameters():
-            of = self.declared[name]
-            if name not in ("W_enc", "W_dec") and of.latent_dim is not None:
-                parameter[latents] = share * self._mean(parameter, living) if of.is_bias else 0
+        for name, own in self.named_parameters(recurse=False):
+            dim, is_bias, _ = self.declared[name]
+            if name not in ("W_enc", "W_dec") and dim is not None:
+                own.movedim(dim, 0)[latents] = share * self._mean(own, living) if is_bias else 0
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
         """Return the mean of values [n_own] of all ranks over the latents marked in `counted`, bool [n_total]."""
