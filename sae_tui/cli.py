@@ -19,6 +19,7 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.parser import Command, make_parser
 from sae_tui.gpu.once import is_stuck
+from sae_tui.jobs.shard_headers import ShardHeaders
 from sae_tui.web import BROWSER_DRIVER
 from trainer.contract.errors import BadUsage, JobFileError, UserError
 from trainer.contract.exits import Exit
@@ -27,6 +28,7 @@ from trainer.contract.output import OutputLost, can_show, complain, run_command
 from trainer.contract.paths import keep_own_access
 from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import take_back_signals
+from trainer.contract.settings.shards import inspecting_by
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +64,9 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
 def _run(flags: argparse.Namespace) -> int:
     command: Command = flags.command
     try:
-        return command(CommandContext(flags), flags)
+        context = CommandContext(flags)
+        with inspecting_by(ShardHeaders(context.data).inspect):
+            return command(context, flags)
     except OutputLost:
         raise
     except UserError as error:

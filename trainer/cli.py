@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from trainer.activations import foreign
 from trainer.contract.errors import BadUsage, UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.extras import refuse_without_trainer
@@ -23,7 +24,7 @@ from trainer.contract.paths import RunPaths, keep_own_access, keep_run, leave_de
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.workload import ONE_PROCESS, ranks_of
-from trainer.contract.printable import printable_lines
+from trainer.contract.printable import printable_json, printable_lines
 from trainer.contract.process import take_back_signals
 from trainer.contract.progress import Progress
 from trainer.contract.runs import cuda_variables
@@ -43,7 +44,9 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, load_any, load_extraction, load_job, to_table
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
+from trainer.contract.settings.shards import ShardSet, inspect_shards, inspecting_by
 from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.wording import join_words
 from trainer.measuring.estimate import Estimate
 from trainer.measuring.estimate_extraction import ExtractionEstimate
 from trainer.parser import make_parser
@@ -73,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; print errors that a user can cause, with one line per problem."""
     take_back_signals()
     keep_own_access()
-    return run_command(lambda: _main(argv))
+    with inspecting_by(foreign.inspect):
+        return run_command(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -159,12 +163,26 @@ def _extract(flags: argparse.Namespace) -> int:
 
 
 def _inspect(flags: argparse.Namespace) -> int:
+    if flags.headers:
+        _say_headers(inspect_shards(flags.data), as_json=flags.json)
+        return EXIT_FINISHED
     from trainer.measuring.inspection import inspect_data, table
 
     with Progress("inspecting"):
         facts = inspect_data(flags.data)
     _say(msgspec.json.encode(facts).decode() if flags.json else table(facts))
     return EXIT_FAILED if any(finding.severity == "error" for finding in facts.findings) else EXIT_FINISHED
+
+
+def _say_headers(found: ShardSet, *, as_json: bool) -> None:
+    if not as_json:
+        dtypes = join_words(sorted({shard.dtype for shard in found.shards}))
+        _say("\n".join([f"{found.n_tokens:,} rows, d_in {found.d_in}, {dtypes}", *found.notes]))
+        return
+    try:
+        show_text(f"{printable_json(msgspec.json.encode(found, enc_hook=str).decode())}\n")
+    except UnicodeEncodeError:
+        raise UserError("a file name is not UTF-8, which JSON cannot hold; rename the file") from None
 
 
 def _join(flags: argparse.Namespace) -> int:

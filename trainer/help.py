@@ -81,7 +81,8 @@ examples:
   sae-train inspect acts/resid_post.12 --json
 
 it checks 65,536 random rows: NaN, rows with a huge norm, constant dimensions, rows that occur more than once, and how
-far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy.
+far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy. --headers checks no row:
+it only tells how many rows there are, and how they are stored.
 Exit codes: 0 checked, 1 not usable for a training, 2 bad usage or data that cannot be read.
 """
 

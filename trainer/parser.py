@@ -55,6 +55,7 @@ def make_parser() -> SafeParser:
     _add_job(extract)
     inspect = add("inspect", "check stored activations: statistics and problems", INSPECT)
     inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
+    inspect.add_argument("--headers", action="store_true", help="only read the headers: rows, width and type")
     inspect.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     join = add("join", "train as one of the ranks that torchrun starts, on one host or several", JOIN)
     _add_job(join)

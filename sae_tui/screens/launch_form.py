@@ -21,6 +21,7 @@ from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Draft, Review
 from sae_tui.jobs.launch.kept_draft import KeptDraft
 from sae_tui.jobs.launch.kept_draft import file_of as kept_file
+from sae_tui.jobs.shard_headers import announcing
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
@@ -311,11 +312,21 @@ class LaunchForm(VerticalScroll, can_focus=False):
             with contextlib.suppress(RuntimeError):
                 self.call_later(self._check)
 
-        review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=check_again)
+        def show_reading(place: Path) -> None:
+            with contextlib.suppress(RuntimeError):
+                self.call_later(self._show_reading, number, place)
+
+        with announcing(show_reading):
+            review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=check_again)
         overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have ended in the meantime.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
+
+    def _show_reading(self, number: int, place: Path) -> None:
+        """Say that the review waits for a process that reads the headers of a data path."""
+        if number == self._asked:
+            self.query_one(ReviewText).show_review(Review(summary=f"reading the headers in {place} …"))
 
     @on(Reviewed)
     def _show_review(self, event: Reviewed) -> None:

@@ -36,10 +36,12 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
+from trainer.activations import foreign
 from trainer.activations.base import Empty, empty_rows
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import IndexedData
 from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.shards import inspecting_by
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
 from trainer.reporting.progress import RunProgress
@@ -178,4 +180,5 @@ WRITERS: dict[str, Callable[[Path, np.ndarray], object]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with inspecting_by(foreign.inspect):
+        sys.exit(main())

@@ -65,7 +65,6 @@ CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
 # The locations of corpus files in a data folder; other files are at its root.
 PLACES = {
-    "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
     "cards": f"cards-{DataDir(Path()).host_word}-auto.json",
     "exit": "runs/1/exit.json",
@@ -74,7 +73,6 @@ PLACES = {
     "manifest": f"{CHECKPOINT}/manifest.json",
     "mark": "runs/1/attempt1/rank0.json",
     "meta": "acts/meta.json",
-    "parquet_file": "parquet-acts/acts.parquet",
     "plan": "runs/1/attempt1/plan.json",
     "progress": "runs/1/attempt1/progress.jsonl",
     "random": f"{CHECKPOINT}/random.safetensors",
@@ -86,7 +84,6 @@ PLACES = {
     "shards": "acts/acts.safetensors",
     "state": f"{CHECKPOINT}/state.json",
     "tensors": f"{CHECKPOINT}/tensors.safetensors",
-    "torch_file": "torch-acts/acts.pt",
 }
 MACHINE = Machine(
     gpus=(MachineGpu(0, "NVIDIA H100", 80 << 30), MachineGpu(1, "NVIDIA T4", None, busy="used by ann")),
@@ -176,18 +173,6 @@ def stored_config(home: Home) -> dict[str, Any]:
 
 def shards(home: Home) -> int:
     return inspect_shards(home.data.root / "acts").n_tokens
-
-
-def arrow_file(home: Home) -> int:
-    return inspect_shards(home.path("arrow_file").parent).n_tokens
-
-
-def parquet_file(home: Home) -> int:
-    return inspect_shards(home.path("parquet_file").parent).n_tokens
-
-
-def torch_file(home: Home) -> int:
-    return inspect_shards(home.path("torch_file").parent).n_tokens
 
 
 def checkpoint(home: Home) -> int | None:

@@ -19,11 +19,13 @@ from support.forked import ForkedRank, Prepare
 from support.tiny_models import make_model
 
 from trainer import cli
+from trainer.activations import foreign
 from trainer.activations.open_source import open_source
 from trainer.contract.planning.workload import ONE_PROCESS
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.settings.shards import inspecting_by
 from trainer.contract.store.metrics_store import MetricRow
 from trainer.parallel.base import Parallel
 from trainer.ranks import foreground_extraction
@@ -38,6 +40,13 @@ def _no_data_folder() -> Iterator[None]:
     """Prevent tests from reading or writing measured speeds in the user's data folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAE_TUI_DATA_DIR", "/dev/null/none")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _foreign_formats() -> Iterator[None]:
+    """Read shards of every format, as the commands of the trainer do."""
+    with inspecting_by(foreign.inspect):
         yield
 
 

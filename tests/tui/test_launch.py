@@ -20,6 +20,7 @@ from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.launch import job_form, kept_draft
 from sae_tui.jobs.launch.inspecting import DataFinding, Inspected, Inspections
+from sae_tui.jobs.shard_headers import ShardHeaders
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.inspection import inspection_lines
 from sae_tui.panels.jobs import JobsPanel
@@ -30,9 +31,11 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Page, TextScreen
 from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job_file import load_extraction, load_job, members
+from trainer.contract.settings.shards import Shard, ShardSet, inspecting_by
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
@@ -931,6 +934,24 @@ async def test_the_form_asks_before_it_loads_a_job_file_that_runs_code(make_app,
             values, _ = screen.query_one(SettingForm).values()
             assert values.get("launch.python") == taken
         await wait_until(pilot, (tmp_path / "ran").exists)
+
+
+async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(make_app, tmp_path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    (file := tmp_path / "acts.pt").write_bytes(b"not read here")
+    found = ShardSet((Shard(0, 5000, 8, "F32", file=file),))
+    (tmp_path / "answer").write_bytes(msgspec.json.encode(found, enc_hook=str))
+    command = ["sh", "-c", f"read line < {tmp_path}/gate; cat {tmp_path}/answer"]
+    app = make_app(4)
+    with inspecting_by(ShardHeaders(DataDir(tmp_path / "data"), command).inspect):
+        async with app.run_test(size=WIDE) as pilot:
+            screen = await opened(pilot, app)
+            await type_into(pilot, screen, "data.path", str(file))
+            review = screen.query_one("#review", Static)
+            await wait_until(pilot, lambda: str(review.content).startswith("reading the headers in "))
+            await pilot.press("ctrl+l")
+            (tmp_path / "gate").write_text("\n")
+            await wait_until(pilot, lambda: screen.form.review.d_in == 8)
 
 
 async def test_another_python_is_asked_in_the_background_and_its_answer_is_reviewed(make_app, tmp_path) -> None:

@@ -117,6 +117,8 @@ class DataDir:
         self.trash = root / "trash"
         # The progress of running evaluations, one file each.
         self.evaluations = root / "evaluations"
+        # What the trainer has read in the headers of shards, one file for each data path.
+        self.headers = root / "headers"
 
     @property
     def host_word(self) -> str:
@@ -176,7 +178,7 @@ class DataDir:
 
     def refuse_links(self, job_id: int | None = None) -> None:
         """Raise `UserError` if a folder of the data folder, or of job `job_id`, is a symbolic link."""
-        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash, self.evaluations):
+        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash, self.evaluations, self.headers):
             refuse_link(folder)
         if job_id is not None:
             for folder in (self.run(job_id).root, self.sae(job_id), self.trash / str(job_id)):

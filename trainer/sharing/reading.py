@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from trainer.activations.foreign import refuse_old_format
 from trainer.contract.errors import UsageError, UserError, first_line, sentence
 from trainer.contract.files import open_plain
 from trainer.contract.hub_cache import plain_file
 from trainer.contract.json_file import decode_as, load_json
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.settings.rows import NotRowsError
-from trainer.contract.settings.torch_file import refuse_old_kind
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 
 # For each `SharedSae.form`, its tensors [d_sae], in addition to W_enc, W_dec and b_dec.
@@ -112,7 +112,7 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
     whole = _plain(file)
     try:
         _refuse_huge(whole)
-        refuse_old_kind(whole)
+        refuse_old_format(whole)
         _refuse_compression(whole)
         content = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
     except UserError:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sae_tui.jobs import named_python
+from sae_tui.jobs.shard_headers import Fingerprint, answer_of, fingerprint
 from trainer.contract.errors import UserError
-from trainer.contract.failure import failure_in
 from trainer.contract.json_file import decode_as
-from trainer.contract.planning.gpu_vendors import hide_all
-from trainer.contract.settings.shards import inspect_shards
-
-POLL_S = 0.2
-
-# Path, size and modification time of each file.
-Fingerprint = tuple[tuple[str, int, int], ...]
+from trainer.contract.settings.shards import shards_at
 
 
 class DataFinding(msgspec.Struct, frozen=True):
@@ -58,51 +50,16 @@ class Inspections:
         `python` is the interpreter to use instead of the app's. Raise `UserError` if the activations cannot be read.
         """
         place = os.path.abspath(place)
-        fingerprint = fingerprint_of(Path(place))
-        if fingerprint not in self._of:
+        _, files = shards_at(place)
+        if (state := fingerprint(files)) not in self._of:
             named_python.refuse(python)
             command = self._command or named_python.command(python, "inspect")
-            answer = _run([*command, place, "--json"], is_over, named_python.variables(python))
+            # The command also answers if it reports bad data by exit code 1.
+            answer = answer_of([*command, place, "--json"], python, is_over)
             if answer is None:
                 return None
-            self._of[fingerprint] = answer
-        return self._of[fingerprint]
-
-
-def fingerprint_of(place: Path) -> Fingerprint:
-    """Return a value that changes whenever a file of this folder of shards changes.
-
-    Raise `JobFileError` if the folder contains no valid shards.
-    """
-    files = [shard.file for shard in inspect_shards(place).shards]
-    return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
-
-
-def _run(argv: Sequence[str], is_over: Callable[[], bool], variables: Mapping[str, str]) -> Inspected | None:
-    # On the CPU: an inspection reserves no GPU.
-    environment = {**variables, **hide_all()}
-    with subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment
-    ) as process:
-        while True:
             try:
-                output, errors = process.communicate(timeout=POLL_S)
-                break
-            except subprocess.TimeoutExpired:
-                if is_over():
-                    process.kill()
-                    return None
-    return _understood(process.returncode, output, errors)
-
-
-def _understood(code: int, output: bytes, errors: bytes) -> Inspected:
-    """Return the command's answer; the command also answers when it reports bad data by exit code 1."""
-    if reason := failure_in(output):
-        raise UserError(reason)
-    if output:
-        try:
-            return decode_as(output.splitlines()[-1], Inspected)
-        except ValueError as error:
-            raise UserError(f"the output of `trainer inspect` cannot be read: {error}") from None
-    lines = errors.decode(errors="replace").strip().splitlines()
-    raise UserError(lines[-1] if lines else f"`trainer inspect` ended with {code} without output")
+                self._of[state] = decode_as(answer, Inspected)
+            except ValueError as error:
+                raise UserError(f"the output of `trainer inspect` cannot be read: {error}") from None
+        return self._of[state]

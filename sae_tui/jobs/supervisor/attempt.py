@@ -19,6 +19,7 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.queue.gpu_reader import name_of, vendor_of
 from sae_tui.jobs.queue.promised import refuse_other_rows
+from sae_tui.jobs.shard_headers import ShardHeaders
 from sae_tui.jobs.supervisor.energy_meter import EnergyMeter
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.sign import Sign
@@ -35,6 +36,7 @@ from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, load_any
+from trainer.contract.settings.shards import inspecting_by
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat
@@ -120,7 +122,8 @@ class AttemptRunner:
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
         # The launch has already checked the packages of another Python.
-        with judged_by(OtherInterpreter(config.launch.python) if config.launch.python else None):
+        there = OtherInterpreter(config.launch.python) if config.launch.python else None
+        with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
             setup = self._setup(config)
         self._launch = config.launch
         attempt = launcher(config.launch.backend, setup)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.answers import check_answer
 
 from trainer.cli import main
 from trainer.contract.errors import JobFileError
@@ -137,6 +139,26 @@ def test_identical_rows_and_too_few_rows_are_reported(tmp_path: Path) -> None:
     same = inspect_data(store(tmp_path / "a", torch.ones(2000, 32)))
     assert sentences(same) == ["all rows are the same"]
     assert "few for d_in 32" in sentences(inspect_data(store(tmp_path / "b", ordinary(100))))[0]
+
+
+def test_headers_are_told_without_reading_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    torch.save(torch.full((9, 4), torch.nan, dtype=torch.float64), tmp_path / "a" / "a.pt")
+    (tmp_path / "a" / ".hidden").touch()
+    assert main(["inspect", "--headers", str(tmp_path / "a")]) == 0
+    note = f"1 file of {tmp_path / 'a'} skipped, hidden: '.hidden'"
+    assert capsys.readouterr().out.splitlines()[:2] == ["9 rows, d_in 4, F64", note]
+    assert main(["inspect", "--headers", "--json", str(tmp_path / "a")]) == 0
+    check_answer("trainer inspect", answer := json.loads(capsys.readouterr().out))
+    assert [(shard["file"], shard["n_tokens"]) for shard in answer["shards"]] == [(str(tmp_path / "a" / "a.pt"), 9)]
+
+
+def test_headers_of_a_file_whose_name_is_no_text_are_refused_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(torch.ones(9, 4), tmp_path / os.fsdecode(b"\xff.pt"))
+    assert main(["inspect", "--headers", "--json", str(tmp_path)]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["fix"] == "rename the file"
 
 
 def test_random_rows_of_large_data_are_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, REFUSAL, answer, card, metrics
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
+from trainer.contract.settings.shards import Shard
 
 _OUTPUT = (str, "Folder that was written, an absolute path.")
 _STATE = (word("finished", "stopped"), "How it ended; a stopped extraction can be continued.")
@@ -274,13 +275,39 @@ _EXTRACT = fields(
         "tokens_per_s": (float | None, "Tokens that the model read per second; null: it read no tokens."),
     },
 )
+_HEADERS = fields(
+    "With --headers",
+    {
+        "shards": (
+            list_of(
+                typed(
+                    "Shard",
+                    Shard,
+                    {
+                        "offset": "Byte of the file at which the first row begins; 0 if rows have to be decoded.",
+                        "n_tokens": "Number of rows.",
+                        "d_in": "Width of a row.",
+                        "dtype": "Type of the stored values.",
+                        "lists": "Byte at which the offsets of lists begin, and bytes of each; null: no lists.",
+                        "column": "Column of Parquet to decode; null: another format.",
+                        "file": "Path of the file.",
+                        "first_row": "Number of rows of the file before these.",
+                    },
+                    {"file": str},
+                )
+            ),
+            "Rows of each file; Arrow files have several entries.",
+        ),
+        "notes": (list_of(str), "How the files are read, such as files that are skipped."),
+    },
+)
 ANSWERS: dict[str, Schema] = {
     "error": REFUSAL,
     "run": answer("sae-train run --json, in the last line", _RUN),
     "resume": answer("sae-train resume --json, in the last line", _RUN),
     "stop": answer("sae-train stop --json, in the last line", _STOP),
     "extract": answer("sae-train extract --json, in the last line", _EXTRACT),
-    "inspect": answer("sae-train inspect --json", _INSPECTION),
+    "inspect": answer("sae-train inspect --json", _INSPECTION, _HEADERS),
     "export": answer("sae-train export --json", _EXPORT, _EXPORTED_SET),
     "import": answer("sae-train import --json", _IMPORT),
     "eval": answer("sae-train eval --json", _CARDS),

@@ -9,8 +9,8 @@ import msgspec
 
 from trainer.contract.wording import join_words
 
-# Prefixes of the names of integer types, in safetensors and in torch's storages.
-_WHOLE = ("I", "U", "BOOL", "Bool", "Long", "Short", "Char", "Byte")
+# Prefixes of the names of integer types, in safetensors and in torch.
+_WHOLE = ("I", "U", "BOOL", "int", "uint", "bool")
 _MOST_NAMES = 8
 
 

@@ -1,24 +1,28 @@
-"""Reads the contents of an activation folder from its file headers alone (no torch, no numpy)."""
+"""Reads the contents of an activation folder from its file headers alone (no torch, no numpy).
+
+Headers of safetensors and .npy files are read here. The other formats need torch or pyarrow, so that the trainer reads
+them; the app asks the trainer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.extras import install, is_installed
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as, read_json
-from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
-from trainer.contract.settings.parquet_file import read_parquet_file
 from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor, rows_and_width
 from trainer.contract.wording import join_words, plural
 
@@ -31,6 +35,8 @@ _LARGEST_HEADER = 100_000_000  # the limit of the format
 # File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
 _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
+# File types that the inspector reads, with the names of the formats that need pyarrow.
+_OF_INSPECTOR = {".pt": "", ".pth": "", ".arrow": "Arrow", ".parquet": "Parquet"}
 # Files that `datasets` writes next to the rows, such as their order after a shuffle.
 _CACHE = "cache-"
 # The largest number of names in a message.
@@ -138,8 +144,35 @@ def is_shuffled(shards: ShardSet) -> bool:
     return meta.get("shuffled") is True
 
 
+# Returns the shards at a path, given their files and the setting to name in a `JobFileError`.
+Inspector = Callable[[Path, Sequence[Path], str], ShardSet]
+_INSPECTORS: list[Inspector] = []
+
+
+@contextlib.contextmanager
+def inspecting_by(inspector: Inspector) -> Iterator[None]:
+    """Let `inspector` read the formats that need torch or pyarrow, in all threads of this process."""
+    _INSPECTORS.append(inspector)
+    try:
+        yield
+    finally:
+        _INSPECTORS.remove(inspector)
+
+
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     """Read the headers of all shards; raise `JobFileError` naming `field` if something is wrong."""
+    root, files = shards_at(path, field)
+    if (kind := files[0].suffix) not in _OF_INSPECTOR:
+        return shard_set(root, files, field, functools.partial(_read, field=field))
+    if (name := _OF_INSPECTOR[kind]) and not is_installed("pyarrow"):
+        raise _problem(field, files[0], f"cannot be read: {name} needs pyarrow: {install('parquet')}")
+    if not _INSPECTORS:
+        raise _problem(field, root, "is in a format that only the trainer reads; store the rows as safetensors")
+    return _INSPECTORS[-1](root, files, field)
+
+
+def shards_at(path: str | Path, field: str = "data.path") -> tuple[Path, list[Path]]:
+    """Return a data path and its files; raise `JobFileError` naming `field` if there are none."""
     root = Path(os.path.expanduser(path))
     try:
         files = [root] if root.is_file() else shard_files(root)
@@ -150,7 +183,18 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
         raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of {_KINDS_IN_WORDS} shards")])
     if not files:
         raise JobFileError([Problem(field, f"there are no {_KINDS_IN_WORDS} shards in {root}{_instead(root)}")])
-    of_files = {file: _inspect(file, field) for file in files}
+    return root, files
+
+
+Read = Callable[[Path], list[RowRange]]
+
+
+def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> ShardSet:
+    """Return the shards of a data path, whose rows `read` finds in each file; raise `JobFileError` naming `field`.
+
+    `read` may raise `OSError` or `NotRowsError`.
+    """
+    of_files = {file: _inspect(file, field, read) for file in files}
     shards = tuple(itertools.chain.from_iterable(of_files.values()))
     if not shards:
         raise _problem(field, root if files[1:] else files[0], "holds no activations; extract them again")
@@ -204,10 +248,10 @@ def _folders_with(root: Path) -> str:
     return ""
 
 
-def _inspect(file: Path, field: str) -> list[Shard]:
+def _inspect(file: Path, field: str, read: Read) -> list[Shard]:
     try:
-        ranges = _read(file, field)
         size = file.stat().st_size
+        ranges = [] if file.is_file() and not size else read(file)
     except OSError as error:
         raise _problem(field, file, f"cannot be read: {error.strerror}") from None
     except NotRowsError as error:
@@ -229,20 +273,7 @@ def _inspect(file: Path, field: str) -> list[Shard]:
 
 
 def _read(file: Path, field: str) -> list[RowRange]:
-    if file.is_file() and not file.stat().st_size:
-        return []
-    if file.suffix == ".npy":
-        return [read_npy(file)]
-    if file.suffix in (".pt", ".pth"):
-        # Imported late: pickletools and zipfile take 1 MiB in a waiting supervisor, which reads no such file.
-        from trainer.contract.settings.torch_file import read_torch_file
-
-        return [read_torch_file(file, TENSOR)]
-    if file.suffix == ".arrow":
-        return read_arrow_file(file, TENSOR)
-    if file.suffix == ".parquet":
-        return [read_parquet_file(file, TENSOR)]
-    return [_read_safetensors(file, field)]
+    return [read_npy(file) if file.suffix == ".npy" else _read_safetensors(file, field)]
 
 
 def _read_safetensors(file: Path, field: str) -> RowRange:

@@ -1,0 +1,169 @@
+"""Headers of shards that need torch or pyarrow: the trainer reads them in a process, once for each state of the files.
+
+The answers are kept in the data folder, so that other commands and supervisors need no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs import named_python
+from trainer.contract.errors import JobFileError, Problem, UserError, sentence
+from trainer.contract.extras import elsewhere
+from trainer.contract.failure import failure_in
+from trainer.contract.files import write_whole
+from trainer.contract.json_file import decode_as, load_json
+from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.planning.gpu_vendors import hide_all
+from trainer.contract.settings.shards import ShardSet
+
+POLL_S = 0.2
+# A first import of torch from a network disk takes half a minute.
+LIMIT_S = 120.0
+# Headers that could not be read are read again after this time, since a package may have been installed.
+FAILED_FOR_S = 10.0
+# The setting that the trainer names in its refusals.
+_FIELD = "data.path"
+
+# Path, size and modification time of each file.
+Fingerprint = tuple[tuple[str, int, int], ...]
+_when_reading: ContextVar[Callable[[Path], object]] = ContextVar("when_reading", default=lambda _: None)
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """The shards of files in this state, or why they could not be read at the time `failed_at`."""
+
+    state: Fingerprint
+    shards: ShardSet | None = None
+    failure: str = ""
+    failed_at: float = 0.0
+
+
+class ShardHeaders:
+    """Reads headers by the trainer, and keeps them until the files change."""
+
+    def __init__(self, data: DataDir, command: Sequence[str] = ()) -> None:
+        self._folder, self._command = data.headers, command
+        self._known: dict[str, _Known] = {}
+        self._locks: dict[str, threading.Lock] = {}
+
+    def inspect(self, root: Path, files: Sequence[Path], field: str) -> ShardSet:
+        """Return the shards of a data path; raise `JobFileError` naming `field` if they cannot be read."""
+        place = os.path.abspath(root)
+        try:
+            state = fingerprint(files)
+        except OSError as error:
+            raise JobFileError([Problem(field, f"{root} cannot be read: {error.strerror}")]) from None
+        with self._locks.setdefault(place, threading.Lock()):
+            known = self._remembered(place, state)
+            if known is None:
+                _when_reading.get()(root)
+                known = self._known[place] = self._ask(place, state)
+                self._keep(place, known)
+        if known.shards is None:
+            raise JobFileError([Problem(field, known.failure)])
+        return known.shards
+
+    def _remembered(self, place: str, state: Fingerprint) -> _Known | None:
+        known = self._known.get(place) or self._kept(place)
+        if known is None or known.state != state:
+            return None
+        if known.shards is None and time.monotonic() - known.failed_at > FAILED_FOR_S:
+            return None
+        self._known[place] = known
+        return known
+
+    def _ask(self, place: str, state: Fingerprint) -> _Known:
+        python = there.python if (there := elsewhere()) else None
+        try:
+            named_python.refuse(python)
+            command = self._command or named_python.command(python, "inspect", "--headers")
+            answer = answer_of([*command, "--json", "--", place], python, limit_s=LIMIT_S)
+            shards = decode_as(answer or b"", ShardSet, _as_path)
+        except (UserError, OSError) as error:
+            return _Known(state, failure=sentence(error).removeprefix(f"{_FIELD}: "), failed_at=time.monotonic())
+        except ValueError as error:
+            reason = f"the output of `trainer inspect` cannot be read: {error}"
+            return _Known(state, failure=reason, failed_at=time.monotonic())
+        return _Known(state, shards)
+
+    def _file(self, place: str) -> Path:
+        return self._folder / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
+
+    def _kept(self, place: str) -> _Known | None:
+        try:
+            known = load_json(self._file(place), _Known, _as_path)
+        except (OSError, ValueError):
+            return None
+        return known if known.shards and known.shards.shards else None
+
+    def _keep(self, place: str, known: _Known) -> None:
+        # A folder that cannot be written to costs another process later.
+        with contextlib.suppress(OSError, UserError, UnicodeError):
+            if known.shards is not None:
+                private_folder(self._folder)
+                write_whole(self._file(place), msgspec.json.encode(known, enc_hook=str), durable=False)
+
+
+def fingerprint(files: Sequence[Path]) -> Fingerprint:
+    """Return a value that changes whenever one of the files changes, or raise `OSError`."""
+    return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
+
+
+@contextlib.contextmanager
+def announcing(when_reading: Callable[[Path], object]) -> Iterator[None]:
+    """Call `when_reading` with the data path, in this thread, before a process reads its headers."""
+    token = _when_reading.set(when_reading)
+    try:
+        yield
+    finally:
+        _when_reading.reset(token)
+
+
+def answer_of(
+    argv: Sequence[str],
+    python: str | None,
+    is_over: Callable[[], bool] = lambda: False,
+    limit_s: float = float("inf"),
+) -> bytes | None:
+    """Return the last line that a command of the trainer prints; None if `is_over` becomes true before.
+
+    `python` is the interpreter that runs it, None for the app's own. Raise `UserError` if the command fails.
+    """
+    # On the CPU: reading reserves no GPU.
+    environment: Mapping[str, str] = {**named_python.variables(python), **hide_all()}
+    ends = time.monotonic() + limit_s
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment
+    ) as process:
+        while True:
+            try:
+                output, errors = process.communicate(timeout=POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                if is_over():
+                    process.kill()
+                    return None
+                if time.monotonic() > ends:
+                    process.kill()
+                    raise UserError(f"the trainer has not read it within {limit_s:g} s; try again") from None
+    if reason := failure_in(output):
+        raise UserError(reason)
+    if output:
+        return output.splitlines()[-1]
+    lines = errors.decode(errors="replace").strip().splitlines()
+    raise UserError(lines[-1] if lines else f"`trainer inspect` ended with {process.returncode} without output")
+
+
+def _as_path(kind: type, value: object) -> object:
+    return kind(value)

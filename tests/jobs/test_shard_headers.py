@@ -1,0 +1,148 @@
+"""The trainer reads the headers of formats that the app cannot read, once for each state of their files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pytest
+import torch
+from support.environments import stand_in
+
+from sae_tui.jobs.shard_headers import ShardHeaders, announcing
+from trainer.activations import foreign
+from trainer.contract.errors import JobFileError
+from trainer.contract.extras import OtherInterpreter, judged_by
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.shards import ShardSet, inspect_shards, inspecting_by
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Write a file of torch.save."""
+    (folder := tmp_path / "acts").mkdir()
+    torch.save(torch.randn(20, 8), folder / "a.pt")
+    return folder
+
+
+def read(headers: ShardHeaders, folder: Path) -> ShardSet:
+    with inspecting_by(headers.inspect):
+        return inspect_shards(folder, "data.target_path")
+
+
+def refusal(headers: ShardHeaders, folder: Path) -> str:
+    with pytest.raises(JobFileError) as caught:
+        read(headers, folder)
+    return str(caught.value)
+
+
+def answering(folder: Path, shards: Path) -> list[str]:
+    """Return a command in place of the trainer, which appends a line to `asked`."""
+    with inspecting_by(foreign.inspect):
+        (folder / "answer").write_bytes(msgspec.json.encode(inspect_shards(shards), enc_hook=str))
+    return failing(folder, f"cat {folder}/answer")
+
+
+def failing(folder: Path, script: str) -> list[str]:
+    return ["sh", "-c", f"echo . >> {folder}/asked; {script}"]
+
+
+def n_asked(folder: Path) -> int:
+    return len((folder / "asked").read_text().splitlines())
+
+
+def test_the_trainer_reads_every_format_as_it_does_in_a_training(tmp_path: Path, shards: Path) -> None:
+    (arrow := tmp_path / "arrow").mkdir()
+    table = pa.table({"x": pa.array(torch.randn(6, 4).tolist(), pa.list_(pa.float32()))})
+    with pa.ipc.new_file(str(arrow / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    (arrow / "empty.arrow").touch()
+    headers = ShardHeaders(DataDir(tmp_path / "data"))
+    for folder in (shards, arrow):
+        with inspecting_by(foreign.inspect):
+            expected = inspect_shards(folder)
+        assert read(headers, folder) == expected
+
+
+def test_a_refusal_of_the_trainer_names_the_setting_file_and_remedy(tmp_path: Path, shards: Path) -> None:
+    torch.save({"x": range(3)}, shards / "b.pt")
+    message = refusal(ShardHeaders(DataDir(tmp_path / "data")), shards)
+    assert message.startswith(f"data.target_path: {shards / 'b.pt'} is not an array of rows [n_tokens, d_in]: it can ")
+    assert message.endswith('; write it again with torch.save({"activations": x.contiguous()}, file)')
+    assert "\n" not in message
+
+
+def test_headers_are_read_once_until_a_file_changes_even_by_another_process(tmp_path: Path, shards: Path) -> None:
+    data, command = DataDir(tmp_path / "data"), answering(tmp_path, shards)
+    first = ShardHeaders(data, command)
+    found = [read(headers, shards) for headers in (first, first, ShardHeaders(data, command))]
+    assert found == [found[0]] * 3
+    assert n_asked(tmp_path) == 1
+    (kept,) = data.headers.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    os.utime(shards / "a.pt", ns=(1, 1))
+    read(first, shards)
+    assert n_asked(tmp_path) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"state": [], "shards": {"shards": []}}'])
+def test_a_damaged_record_is_replaced(content: bytes, tmp_path: Path, shards: Path) -> None:
+    data, command = DataDir(tmp_path / "data"), answering(tmp_path, shards)
+    found = read(ShardHeaders(data, command), shards)
+    (kept,) = data.headers.iterdir()
+    kept.write_bytes(content)
+    assert read(ShardHeaders(data, command), shards) == found
+    assert n_asked(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo first >&2; echo 'it ran out of memory' >&2; exit 1", "it ran out of memory"),
+        ("kill -ABRT $$", "`trainer inspect` ended with -6 without output"),
+        ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
+    ],
+)
+def test_a_failure_is_one_sentence_and_is_kept_for_a_moment(
+    script: str, reason: str, tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = ShardHeaders(DataDir(tmp_path / "data"), failing(tmp_path, script))
+    for _ in range(2):
+        assert refusal(headers, shards).startswith(f"data.target_path: {reason}")
+    assert n_asked(tmp_path) == 1
+    monkeypatch.setattr("sae_tui.jobs.shard_headers.FAILED_FOR_S", 0)
+    refusal(headers, shards)
+    assert n_asked(tmp_path) == 2
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sae_tui.jobs.shard_headers.LIMIT_S", 0.1)
+    headers = ShardHeaders(DataDir(tmp_path / "data"), [sys.executable, "-c", "import time; time.sleep(600)"])
+    assert "the trainer has not read it within 0.1 s; try again" in refusal(headers, shards)
+
+
+def test_the_python_that_a_job_names_reads_the_headers(tmp_path: Path, shards: Path) -> None:
+    answering(tmp_path, shards)
+    python = stand_in(tmp_path / "bin", f'echo "$@" >> {tmp_path}/asked; cat {tmp_path}/answer')
+    with judged_by(OtherInterpreter(str(python))):
+        read(ShardHeaders(DataDir(tmp_path / "data")), shards)
+    assert (tmp_path / "asked").read_text() == f"-P -m trainer inspect --headers --json -- {shards}\n"
+
+
+def test_only_a_wait_is_announced(tmp_path: Path, shards: Path) -> None:
+    places: list[Path] = []
+    headers = ShardHeaders(DataDir(tmp_path / "data"), answering(tmp_path, shards))
+    with announcing(places.append):
+        for _ in range(2):
+            read(headers, shards)
+    assert places == [shards]
+
+
+def test_a_folder_that_cannot_be_written_to_costs_only_the_record(tmp_path: Path, shards: Path) -> None:
+    (tmp_path / "data").touch()
+    headers = ShardHeaders(DataDir(tmp_path / "data"), answering(tmp_path, shards))
+    assert read(headers, shards).n_tokens == 20
