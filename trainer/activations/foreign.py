@@ -6,6 +6,7 @@ Both libraries are imported with the first file that needs them, so that the hea
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,7 +55,10 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
     import torch
 
     try:
-        value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():
+            # torch warns of pickles of another protocol; either it reads them all the same, or they are refused here.
+            warnings.simplefilter("ignore")
+            value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         if refused := _REFUSED.search(str(error)):
             raise NotRowsError(f"it can only be read by running code ({refused[1][:80]}); {_SAVE_AGAIN}") from None
