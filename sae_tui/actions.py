@@ -34,8 +34,7 @@ from sae_tui.settings import Settings
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.hardware import read_box
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -185,12 +184,12 @@ class Actions:
     def _place(self, job: AnyJob) -> placement.Placement:
         state = self._state
         with environment.judged_there(job):
-            return placement.place(
-                job, state.choices(), source_cuda=state.monitor.cuda,
-                multi_gpu_enabled=state.settings.multi_gpu_enabled,
-                speeds=read_box(state.data.box_file), past=state.jobs,
+            choices = state.choices()
+            proposal = placement.propose_here(
+                job, choices, state.data, cuda=state.monitor.cuda, past=state.jobs,
                 promises=promised_by_active(state.jobs),
             )  # fmt: skip
+            return placement.place(proposal, choices, multi_gpu_enabled=state.settings.multi_gpu_enabled)
 
     # stopping, pausing, resuming
 

@@ -179,10 +179,12 @@ def record_jobs(data: DataDir) -> None:
 
 
 GUIDES = ROOT / "docs" / "contributing"
-# Ways in which a module checks whether a job is an extraction.
-ASKS_FOR_KIND = re.compile(
-    r"isinstance\([^()]*(?:\([^()]*\))?[^()]*\b(?:ExtractJob|JobConfig|ExtractionOutlook)\b|\b(?:extracts|is_extraction)\("
-)
+# Ways in which a module asks for the kind of a job.
+_CLASSES = r"\b(?:ExtractJob|JobConfig|Outlook|ExtractionOutlook)\b"
+BY_CLASS = re.compile(rf"isinstance\([^()]*(?:\([^()]*\))?[^()]*{_CLASSES}|\bis {_CLASSES}")
+BY_NAME = re.compile(r"\bextracts\(|\b(?:ExtractJob|JobConfig)\.kind\b|\bis ExtractJob\b")
+# The files of a kind may narrow the types of its job and outlook.
+OWN_FILES = {"sae_tui/jobs/launch/kinds/training.py", "sae_tui/jobs/launch/kinds/extraction.py"}
 
 
 def test_the_architecture_guide_shows_the_tested_example() -> None:
@@ -222,11 +224,20 @@ def test_the_guides_sensor_appears_in_every_view_and_answer(tmp_path: Path) -> N
     assert "| `memory_temperature_c` | integer or null | Temperature of the memory, in °C;" in views["reference"]
 
 
-def test_the_job_kind_guide_names_every_module_that_checks_the_kind() -> None:
-    guide = (GUIDES / "add-a-job-kind.md").read_text()
+def asking(pattern: re.Pattern[str]) -> set[str]:
     sources = [path for package in ("sae_tui", "trainer") for path in (ROOT / package).rglob("*.py")]
-    asking = [str(path.relative_to(ROOT)) for path in sources if ASKS_FOR_KIND.search(path.read_text())]
-    assert [path for path in asking if f"`{path}`" not in guide] == []
+    return {str(path.relative_to(ROOT)) for path in sources if pattern.search(path.read_text())}
+
+
+def test_only_the_files_of_a_kind_ask_for_the_class_of_a_job() -> None:
+    # Both decide from the table of a job file, not from a job.
+    by_table = {"sae_tui/jobs/output.py", "sae_tui/jobs/launch/resume.py"}
+    assert asking(BY_CLASS) - OWN_FILES - by_table == set()
+
+
+def test_the_job_kind_guide_names_every_module_that_asks_for_the_kind() -> None:
+    guide = (GUIDES / "add-a-job-kind.md").read_text()
+    assert [path for path in sorted(asking(BY_NAME)) if f"`{path}`" not in guide] == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *sorted(GUIDES.glob("*.md"))], ids=lambda page: page.name)

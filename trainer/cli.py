@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,16 +40,15 @@ from trainer.contract.runs.rank_spec import (
     read_spec,
 )
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, load_any, load_extraction, load_job, to_table
+from trainer.contract.settings.job import J, JobConfig
+from trainer.contract.settings.job_file import load_any, load_as, load_job, to_table
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.shards import ShardSet, inspect_shards, inspecting_by
 from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.wording import join_words
-from trainer.measuring.estimate import Estimate
-from trainer.measuring.estimate_extraction import ExtractionEstimate
 from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 _WITHOUT_TORCH = ("estimate", "rank")
 # The default parent folder for runs.
 RUNS = Path("runs")
-J = TypeVar("J", bound=AnyJob)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +158,7 @@ def _allowed(job: J, flags: argparse.Namespace) -> J:
 def _extract(flags: argparse.Namespace) -> int:
     from trainer.ranks.foreground_extraction import run
 
-    return run(_allowed(load_extraction(flags.job, flags.overrides), flags), as_json=flags.json)
+    return run(_allowed(load_as(ExtractJob, flags.job, flags.overrides), flags), as_json=flags.json)
 
 
 def _inspect(flags: argparse.Namespace) -> int:
@@ -438,15 +437,9 @@ def _self_test(flags: argparse.Namespace) -> int:
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_any(flags.job, flags.overrides)
     with Progress("estimating"):
-        estimate = ExtractionEstimate.of(job) if isinstance(job, ExtractJob) else _estimate_of_training(job)
+        estimate = pkgutil.resolve_name(KINDS[job.kind].estimate)(job)
     _say(json.dumps(estimate.as_json()) if flags.json else "\n".join(estimate.lines()))
     return EXIT_FINISHED
-
-
-def _estimate_of_training(job: JobConfig) -> Estimate:
-    # Ignore problems with this machine or its GPUs: the job may be for another machine.
-    refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
-    return Estimate.of(job)
 
 
 def _rank(flags: argparse.Namespace) -> int:

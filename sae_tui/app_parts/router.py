@@ -15,11 +15,12 @@ from textual.screen import Screen
 
 from sae_tui.app_parts.refresh import Refresh
 from sae_tui.jobs.known_failures import remedy
-from sae_tui.jobs.launch.clone import clone_settings, free_name, half_batch
+from sae_tui.jobs.launch.clone import clone_settings, free_name
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError
+from trainer.contract.planning.check_job import proposal_class
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.wording import plural
@@ -81,11 +82,11 @@ class Router:
         from sae_tui.jobs.launch.kept_draft import kept
         from sae_tui.screens.launch import LaunchScreen
 
-        session, extracts = self._session, kind == ExtractJob.kind
+        session = self._session
         form = self._kept.form if self._kept else None
         # An unchanged form that names another Python than the settings is outdated.
-        is_as_wanted = form and form.is_extraction == extracts and self._python == session.settings.python
-        if self._kept and form and (is_as_wanted or (form.changed and (form.is_extraction or not extracts))):
+        is_as_wanted = form and form.kind == kind and self._python == session.settings.python
+        if self._kept and form and (is_as_wanted or (form.changed and kind in (JobConfig.kind, form.kind))):
             self.switch_to(self._kept)
             form.tell_draft()
         elif form is None and (draft := kept(session.data, kind)):  # saved when the app ended
@@ -93,7 +94,7 @@ class Router:
             self._app.call_later(screen.form.tell_draft)
         else:
             # This asks only before an extraction: a changed draft is what "New job" shows, above.
-            new = LaunchScreen(session, preset=extraction_preset() if extracts else None)
+            new = LaunchScreen(session, preset=extraction_preset() if kind == ExtractJob.kind else None)
             self._replace_form("an extraction form", new)
 
     def clone_job(self, job_id: int) -> None:
@@ -107,7 +108,8 @@ class Router:
 
         try:
             was, cure = clone_settings(session.data, job_id), remedy(job.error)
-            overrides = half_batch(was, job.world_size) if cure and cure.kind == "gpu-memory" else []
+            is_too_large = cure is not None and cure.kind == "gpu-memory"
+            overrides = proposal_class(was).half_batch(was, job.world_size) if is_too_large else []
             config = clone_settings(session.data, job_id, overrides)
         except UserError as error:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)

@@ -21,9 +21,8 @@ from trainer.contract.failure import show_failure
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.consent import NO_CONSENT, Consent, problems_of, refused
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job import AnyJob, JobConfig
 from trainer.contract.settings.job_file import (
-    AnyJob,
     apply_override,
     bases_of,
     load_any,
@@ -31,7 +30,6 @@ from trainer.contract.settings.job_file import (
     parse_any,
     read_toml,
     to_table,
-    with_paths,
 )
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.job_store import Control
@@ -208,7 +206,7 @@ def examine_job(
             table.pop(key, None)
     if problems or refusals:
         job, _ = parse_any(raw, bases)
-    return job and with_paths(job, bases), problems, problems_of(refusals, judged.distrust)
+    return job and job.with_paths(bases), problems, problems_of(refusals, judged.distrust)
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

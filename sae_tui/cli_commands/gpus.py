@@ -20,10 +20,11 @@ from sae_tui.gpu.sensors import Sensor, public_values
 from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import placement
-from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
+from sae_tui.jobs.launch.memory_need import measured_peak, used_before
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.planning.check_job import wanted_devices
+from trainer.contract.planning.training import TrainingProposal
 from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
@@ -129,10 +130,11 @@ def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
     count = flags.count or wanted_devices(job)
     if not context.settings.multi_gpu_enabled:
         count = 1
-    gpus, data, past = context.gpus, job.data_shape(), context.past()
+    gpus, past = context.gpus, context.past()
     here = placement.machine(gpus.choices, context.data, cuda=gpus.cuda)
-    look = expected_outlook(job.replace("launch", gpus=f"auto:{count}", backend="local"), data, here, past)
-    took = measured_peak(job, data, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
+    asked = job.replace("launch", gpus=f"auto:{count}", backend="local")
+    look = TrainingProposal(asked, here, used_before(past)).outlook
+    took = measured_peak(job, look.settled.work.shape, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
     advice = placement.recommend(gpus.choices, look.needs_bytes, count)
     if context.as_json:
         show_json(msgspec.structs.asdict(advice) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})

@@ -12,10 +12,10 @@ from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import environment
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
-from sae_tui.jobs.launch import extraction, launching, placement
+from sae_tui.jobs.launch import launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
-from sae_tui.jobs.launch.memory_need import PeakMemory, outlook_here
-from sae_tui.jobs.launch.memory_need import measured_peak as measured_of
+from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.memory_need import PeakMemory
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
@@ -24,13 +24,11 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
 from trainer.contract.output import has_done
-from trainer.contract.planning.check_job import AnyOutlook, Machine, check
-from trainer.contract.planning.extraction import ExtractionOutlook
-from trainer.contract.planning.hardware import read_box
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.planning.check_job import Proposal
+from trainer.contract.planning.outlook import AnyOutlook
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
-from trainer.contract.wording import gibibytes, join_words, plural
+from trainer.contract.wording import join_words, plural
 
 
 def validate(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -49,8 +47,8 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
             where, wrong = _check(context, job)
             problems += [problem for problem in wrong if is_known or problem.severity == "error"]
             look = where.look if where and is_known else None
-            if where and look and isinstance(job, JobConfig):
-                measured = measured_of(job, job.data_shape(), look.ranks, look.mode, where.device, context.past())
+            if where and look:
+                measured = launch_kind(job.kind).measured(job, look, where.device, context.past())
     except JobFileError as error:
         problems = list(error.problems)
     errors = [str(problem) for problem in problems if problem.severity == "error"]
@@ -58,24 +56,17 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
     if context.as_json:
         memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
         answer = {"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode}
-        show_json(answer | memory | _of_extraction(look))
+        show_json(answer | memory | (launch_kind(job.kind).answer(look) if job and look else {}))
     else:
         for kind, messages in (("error", errors), ("warning", warnings)):
             for message in messages:
                 say(f"{kind}: {message}")
         say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
-        if look:
-            say(_needs(look, measured))
+        if job and look:
+            say(launch_kind(job.kind).needs(look, measured))
         if job and job.launch.python and not errors:
             say(f"trained with {environment.look(job.launch.python).words}")
     return Exit.FAILED if errors else Exit.DONE
-
-
-def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
-    """Return the disk space and time that an extraction needs; return nothing for a training job."""
-    if not isinstance(look, ExtractionOutlook):
-        return {}
-    return {name: getattr(look, name) for name in ("disk_bytes", "disk_free_bytes", "seconds")}
 
 
 def launch(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -159,44 +150,32 @@ def _check(
     """Return the job's placement, or None, and all problems of the job and its placement."""
     wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
     with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
-        here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda, promises=promises)
+        proposal = _propose(context, job, promises)
         lack = lack_of_trainer()
-        problems = [*([Problem("", lack)] if lack else []), *problems, *check(job, here, _look(context, job, here))]
+        problems = [*([Problem("", lack)] if lack else []), *problems, *proposal.problems()]
         try:
-            return resolve_placement(context, job, promises), problems
+            return _place(context, proposal), problems
         except JobFileError as error:
             # Skip settings that the earlier checks have already reported in their own words.
             paths = {problem.path for problem in problems if problem.severity == "error"}
             return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
-def resolve_placement(context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES) -> Placement:
+def resolve_placement(context: CommandContext, job: AnyJob) -> Placement:
     """Return the job's placement; raise `JobFileError` if the job can never run."""
-    gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     with environment.judged_there(job):
-        return placement.place(
-            job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
-            speeds=read_box(context.data.box_file), past=context.past(), promises=promises,
-        )  # fmt: skip
+        return _place(context, _propose(context, job))
 
 
-def _look(context: CommandContext, job: AnyJob, here: Machine) -> AnyOutlook | None:
-    """Return the estimated needs of the job; None if its data cannot be read."""
-    try:
-        return outlook_here(job, here, context.past())
-    except JobFileError:
-        return None
+def _propose(context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES) -> Proposal[AnyJob]:
+    gpus = context.gpus
+    return placement.propose_here(
+        job, gpus.choices, context.data, cuda=gpus.cuda, past=context.past(), promises=promises
+    )
 
 
-def _needs(look: AnyOutlook, measured: PeakMemory | None) -> str:
-    """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
-    if isinstance(look, ExtractionOutlook):
-        return extraction.needs(look)
-    each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.devices, 'GPU' if look.on_gpus else 'CPU process')}"
-    needs = f"needs {gibibytes(look.needs_bytes)}{each if look.devices > 1 else ''}, {look.mode}"
-    if look.placed and (look.placed.model_gpus or look.placed.why):
-        needs += f"; {look.placed.sentence}"
-    return f"{needs}; {measured}" if measured else needs
+def _place(context: CommandContext, proposal: Proposal[AnyJob]) -> Placement:
+    return placement.place(proposal, context.gpus.choices, multi_gpu_enabled=context.settings.multi_gpu_enabled)
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ from trainer.contract.planning.forecast import COUNTS, UNKNOWN_MEMORY, DeviceMem
 from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
-from trainer.contract.planning.workload import Workload, model_gpus_of, with_model_gpus
+from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -158,7 +158,7 @@ def _rows(
 
 def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware) -> ModelPlacement | None:
     """Return the automatic placement of the job's language model; None if it has no model to place."""
-    if not devices.are_gpus or model_gpus_of(job) == 0:
+    if not devices.are_gpus or job.model_gpus == 0:
         return None
     settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")
     left_open = job.replace("data", settings=settings)

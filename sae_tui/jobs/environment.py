@@ -21,7 +21,8 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.settings.catalog import MIRRORS
 from trainer.contract.settings.declare import cut
-from trainer.contract.settings.job_file import AnyJob, to_table
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.known import unknown_settings
 from trainer.contract.wording import join_words
 

@@ -10,7 +10,7 @@ from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.settings import tokens_of_data
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
-from trainer.contract.settings.job_file import is_extraction, parse_extraction, parse_job
+from trainer.contract.settings.job_file import class_of, parse_as, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 
@@ -22,7 +22,7 @@ def output_of(data: DataDir, job: Job) -> str | None:
     """Return the folder of a job's output so far, or None if there is no output yet."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
-    extraction, _ = parse_extraction(table_of(job.config))
+    extraction, _ = parse_as(ExtractJob, table_of(job.config))
     if extraction is None:
         return None
     folders = map(extraction.folder, extraction.model.hooks)
@@ -53,7 +53,7 @@ def names_of_hooks(job: Job) -> dict[str, list[str]]:
 def _extraction(config: str) -> ExtractJob | None:
     if not extracts(config):
         return None
-    extraction, _ = parse_extraction(table_of(config))
+    extraction, _ = parse_as(ExtractJob, table_of(config))
     return extraction
 
 
@@ -66,4 +66,4 @@ def may_tell_tokens(config: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def extracts(config: str) -> bool:
     """Return whether a stored job file describes an extraction."""
-    return is_extraction(table_of(config))
+    return class_of(table_of(config)) is ExtractJob

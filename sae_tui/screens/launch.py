@@ -31,8 +31,7 @@ from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError, sentence
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.wording import join_words, plural
 
 if TYPE_CHECKING:
@@ -206,11 +205,11 @@ class LaunchScreen(FramedScreen):
         job = review.job
         if job is None:
             self._refuse("inspected", review)
-        elif not isinstance(job, JobConfig) or (place := getattr(job.data.settings, "folders", None)) is None:
+        elif (place := job.stored_rows) is None:
             self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
         else:
             self.notify(f"Inspecting {place} …", markup=False)
-            look = functools.partial(self._look, str(place), job.launch.python)
+            look = functools.partial(self._look, place, job.launch.python)
             self.run_worker(look, thread=True, exclusive=True, group="inspect", exit_on_error=False)
 
     def _look(self, place: str, python: str | None) -> None:

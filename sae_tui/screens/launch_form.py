@@ -21,6 +21,7 @@ from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Draft, Review
 from sae_tui.jobs.launch.kept_draft import KeptDraft
 from sae_tui.jobs.launch.kept_draft import file_of as kept_file
+from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.shard_headers import announcing
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
@@ -33,9 +34,8 @@ from sae_tui.widgets.setting_form import Field, SettingForm
 from trainer.contract.errors import UserError
 from trainer.contract.settings.backends import cluster_of
 from trainer.contract.settings.consent import Consent, refused, without
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, to_table
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.sweep import may_differ
 from trainer.contract.wording import plural
 
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 # Opening a job file changes twenty fields at once, which should cause only one review.
 _SETTLE_S = 0.05
-# The heading above the settings, by kind of job.
-HEADINGS = {JobConfig.kind: "Data and training", ExtractJob.kind: "Model and text"}
 
 
 class ClonedJob(msgspec.Struct, frozen=True):
@@ -116,7 +114,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _entitle(self) -> None:
         """Write the titles with their keys into the frames, or into the panels themselves if there are no frames."""
-        about = f"F3 {HEADINGS[job_form.kind_of(self._kind)]}"
+        about = f"F3 {launch_kind(self.kind).heading}"
         frame = frame_of(*self.screen.size)
         entitle(self.query_one(GpuPicker), self._gpus_title)
         entitle(self.query_one("#settings-panel"), about)
@@ -165,9 +163,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return [path for form in self.query(SettingForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     @property
-    def is_extraction(self) -> bool:
-        """True if the job in the form is an extraction."""
-        return job_form.kind_of(self._kind) == ExtractJob.kind
+    def kind(self) -> str:
+        """The kind of the job in the form."""
+        return job_form.kind_of(self._kind)
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
         """Fill the form with something else; ask first if changes would be lost."""
@@ -199,7 +197,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if self.session.settings.python:
             table["launch"].setdefault("python", self.session.settings.python)
         self._start_from(table)
-        self._kept.note_filled(path, job_form.kind_of(self._kind))
+        self._kept.note_filled(path, self.kind)
         self._show_preset()
 
     def _start_from(self, table: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.contract.runs.report_card import Auc, Probing
-from trainer.contract.settings.job_file import load_extraction
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import load_as
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.probe_sets import read_sets
 from trainer.evaluation.probing import KS, LabelledRows, last_rows, probe, probe_rows
@@ -56,7 +57,7 @@ def parse() -> argparse.Namespace:
 
 def labelled_rows(options: argparse.Namespace) -> list[LabelledRows]:
     """Run the model on the texts; the unembedding is not needed, so the model may be an encoder."""
-    job = load_extraction(options.job)
+    job = load_as(ExtractJob, options.job)
     job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=[options.hook]))
     model = LanguageModel(job, CPU)
     sets = read_sets(options.sets)

@@ -38,7 +38,7 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.settings import Settings
 from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.check_job import check
+from trainer.contract.planning.check_job import check, propose
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
@@ -271,10 +271,10 @@ def test_the_review_and_the_launch_reject_a_mix_of_vendors(
     reasons = [problem.message for problem in errors(check(job, machine))]
     if device:
         assert reasons == []
-        assert placement.place(job, here, source_cuda=True).device == device
+        assert placement.place(propose(job, machine), here).device == device
         return
     named = "[1]" if gpus == [1, 2] else "[0, 1]"
     reason = f"GPUs of NVIDIA and Abacus cannot share a job; name GPUs of one vendor, as in launch.gpus = {named}"
     assert reasons == [reason]
     with pytest.raises(JobFileError, match="cannot share a job"):
-        placement.place(job, here, source_cuda=True)
+        placement.place(propose(job, machine), here)

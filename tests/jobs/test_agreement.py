@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.workloads import look_of
 
 from sae_tui.doctor.job import job_rows
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.launching import fields_of
-from sae_tui.jobs.launch.memory_need import expected_outlook
-from sae_tui.jobs.launch.placement import Placement, machine, place
+from sae_tui.jobs.launch.placement import Placement, machine, place, propose_here
 from sae_tui.jobs.queue.order import QueueGpu, turns
 from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir
@@ -79,7 +79,7 @@ def asked(draw) -> Asked:
 def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.gpus)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
-    look = expected_outlook(job, shape, here)
+    look = look_of(job, shape, here)
     problems = [problem for problem in check(job, here) if re.search(r" GiB |needs ", problem.message)]
 
     # The review and its memory bar.
@@ -106,9 +106,9 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     if look.excess:
         assert [problem.path for problem in errors(problems) if problem.path != "--data-dir"]
         with pytest.raises(JobFileError):
-            place(job, asked.choices, source_cuda=asked.cuda)
+            place(propose_here(job, asked.choices, data, cuda=asked.cuda), asked.choices)
         return
-    placed = place(job, asked.choices, source_cuda=asked.cuda)
+    placed = place(propose_here(job, asked.choices, data, cuda=asked.cuda), asked.choices)
     row = queued(data, job, placed)
     assert row.card_memory_bytes == look.needs_bytes
     assert row.mode == look.mode or ranks == 1

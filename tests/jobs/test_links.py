@@ -51,7 +51,7 @@ from trainer.contract.store.states import JobState
 from trainer.ranks.foreground import write_job
 from trainer.contract.runs.lock import hold
 from trainer.reporting.jsonl_file import LineFile
-from trainer.ranks.rank import _report
+from trainer.ranks.rank import report
 
 data = DataDir(Path(sys.argv[1]))
 paths = data.run(1)
@@ -63,7 +63,7 @@ writes = {
     "spec": lambda: write_spec(RankSpec(paths.root, data.sae(1), 1, 1, "cpu")),
     "mark": lambda: write_mark(paths.rank_mark(1, 0), RankMark("host", ProcessRef.current())),
     "job": lambda: write_job(job, paths),
-    "report": lambda: _report(paths.rank_exit(1, 0), ValueError("no")),
+    "report": lambda: report(paths.rank_exit(1, 0), ValueError("no")),
     "picture": lambda: write_new(data.root / "a.svg", ["<svg/>"], force=True),
     "settings": lambda: save_settings(data.settings_file, Settings()),
     "rank's log": lambda: os.write(open_private(paths.log(0), os.O_APPEND), b"line"),

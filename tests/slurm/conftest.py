@@ -19,7 +19,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job_file import AnyJob, dump_job, parse_job
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 

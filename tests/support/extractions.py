@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job_file import parse_extraction
+from trainer.contract.settings.job_file import parse_as
 from trainer.extraction.extraction import Extraction, ExtractionResult
 from trainer.extraction.peers import Alone, Peers
 
@@ -29,7 +29,7 @@ def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> Ex
     for name, value in settings.items():
         places = {"hooks": "model", "context": "text", "column": "text", "split": "text", "remote_code": "model"}
         table[places.get(name, "extract")][name] = value
-    job, problems = parse_extraction({"kind": "extract", **table})
+    job, problems = parse_as(ExtractJob, {"kind": "extract", **table})
     assert job, problems
     return job
 

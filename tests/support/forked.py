@@ -15,7 +15,7 @@ from typing import Any
 # This is called in a forked rank with the rank's number, before it begins.
 Prepare = Callable[[int], object]
 
-RANK = ["trainer.ranks.rank", "trainer.training.loop", "trainer.reporting.progress"]
+RANK = ["trainer.ranks.rank", "trainer.ranks.training_work", "trainer.training.loop", "trainer.reporting.progress"]
 LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
 
 

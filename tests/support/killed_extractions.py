@@ -21,7 +21,8 @@ import torch
 
 import trainer.ranks.foreground_extraction  # noqa: F401
 from trainer.cli import main
-from trainer.contract.settings.job_file import load_extraction
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import load_as
 from trainer.extraction.language_model import LanguageModel
 
 
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     # Import the modules of this model here, since each forked process would need two seconds to do so.
-    LanguageModel(load_extraction(job), torch.device("cpu"))
+    LanguageModel(load_as(ExtractJob, job), torch.device("cpu"))
     began = time.monotonic()
     n_events = events_of(job, root / "whole")
     lasted, codes = time.monotonic() - began, []

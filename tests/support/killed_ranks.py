@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job_file import load_extraction
+from trainer.contract.settings.job_file import load_as
 from trainer.extraction.extraction import extract
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.peers import Peers
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     file, root, choose = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(int(sys.argv[3]))
     n, size = int(sys.argv[4]), int(sys.argv[5])
     torch.set_num_threads(1)
-    asked = load_extraction(file)
+    asked = load_as(ExtractJob, file)
     # Import the modules of this model here, since each forked process would need two seconds to do so.
     LanguageModel(asked, torch.device("cpu"))
 

@@ -20,7 +20,7 @@ from trainer.checkpoints import checkpoint
 from trainer.contract.errors import UserError
 from trainer.contract.planning import step_time
 from trainer.parallel import calibrate, process_group, rebalancer
-from trainer.ranks import rank as rank_module
+from trainer.ranks import training_work
 from trainer.training import loop
 
 
@@ -100,7 +100,7 @@ def end_with_patience(rank: int) -> None:
     def join(*_: object, patience: timedelta, **__: object) -> None:
         raise UserError(f"the others wait {patience.total_seconds():.0f} s")
 
-    of_rank: Any = rank_module
+    of_rank: Any = training_work
     connecting: Any = process_group
     of_rank.patience_s = lambda job, world_size: 5000.0 * world_size
     connecting.join = join

@@ -30,7 +30,7 @@ from sae_tui.settings import Settings
 from trainer.contract.exits import Exit
 from trainer.contract.settings import catalog
 from trainer.contract.settings.declare import Setting, settings_of
-from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_settings
+from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, section_settings
 from trainer.help import OVERVIEW
 from trainer.parser import make_parser as trainer_parser
 
@@ -163,9 +163,9 @@ def _job_file() -> str:
         " If a default comes from a paper, the help names it. *Rarely changed* keys are behind `ctrl+t` on the launch"
         " screen.",
     ]
-    for kind, sections in KINDS.items():
+    for kind in catalog.KINDS:
         parts += [f"## kind = {kind}", _KINDS[kind]]
-        for name in sections:
+        for name in job_class(kind).sections:
             parts += _section(name, heading=f"### [{name}]" + (" of an extraction" if kind != "train" else ""))
     return "\n\n".join(parts)
 

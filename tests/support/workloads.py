@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sae_tui.jobs.launch.memory_need import used_before
+from trainer.contract.planning.check_job import Machine
 from trainer.contract.planning.hardware import CPU
+from trainer.contract.planning.outlook import Outlook
+from trainer.contract.planning.training import TrainingProposal
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.rows import Job
 
 
 def workload(
@@ -16,6 +22,13 @@ def workload(
 ) -> Workload:
     """Return the job on `ranks` ordinary GPUs or CPU processes; by default, there is more than enough data."""
     return Workload(job, ranks, DataShape(d_in, d_out, n_tokens), CPU if device == "cpu" else "")
+
+
+def look_of(job: JobConfig, data: DataShape, machine: Machine, past: Sequence[Job] = ()) -> Outlook:
+    """Return the outlook of a job on data of this shape; `past` are the jobs whose measured memory counts."""
+    proposal = TrainingProposal(job, machine, used_before(past))
+    proposal.work = proposal.layout.on_data(data)
+    return proposal.outlook
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:

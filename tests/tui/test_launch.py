@@ -34,7 +34,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job_file import load_extraction, load_job, members
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import load_as, load_job, members
 from trainer.contract.settings.shards import Shard, ShardSet, inspecting_by
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -538,7 +539,7 @@ async def test_an_extraction_can_be_launched_from_the_form_and_cloned_into_it(
         await wait_until(pilot, lambda: (job := job_of(screen)) and job.name == "from-a-file")
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: data.run(1).job_file.exists() and app.session.jobs)
-        job = load_extraction(data.run(1).job_file)
+        job = load_as(ExtractJob, data.run(1).job_file)
         assert job.model.path == str(tmp_path / "model")
         assert (job.model.hooks, job.launch.max_restarts) == (["resid_post.3", "mlp_out.2"], 2)
         await wait_until(pilot, lambda: app.screen.query(JobsPanel))

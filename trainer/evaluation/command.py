@@ -27,7 +27,8 @@ from trainer.contract.runs.report_card import (
     read_card,
 )
 from trainer.contract.settings.consent import refuse_code
-from trainer.contract.settings.job_file import load_extraction, members, to_table
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import load_as, members, to_table
 from trainer.evaluation.card import write_card
 from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
@@ -98,7 +99,7 @@ def evaluate(
         # This raises an error that names the missing files.
         in_folder(path)
     if model not in (None, "auto"):
-        refuse_code(to_table(load_extraction(model)), allows=allows_code)
+        refuse_code(to_table(load_as(ExtractJob, model)), allows=allows_code)
     n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
     on = _device(device)

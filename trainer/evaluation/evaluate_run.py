@@ -39,7 +39,7 @@ from trainer.contract.runs.report_card import (
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_extraction
+from trainer.contract.settings.job_file import load_as
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.sources import SourceSettings
@@ -161,7 +161,7 @@ class _Hooks:
             return None
         stage(LOADING)
         source, settings = self.source(hook), self._settings[hook]
-        extraction = _extraction_of(settings) if self._model == "auto" else load_extraction(self._model)
+        extraction = _extraction_of(settings) if self._model == "auto" else load_as(ExtractJob, self._model)
         at = hook_of_data(extraction, source.meta)
         target = {"hook_name": source.meta.get("hook_name_out")}
         hook_out = None if source.d_out is None else hook_of_data(extraction, target)

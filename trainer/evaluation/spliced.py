@@ -29,7 +29,7 @@ from trainer.contract.runs.evaluation_time import MODEL_TOKENS
 from trainer.contract.runs.report_card import IN_MODEL, PART_TITLES, AllTokens, PatchedModel
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
-from trainer.contract.settings.job_file import parse_extraction
+from trainer.contract.settings.job_file import parse_as
 from trainer.evaluation.figures import Rebuilt, Reconstruct, by_label, ratio_error
 from trainer.evaluation.probing import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
@@ -336,7 +336,7 @@ def job_of_data(folder: Path) -> ExtractJob:
             table.setdefault(section, {})[name] = value
     table.setdefault("extract", {})["output"] = str(output)
     table.setdefault("model", {})["remote_code"] = False
-    job, _ = parse_extraction(table)
+    job, _ = parse_as(ExtractJob, table)
     if job is None:
         raise UserError(
             f"--model: no extraction wrote {folder}; give the job file of a similar extraction instead of auto"

@@ -5,19 +5,22 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trainer.contract.paths import box_file
-from trainer.contract.planning.check_job import check_division, chosen_indices, wanted_devices
+from trainer.contract.planning.check_job import chosen_indices, wanted_devices
 from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
+from trainer.contract.planning.training import check_division
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.wording import plural
 from trainer.measuring.parts_table import parts_of, table
+from trainer.ranks.device_choice import refuse_bad
 from trainer.ranks.devices import Device, gpus_here
 
 # The number of runnable processes per core from which a job takes clearly longer.
@@ -103,6 +106,13 @@ class Estimate(msgspec.Struct, frozen=True):
         of_stream = "the first rows" if work.shape.n_tokens is None else how["rows"]
         what = of_stream if self.job.hold_out == "rows" else how[self.job.hold_out]
         return f"held out: about {n:,} rows, {what} (data.hold_out)" if n else "nothing is held out"
+
+
+def estimate_training(job: JobConfig) -> Estimate:
+    """Estimate a job; raise `JobFileError` if it cannot run on any machine."""
+    # Ignore problems with this machine or its GPUs: the job may be for another machine.
+    refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
+    return Estimate.of(job)
 
 
 def busy_sentence(load: float, n_cores: int) -> str | None:

@@ -9,8 +9,8 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import box_file, working_folder
-from trainer.contract.planning.check_job import Machine, MachineGpu, outlook_of, wanted_ranks
-from trainer.contract.planning.extraction import ExtractionOutlook, disk_words
+from trainer.contract.planning.check_job import Machine, MachineGpu, wanted_ranks
+from trainer.contract.planning.extraction import ExtractionOutlook, ExtractionProposal, disk_words
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import duration
@@ -34,7 +34,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
             gpus = tuple(MachineGpu(index, "GPU", None) for index in range(wanted_ranks(job)))
         box = box_file()
         folder = box.parent if box else working_folder()
-        look = outlook_of(job, Machine(gpus, 1, folder, speeds=read_box(box)))
+        look = ExtractionProposal(job, Machine(gpus, 1, folder, speeds=read_box(box))).outlook
         if look.memory is None:
             raise JobFileError([Problem("model.path", f"{job.model.path} is not on this disk; download it first")])
         return cls(job, look)

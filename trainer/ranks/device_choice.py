@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from trainer.contract.errors import JobFileError, UsageError, errors
 from trainer.contract.output import complain
@@ -19,19 +16,14 @@ from trainer.contract.planning.hardware import CPU, read_box, slowest
 from trainer.contract.printable import printable
 from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import RankSpec
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import AnyJob, J, JobConfig
 from trainer.contract.store.rows import Device as DeviceType
 from trainer.ranks.devices import Device, torch_vendor, visible_gpus
-
-J = TypeVar("J", JobConfig, ExtractJob)
 
 
 def here(job: J) -> J:
     """Return the job for this machine, even if it asks for a cluster."""
-    local = msgspec.structs.replace(job.launch, backend="local", nodes=1)
-    return msgspec.structs.replace(job, launch=local) if job.cluster else job
+    return job.replace("launch", backend="local", nodes=1) if job.cluster else job
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
@@ -50,7 +42,7 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
     """Return the GPUs to run on; none for the CPU, which "auto" selects on a machine without GPUs."""
     by_index, count = {gpu.index: gpu for gpu in gpus}, wanted_devices(job)
-    any_will_do = [gpu.index for gpu in gpus if takes_slices(job) or not is_slice(gpu.uuid)]
+    any_will_do = [gpu.index for gpu in gpus if takes_slices(job, count) or not is_slice(gpu.uuid)]
     indices = chosen_indices(job) or any_will_do[:count]
     return [by_index[index] for index in indices] if gpus else []
 

@@ -20,7 +20,7 @@ from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, data_dir, open_private, private_folder, refuse_link
-from trainer.contract.planning.workload import steps_of
+from trainer.contract.planning.check_job import proposal_class
 from trainer.contract.printable import printable_lines
 from trainer.contract.process import STOP_SIGNALS
 from trainer.contract.runs.checkpoint_manifest import newest_first
@@ -29,8 +29,8 @@ from trainer.contract.runs.lock import RunLock, is_held, still_going
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.runs.resume import last_spec
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, dump_job, members
+from trainer.contract.settings.job import AnyJob, JobConfig
+from trainer.contract.settings.job_file import dump_job, members
 from trainer.contract.settings.series import CRITERION, SHARES_LEFT_OUT, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, SeriesReader, best_sae, value_of_sae
@@ -107,7 +107,7 @@ class Foreground:
 
     def __init__(self, job: AnyJob, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
-        self._first_step, self._total_steps = first_step, steps_of(job, spec.n_devices)
+        self._first_step, self._total_steps = first_step, proposal_class(job).total_steps(job, spec.n_devices)
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()

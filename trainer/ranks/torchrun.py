@@ -10,7 +10,6 @@ from trainer.contract.errors import JobFileError, Problem, UsageError
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.planning.hardware import read_box
-from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.printable import printable
 from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.nccl import STAGED
@@ -37,7 +36,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
     if missing := [name for name in _NEEDED if name not in os.environ]:
         message = f"{missing[0]} is not set: start it with torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
-    if model_gpus_of(job) not in (0, "auto"):
+    if job.model_gpus not in (0, "auto"):
         message = 'torchrun starts a rank for each GPU, so no GPU is left for the model alone; use 0 or "auto"'
         raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)

@@ -23,7 +23,7 @@ from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
+from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 from trainer.sharing.finding import find
@@ -91,7 +91,7 @@ def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -
         sae["skip"] = True
     name = "".join(one if one.isprintable() else "?" for one in folder.absolute().name)[:60]
     raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
-    job = with_data_path(job_of(raw, overrides), [working_folder()])
+    job = job_of(raw, overrides).with_paths([working_folder()])
     changed = [name for name, value in sae.items() if _setting(job, name) != value]
     if job.data.drop_dimensions:
         raise UsageError("--set data.drop_dimensions: the SAE reads all dimensions; leave it out")

@@ -15,10 +15,9 @@ from sae_tui.jobs.launch.launching import refuse_options_of_others
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.workload import Layout, ranks_of
 from trainer.contract.settings.consent import sets
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job_file import AnyJob, any_job_of, load_any, to_table
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import any_job_of, load_any, to_table
 from trainer.contract.settings.toml import Judged, table_of
 from trainer.contract.trust import distrust_of_file
 
@@ -65,24 +64,6 @@ def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> An
     config = any_job_of(table_of(job.config) | {"name": job.name}, overrides)
     refuse_options_of_others(distrust_of_file(data.control_db), config, overrides)
     return config
-
-
-def half_batch(job: AnyJob, devices: int) -> list[str]:
-    """Return overrides that halve the activation memory on this many devices without a change of the result.
-
-    Return [] if there are none.
-    """
-    if isinstance(job, ExtractJob):
-        half_tokens = job.extract.batch_tokens // 2
-        return [f"extract.batch_tokens={half_tokens}"] if half_tokens >= job.text.context else []
-    if job.train.batch_size == "auto":
-        layout = Layout(job, ranks_of(job, devices))
-        half = [f"train.batch_size={layout.micro_batch // 2}"]
-        return [*half, f"train.global_batch_size={layout.tokens_per_step}"] if layout.micro_batch > 1 else []
-    if job.train.batch_size % 2:
-        return []
-    half = [f"train.batch_size={job.train.batch_size // 2}"]
-    return half if job.train.global_batch_size else [*half, f"train.accumulate={2 * job.train.accumulate}"]
 
 
 def grid(axes: Iterable[str]) -> list[list[str]]:

@@ -13,43 +13,35 @@ from sae_tui.jobs import environment
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.gpus.availability import GpuChoice
-from sae_tui.jobs.launch import extraction
+from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.memory_need import (
     FreeMemory,
     Need,
     capacity_on_cpu,
     capacity_on_gpus,
-    expected_outlook,
     memory_of_host,
-    need,
+    used_before,
 )
-from sae_tui.jobs.launch.placement import machine, summary
+from sae_tui.jobs.launch.placement import machine
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
 from trainer.contract.paths import DataDir, shipped_data, working_folder
-from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
+from trainer.contract.planning.check_job import propose
 from trainer.contract.planning.forecast import DeviceMemory
-from trainer.contract.planning.workload import Layout
+from trainer.contract.planning.training import OVERRIDDEN_BY
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
+from trainer.contract.settings.catalog import TRAINING
 from trainer.contract.settings.declare import Setting, settings_of
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob
-from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_settings, words_of
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, section_settings, words_of
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
 # The list of GPUs decides this setting, so the form leaves it out.
 _BY_PICKER = "launch.gpus"
-# Settings that have no effect if the other setting is given.
-_OVERRIDES = {
-    "sae.expansion_factor": "sae.d_sae",
-    "train.n_tokens": "train.n_steps",
-    "train.accumulate": "train.global_batch_size",
-}
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -73,8 +65,8 @@ class Review(msgspec.Struct, frozen=True):
     need: Need | None = None
     # The GPU memory that the job would have to wait for, in words.
     lack: str = ""
-    # Width of the rows that a training reads.
-    d_in: int | None = None
+    # The values of overridden settings, as far as they are known.
+    comes_to: dict[str, str] = {}
     # Why no job can be launched here; a job file can still be written.
     refusal: str = ""
     # True until the Python of the job has reported its packages.
@@ -170,50 +162,34 @@ def _review(
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
     if job is None:
         return Review(None, tuple(problems))
-    job = job_file.with_paths(job, data_bases())
+    job = job.with_paths(data_bases())
     if job.cluster:
         choices, cuda = (), True
     host, promises = DeviceMemory(capacity_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
     here = machine(choices, data, cuda=cuda, host=host, promises=promises)
-    if isinstance(job, ExtractJob):
-        return _review_extraction(job, candidate.gpus, choices, here, problems)
+    kind, proposal = launch_kind(job.kind), propose(job, here, used_before(past))
     try:
-        shape = job.data_shape(promises)
+        look = proposal.outlook
     except JobFileError:
-        return Review(None, (*problems, *check(job, here)))
-    look = expected_outlook(job, shape, here, past)
-    problems += check(job, here, look)
+        return Review(None, (*problems, *proposal.problems()))
+    problems += proposal.problems()
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
-    takes = need(look, job, shape, free, device=device, past=past)
+    takes = kind.need(job, look, free, device=device, past=past)
     # The list of GPUs shows the need on a GPU even if the job runs on the CPU.
-    beside = (
-        look if look.on_gpus or not choices else expected_outlook(job.replace("launch", gpus="auto"), shape, here, past)
-    )
+    beside = look
+    if choices and not look.on_gpus:
+        beside = propose(job.replace("launch", gpus="auto"), here, used_before(past)).outlook
+    needed_bytes = beside.needs_bytes or 0
     if candidate.gpus == []:
-        return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
-    text = summary(job, look, device=device, past=past)
+        return Review(None, tuple(problems), needed_bytes=needed_bytes, need=takes)
+    text = kind.summary(job, look, device=device, past=past)
     if waits := comes_after(writers_of(job, past)):
         text = f"{text} · {waits}, whose rows it reads"
-    checked = job if not errors(problems) else None
-    return Review(
-        checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "", shape.d_in
-    )
-
-
-def _review_extraction(
-    job: ExtractJob, gpus: list[int] | str, choices: Sequence[GpuChoice], here: Machine, problems: list[Problem]
-) -> Review:
-    look = outlook_of(job, here)
-    problems = [*problems, *check(job, here, look)]
-    takes = extraction.need(
-        job, look, capacity(gpus, choices, elsewhere=bool(job.cluster)), cuda=here.cuda and look.on_gpus
-    )
-    on_a_gpu = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
-    beside = look if look.on_gpus or not choices else outlook_of(on_a_gpu, here)
-    checked = job if not errors(problems) else None
-    text = extraction.summary(job, look) if gpus != [] else ""
-    return Review(checked, tuple(problems), text, beside.needs_bytes or 0, takes, look.lack if look.on_gpus else "")
+    lack = look.lack if look.on_gpus else ""
+    if errors(problems):
+        return Review(None, tuple(problems), text, needed_bytes, takes, lack)
+    return Review(job, tuple(problems), text, needed_bytes, takes, lack, proposal.comes_to())
 
 
 def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
@@ -247,9 +223,9 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str
     The settings depend on the kind of job and on choices such as the architecture.
     """
     kind = kind_of(values)
-    (name,) = settings_of(ExtractJob if kind == ExtractJob.kind else JobConfig)
+    (name,) = settings_of(job_class(kind))
     fields: list[tuple[str, Setting, tuple[str, ...]]] = [("name", name, ())]
-    for section in KINDS[kind]:
+    for section in job_class(kind).sections:
         for setting in section_settings(section, _chosen(section, values)):
             path = f"{section}.{setting.name}"
             if path != _BY_PICKER:
@@ -259,7 +235,7 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str
 
 def kind_of(values: Mapping[str, Any]) -> str:
     """Return the kind of job that these values describe."""
-    return str(values.get("kind", JobConfig.kind))
+    return str(values.get("kind", TRAINING))
 
 
 def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
@@ -267,13 +243,13 @@ def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]
 
     Such a list contains the class of the chosen entry, such as the architecture, or several classes for a sweep.
     """
-    kind = kind_of(values)
+    sections = job_class(kind_of(values)).sections
     of_entries = [
         [registry[word].settings for word in _chosen(section, values) if word in registry]
         for section, (_, registry) in CHOSEN.items()
-        if section in KINDS[kind]
+        if section in sections
     ]
-    return [list(KINDS[kind].values()), *of_entries]
+    return [list(sections.values()), *of_entries]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
@@ -305,7 +281,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
     table = job_file.to_table(job)
     if judged.distrust and (code := consent.refused(table, consent.NO_CONSENT, judged.distrust)):
         raise JobFileError(consent.problems_of(code, judged.distrust))
-    for section, name in _paths_read(job):
+    for section, name in job.paths_read():
         where = table[section].get(name) or []
         beside = [_beside(path, one) for one in (where if isinstance(where, list) else [where])]
         if where:
@@ -328,16 +304,9 @@ def _beside(job_file: Path, where: str) -> str:
     return str(beside) if is_there_only else where
 
 
-def _paths_read(job: AnyJob) -> list[tuple[str, str]]:
-    """Return (section, name) of each setting that holds a path to the job's input."""
-    if isinstance(job, ExtractJob):
-        return [("model", "path"), ("text", "path")]
-    return [("data", name) for name in job.data.settings.paths]
-
-
 def each_alone(job: AnyJob) -> list[AnyJob]:
     """Return one separately named job per SAE of a sweep; return any other job unchanged."""
-    if isinstance(job, ExtractJob) or not job.sweep:
+    if not job.sweep:
         return [job]
     named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
     return [msgspec.structs.replace(one, name=named[label]) for label, one in job_file.members(job).items()]
@@ -354,22 +323,10 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
     """Return the effective values of overridden settings: `4.0 (from d_sae)`, without the number if it is unknown."""
     return {
-        path: f"{_comes_to(path, reviewed)}(from {by.rpartition('.')[2]})"
-        for path, by in _OVERRIDES.items()
+        path: f"{reviewed.comes_to.get(path, '')}(from {by.rpartition('.')[2]})"
+        for path, by in OVERRIDDEN_BY.items()
         if values.get(by) is not None
     }
-
-
-def _comes_to(path: str, reviewed: Review) -> str:
-    job = reviewed.job
-    if not isinstance(job, JobConfig) or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
-        return ""
-    layout = Layout(job, wanted_ranks(job))
-    if path == "sae.expansion_factor":
-        return f"{job.sae.width(0) / reviewed.d_in:.4g} " if reviewed.d_in else ""
-    if path == "train.n_tokens":
-        return f"{layout.total_tokens:,} "
-    return "" if job.train.batch_size == "auto" else f"{layout.micro_batches} "
 
 
 def write_job(path: Path, job: AnyJob) -> None:

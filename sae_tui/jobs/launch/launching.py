@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from sae_tui.gpu import resolve
 from sae_tui.jobs import detach, environment
 from sae_tui.jobs.edits import as_tags
-from sae_tui.jobs.launch.placement import Placement, expected_seconds
+from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.named_python import whole
 from sae_tui.jobs.queue.after import refuse_circle
@@ -25,21 +24,12 @@ from trainer.contract.errors import JobFileError, UserError, errors, sentence
 from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
-from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
-from trainer.contract.planning.extraction import ExtractionOutlook, mode_of
-from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.gpu_vendors import VENDORS
-from trainer.contract.planning.hardware import CPU, read_box
-from trainer.contract.planning.model_placement import place_model
-from trainer.contract.planning.outlook import Outlook
-from trainer.contract.planning.workload import steps_of
 from trainer.contract.settings.consent import SBATCH, Code, Consent, problems_of, refused, sets
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, dump_job, to_table, with_paths
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import dump_job, to_table
 from trainer.contract.settings.promised import Promises
-from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -68,7 +58,7 @@ def launch(
     run; nothing has been written then. Raise `UserError` if it cannot be recorded, for example on a full disk; there is
     no job then. Raise `UserError` also if the supervisor does not start; the job is then `failed` for that reason.
     """
-    job = with_whole_python(with_paths(job, [working_folder()]))
+    job = with_whole_python(job.with_paths([working_folder()]))
     after, tags = tuple(after), as_tags(tags)
     with environment.required(job):
         refuse_without_trainer()
@@ -111,7 +101,7 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
     python = otherwise if job.launch.python is None else job.launch.python
     if not python:
         return job
-    return msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, python=whole(python)))
+    return job.replace("launch", python=whole(python))
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
@@ -169,8 +159,7 @@ def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str
 
 def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
     """Return the columns of a job's row that follow from its settings and its placement."""
-    own = _of_extraction(job, placement) if isinstance(job, ExtractJob) else _of_training(data, job, placement, past)
-    return own | {
+    return launch_kind(job.kind).row(data, job, placement, past) | {
         "config": dump_job(job),
         "device": placement.device,
         "gpu_ids": tuple(index for index, _ in placement.gpus),
@@ -186,38 +175,6 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
     }
 
 
-def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
-    fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
-    # A resumed job without a new outlook keeps its earlier estimates.
-    if isinstance(look := placement.look, ExtractionOutlook):
-        fields |= {
-            "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
-            "estimated_memory_bytes": look.needs_bytes,
-            "expected_s": look.seconds,
-            "d_in": look.d_in,
-        }
-    return fields
-
-
-def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    device, look = placement.device, placement.look
-    if not isinstance(look, Outlook):
-        look = _outlook_as_before(data, job, job.data_shape(), placement)
-    settled = look.settled
-    in_rank = settled.needs_bytes
-    if look.on_gpus and device == "cpu":
-        in_rank = memory.estimate(settled.work).total
-    return {
-        "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
-        "estimated_memory_bytes": in_rank,
-        "expected_s": expected_seconds(job, look, device, past)[0],
-        "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
-        "total_steps": steps_of(job, placement.world_size),
-        "d_in": settled.work.shape.d_in,
-        "d_out": settled.work.shape.d_out,
-    }
-
-
 def visible_devices(placement: Placement, gpu_source: str) -> str | None:
     """Return the GPUs that the environment leaves visible, as in `CUDA_VISIBLE_DEVICES`.
 
@@ -226,15 +183,6 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
     vendor = VENDORS.get(placement.vendor or resolve(gpu_source))
     wants_gpus = placement.device == "cuda" or placement.gpus_wanted
     return vendor.visible_devices() if vendor and wants_gpus else None
-
-
-def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
-    """Return the outlook of a job on GPUs that are known only by the memory that the job needed on each before."""
-    devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
-    name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
-    memory_of = "" if on_gpus else None
-    placed = place_model(job, shape, devices, name, read_box(data.box_file), capacity, memory_of)
-    return Outlook(placed.settled, on_gpus, placed.is_measured, placed=placed)
 
 
 def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:

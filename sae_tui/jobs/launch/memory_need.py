@@ -11,15 +11,14 @@ import msgspec
 from sae_tui.jobs.gpus.availability import GpuChoice
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory
-from trainer.contract.planning.check_job import AnyOutlook, Machine, outlook_of, outlook_on
+from trainer.contract.planning.check_job import UsedBefore
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.outlook import Outlook, Took
-from trainer.contract.planning.workload import Workload, model_gpus_of, ranks_of
-from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.planning.workload import Workload, ranks_of
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, parse_job
+from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
@@ -78,43 +77,14 @@ class Need(msgspec.Struct, frozen=True):
         return capacity.free_bytes is not None and capacity.free_bytes < self.rank_bytes * self.sharing
 
 
-def outlook_here(job: AnyJob, machine: Machine, past: Iterable[Job] = ()) -> AnyOutlook:
-    """Return the outlook of a job of any kind on this machine; raise `JobFileError` if its data cannot be read."""
-    if isinstance(job, ExtractJob):
-        return outlook_of(job, machine)
-    return expected_outlook(job, job.data_shape(machine.promises), machine, past)
+def used_before(past: Iterable[Job]) -> UsedBefore:
+    """Return a function that finds the GPU memory that the newest finished job of a shape used."""
 
+    def find(job: JobConfig, data: DataShape, look: Outlook) -> Took | None:
+        peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
+        return Took(peak.job_id, peak.peak_bytes + memory.outside_pytorch(look.settled.held)) if peak else None
 
-def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
-    """Return the outlook of a job on this machine, with the GPU memory that finished jobs of its shape used."""
-    look = outlook_on(job, data, machine)
-    if not look.on_gpus or not machine.cuda:
-        # The size of a process does not predict GPU memory.
-        return look
-    past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
-    outside = memory.outside_pytorch(look.settled.held)
-    took = Took(past_peak.job_id, past_peak.peak_bytes + outside) if past_peak else None
-    return msgspec.structs.replace(look, took=took)
-
-
-def need(
-    look: Outlook, job: JobConfig, data: DataShape, capacity: FreeMemory, *, device: str, past: Iterable[Job] = ()
-) -> Need:
-    """Return the memory that each rank needs, by component, and remedies if `capacity` is too small.
-
-    `device` is the device of the ranks, "cpu" for simulated GPUs.
-    """
-    takes = Need(
-        look.fullest,
-        sharing=1 if look.on_gpus else look.devices,
-        measured=measured_peak(job, data, look.devices, look.mode, device, past),
-        taken_bytes=look.needs_bytes,
-        on_gpus=look.on_gpus,
-    )
-    if not takes.lacks(capacity):
-        return takes
-    free = capacity.free_bytes or 0
-    return msgspec.structs.replace(takes, remedies=tuple(look.remedies(free)), judged_lacking=True)
+    return find
 
 
 def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
@@ -168,7 +138,7 @@ def of_same_shape(
 
 def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
     """Return everything that determines memory: the estimate, and the settings whose effect it may misjudge."""
-    asked = job.parallel, model_gpus_of(job)
+    asked = job.parallel, job.model_gpus
     work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [
         (one.sae.architecture, one.sae.width(data.d_in), work.micro_batch, one.train.precision, one.train.optimizer)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from sae_tui.jobs.gpus.availability import GpuChoice, fit
-from sae_tui.jobs.launch.memory_need import memory_of_host, of_same_shape, outlook_here
+from sae_tui.jobs.launch.memory_need import memory_of_host, used_before
 from sae_tui.jobs.launch.pytorch import cuda_problem, for_another_vendor
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.check_job import (
-    AnyOutlook,
-    Machine,
-    MachineGpu,
-    exchanges,
-    memory_problems,
-    takes_slices,
-    wanted_devices,
-)
+from trainer.contract.planning.check_job import Machine, MachineGpu, Proposal, propose
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, refusal_of_mixture, refusal_of_slices
-from trainer.contract.planning.hardware import MeasuredHardware, read_box
-from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
+from trainer.contract.planning.hardware import read_box
+from trainer.contract.planning.outlook import AnyOutlook
 from trainer.contract.planning.torch_build import installed_build, vendor_of_build
-from trainer.contract.planning.workload import Workload
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, members
+from trainer.contract.settings.job import J
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.store.rows import Device, Job
-from trainer.contract.wording import duration, gibibytes, join_words, plural
-
-# The most SAEs of a sweep that a summary names.
-MOST_SHOWN = 6
+from trainer.contract.wording import gibibytes, join_words, plural
 
 
 class Recommendation(msgspec.Struct, frozen=True):
@@ -97,27 +83,17 @@ def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoi
     return by_vendor[suited] if is_known else max(by_vendor.values(), key=lambda own: min(len(own), count))
 
 
-def place(
-    job: AnyJob,
-    choices: Sequence[GpuChoice],
-    *,
-    source_cuda: bool,
-    multi_gpu_enabled: bool = True,
-    speeds: MeasuredHardware = NOTHING_MEASURED,
-    past: Iterable[Job] = (),
-    promises: Promises = NO_PROMISES,
-) -> Placement:
-    """Resolve `launch.gpus` on this machine; raise `JobFileError` naming a request that can never be met."""
-    placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
-    look = outlook_here(job, _machine(choices, source_cuda, speeds, promises), past)
-    if fatal := errors(memory_problems(look, job)):
+def place(proposal: Proposal[Any], choices: Sequence[GpuChoice], *, multi_gpu_enabled: bool = True) -> Placement:
+    """Resolve `launch.gpus` on the machine of a proposal; raise `JobFileError` naming a request that cannot be met."""
+    placement = _resolve(proposal, choices, multi_gpu_enabled)
+    if fatal := errors(proposal.memory_problems()):
         raise JobFileError(fatal)
-    return msgspec.structs.replace(placement, look=look)
+    return msgspec.structs.replace(placement, look=proposal.outlook)
 
 
-def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
+def _resolve(proposal: Proposal[Any], choices: Sequence[GpuChoice], multi_gpu_enabled: bool) -> Placement:
+    job, count = proposal.job, proposal.devices
     gpus = job.launch.gpus
-    count = wanted_devices(job)
     if job.cluster:
         return Placement("cpu" if job.on_cpu else "cuda", (), count)
     if job.on_cpu or (gpus == "auto" and not choices):
@@ -126,14 +102,14 @@ def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi
         raise _refusal(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
     any_gpus = not isinstance(gpus, list)
     if any_gpus:
-        _refuse_too_many(choices, job)
+        _refuse_too_many(choices, proposal)
     chosen = _find_gpus(gpus, choices) if isinstance(gpus, list) else []
-    if exchanges(job) and (refusal := refusal_of_slices([(gpu.index, is_slice(gpu.uuid)) for gpu in chosen])):
+    if job.exchanges and (refusal := refusal_of_slices([(gpu.index, is_slice(gpu.uuid)) for gpu in chosen])):
         raise _refusal(refusal)
     vendor = _one_vendor([one for one in choices if one.state != "unhealthy"] if any_gpus else chosen)
     if vendor and (build := installed_build()) and build.runtime not in ("", VENDORS[vendor].torch_runtime):
         raise _refusal(f"PyTorch {for_another_vendor(*build, VENDORS[vendor])}")
-    is_cuda = VENDORS[vendor].device == "cuda" if vendor else source_cuda
+    is_cuda = VENDORS[vendor].device == "cuda" if vendor else proposal.machine.cuda
     device: Device = "cuda" if is_cuda else "cpu"
     return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in chosen), count, any_gpus=any_gpus, vendor=vendor)
 
@@ -145,6 +121,19 @@ def _one_vendor(choices: Sequence[GpuChoice]) -> str:
     return next((choice.vendor for choice in choices), "")
 
 
+def propose_here(
+    job: J,
+    choices: Sequence[GpuChoice],
+    data: DataDir,
+    *,
+    cuda: bool,
+    past: Iterable[Job] = (),
+    promises: Promises = NO_PROMISES,
+) -> Proposal[J]:
+    """Propose a job to this machine; `past` are the jobs whose measured memory counts."""
+    return propose(job, machine(choices, data, cuda=cuda, promises=promises), used_before(past))
+
+
 def machine(
     choices: Sequence[GpuChoice],
     data: DataDir,
@@ -154,15 +143,6 @@ def machine(
     promises: Promises = NO_PROMISES,
 ) -> Machine:
     """Return this machine as input for the checks of a job; `cuda` says whether jobs can use CUDA on its GPUs."""
-    return msgspec.structs.replace(
-        _machine(choices, cuda, read_box(data.box_file), promises),
-        output_root=data.root,
-        memory=host or memory_of_host(),
-        cuda_problem=cuda_problem({one.vendor for one in choices if one.vendor}) if cuda and choices else "",
-    )
-
-
-def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: MeasuredHardware, promises: Promises) -> Machine:
     gpus = tuple(
         MachineGpu(
             index=choice.index,
@@ -176,58 +156,10 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: MeasuredHardware,
         )
         for choice in choices
     )
-    return Machine(gpus, os.cpu_count() or 1, Path(), memory_of_host(), speeds, cuda, promises=promises)
-
-
-def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
-    """Return `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
-
-    A sweep is listed first. The time is measured in a finished job on the same type of device, or else estimated.
-    """
-    devices, work = look.devices, look.settled.work
-    where = plural(devices, "GPU" if look.on_gpus else "CPU process")
-    batch, factors = str(work.tokens_per_step), _factors(work)
-    if len(factors) > 1:
-        batch += " = " + " × ".join(map(str, factors))
-    each = f" per {'GPU' if look.on_gpus else 'process'}" if devices > 1 else ""
-    seconds, measured = expected_seconds(job, look, device, past)
-    parts = [
-        *([_sweep(job)] if job.sweep else []),
-        f"{where}, {look.mode}",
-        f"effective batch {batch}",
-        f"needs {gibibytes(look.needs_bytes)}{each}",
-        f"about {duration(seconds)}" + ("" if measured else ", estimated"),
-        *([look.placed.sentence] if look.placed and (look.placed.model_gpus or look.placed.why) else []),
-    ]
-    return " · ".join(parts)
-
-
-def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> tuple[float, bool]:
-    """Return the seconds that the steps of a job take, and whether they were measured in a finished job of its shape.
-
-    Otherwise they are estimated.
-    """
-    work = look.settled.work
-    alike = of_same_shape(job, work.shape, look.devices, look.mode, device, past)
-    if rate := next((done.tokens_per_s for done in alike if done.tokens_per_s), None):
-        return work.total_tokens / rate, True
-    return max(1.0, work.total_steps * look.settled.time.total_s), False
-
-
-def _factors(work: Workload) -> list[int]:
-    """Return the factors of an effective batch except 1: tokens, micro-batches, data-parallel ranks.
-
-    Return [] if their product is not the batch.
-    """
-    factors = (work.micro_batch, work.micro_batches, work.data_ranks)
-    return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
-
-
-def _sweep(job: JobConfig) -> str:
-    """Return `3 SAEs: k=16, k=32, k=64`; of more than 6 SAEs only the first 5."""
-    labels = [label.replace(",", " ") for label in members(job)]
-    shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
-    return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
+    problem = cuda_problem({one.vendor for one in choices if one.vendor}) if cuda and choices else ""
+    return Machine(
+        gpus, os.cpu_count() or 1, data.root, host or memory_of_host(), read_box(data.box_file), cuda, problem, promises
+    )
 
 
 def _obstacle(choice: GpuChoice, needed_bytes: int) -> str:
@@ -257,12 +189,12 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
     return [gpu_by_index[index] for index in indices]
 
 
-def _refuse_too_many(choices: Sequence[GpuChoice], job: AnyJob) -> None:
+def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> None:
     """Raise `JobFileError` if too few GPUs are usable; busy GPUs count, since the job waits for them."""
-    count = wanted_devices(job)
+    count = proposal.devices
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
-    suited = [choice for choice in choices if takes_slices(job) or not is_slice(choice.uuid)]
+    suited = [choice for choice in choices if proposal.takes_slices or not is_slice(choice.uuid)]
     usable = [choice for choice in suited if choice.state != "unhealthy"]
     if len(usable) < count:
         alone = "" if len(suited) == len(choices) else "; a MIG slice runs a job alone"

@@ -34,8 +34,9 @@ from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.consent import sets
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, any_job_of, is_extraction, load_extraction, read_toml
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import AnyJob, JobConfig
+from trainer.contract.settings.job_file import any_job_of, class_of, load_as, read_toml
 from trainer.contract.settings.toml import Judged, read_plain_text, table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -134,7 +135,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     if not paths.job_file.exists():
         _complete_launch(data, job)
     raw = read_toml(paths.job_file, read_plain_text)
-    if is_extraction(raw):
+    if class_of(raw) is ExtractJob:
         return _prepare_extraction(paths, job, place, overrides)
     judged = Judged()
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides, judged)
@@ -155,7 +156,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
 def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> ResumePlan:
     """Return the plan for an extraction; it continues after the last complete shard."""
     judged = Judged()
-    config = load_extraction(paths.job_file, overrides, read=judged)
+    config = load_as(ExtractJob, paths.job_file, overrides, read=judged)
     refuse_options_of_others(judged.distrust, config, overrides)
     config = with_whole_python(config)
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)

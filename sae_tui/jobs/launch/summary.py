@@ -11,7 +11,7 @@ from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import dead_after
 from trainer.contract.settings.job_file import parse_any, to_table
-from trainer.contract.settings.sections import KINDS, section_settings, words_of
+from trainer.contract.settings.sections import job_class, section_settings, words_of
 from trainer.contract.settings.toml import table_of
 
 _KNOWN_BY = (
@@ -78,7 +78,7 @@ def _name(path: str, names: Counter[str]) -> str:
 
 def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, value and default of every setting of the job; for an axis of a sweep the value is a list."""
-    for section in KINDS[kind]:
+    for section in job_class(kind).sections:
         for setting in section_settings(section, words_of(section, table[section])):
             yield f"{section}.{setting.name}", table[section].get(setting.name), setting.default
 

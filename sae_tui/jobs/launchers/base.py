@@ -11,7 +11,7 @@ import msgspec
 from sae_tui.jobs.ending import RankEnding
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.store.rows import Rank
 
 RankCommand = Callable[[Path], Sequence[str]]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.extraction import promises_of
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, is_extraction, parse_extraction
-from trainer.contract.settings.promised import Promise
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import class_of, parse_any
+from trainer.contract.settings.promised import NO_PROMISES, Promise, Promises
 from trainer.contract.settings.shards import inspect_shards
-from trainer.contract.settings.sources import each
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -38,16 +35,16 @@ def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
 
 def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
     """Return the queued or running jobs that write a folder which this job reads, so that it must come after them."""
-    folders = {folder for _, folder in _folders_read(job)} if isinstance(job, JobConfig) else set()
+    folders = {folder for _, folder in job.folders_read}
     return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
 
 
-def refuse_other_rows(control: Control, job: Job, config: JobConfig) -> None:
+def refuse_other_rows(control: Control, job: Job, config: AnyJob) -> None:
     """Raise `JobFileError` if the rows that a job waited for differ from those that its check assumed."""
     kept = {other: control.job(other) for other in job.after if control.state(other) is not None}
     for other, writer in kept.items():
         promises = _promises(writer)
-        for field, folder in _folders_read(config):
+        for field, folder in config.folders_read:
             if promise := promises.get(folder):
                 _refuse_other(job, other, field, folder, promise)
 
@@ -63,14 +60,8 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
         raise JobFileError([Problem(field, f"{message}; {cure}")])
 
 
-def _promises(job: Job) -> dict[str, Promise]:
+def _promises(job: Job) -> Promises:
     table = table_of(job.config)
-    extraction = parse_extraction(table)[0] if is_extraction(table) else None
-    return promises_of(extraction, f"job {job.id}") if extraction else {}
-
-
-def _folders_read(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield the setting and real path of each folder that a training reads."""
-    for name in job.data.settings.paths:
-        for path in each(getattr(job.data.settings, name) or []):
-            yield f"data.{name}", os.path.realpath(path)
+    # Most jobs write no rows, and a list of jobs may have a thousand.
+    writer = parse_any(table)[0] if class_of(table).writes_rows else None
+    return writer.promises(f"job {job.id}") if writer else NO_PROMISES

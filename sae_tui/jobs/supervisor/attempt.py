@@ -30,12 +30,12 @@ from trainer.contract.extras import OtherInterpreter, judged_by
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
-from trainer.contract.planning.workload import ONE_PROCESS, model_gpus_of
+from trainer.contract.planning.workload import ONE_PROCESS
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
 from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, load_any
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.shards import inspecting_by
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.job_store import Control
@@ -135,8 +135,7 @@ class AttemptRunner:
         return attempt
 
     def _setup(self, config: AnyJob) -> AttemptSetup:
-        if isinstance(config, JobConfig):
-            refuse_other_rows(self._control, self._job, config)
+        refuse_other_rows(self._control, self._job, config)
         vendor = vendor_of(self._data, self._job)
         spec = RankSpec(
             run_dir=self._paths.root,
@@ -165,7 +164,7 @@ class AttemptRunner:
 
     def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
         """Decide which GPUs run only the language model, based on the free memory that the job required on each GPU."""
-        if model_gpus_of(config) == 0:
+        if config.model_gpus == 0:
             return spec
         had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
         name = CPU if self._job.device == "cpu" else name_of(self._data, self._job)

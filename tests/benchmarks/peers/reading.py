@@ -62,7 +62,8 @@ class Ours(Reader):
     name, does = "ours", "all hooks, rows chosen, shards written"
 
     def __init__(self, asked: Asked, folder: Path) -> None:
-        from trainer.contract.settings.job_file import parse_extraction
+        from trainer.contract.settings.extract import ExtractJob
+        from trainer.contract.settings.job_file import parse_as
         from trainer.extraction.extraction import Extraction
         from trainer.extraction.peers import Alone
 
@@ -71,7 +72,7 @@ class Ours(Reader):
             "text": {"path": str(asked.text), "context": asked.context},
             "extract": {"n_tokens": asked.n_tokens, "batch_tokens": asked.batch_tokens, "output": str(folder)},
         }
-        job, problems = parse_extraction({"kind": "extract", **table})
+        job, problems = parse_as(ExtractJob, {"kind": "extract", **table})
         assert job is not None, problems
         self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 

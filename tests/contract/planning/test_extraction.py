@@ -11,8 +11,8 @@ import pytest
 from support.extractions import extraction_job
 from support.tiny_models import CONTEXT, D_IN, make_model
 
-from trainer.contract.planning.check_job import Machine, MachineGpu, check, outlook_of
-from trainer.contract.planning.extraction import disk_words, outlook_of_extraction
+from trainer.contract.planning.check_job import Machine, MachineGpu, check
+from trainer.contract.planning.extraction import ExtractionProposal, disk_words, outlook_of_extraction
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU, DeviceSpeeds, MeasuredHardware
 from trainer.contract.settings.extract import ExtractJob
@@ -74,7 +74,7 @@ def test_more_tokens_per_batch_and_a_longer_context_take_more_memory(model: Path
 
 def test_a_full_gpu_is_a_warning_and_a_gpu_that_is_too_small_an_error(job: ExtractJob, tmp_path: Path) -> None:
     named = on(job, [0])
-    needs = (outlook_of(named, machine(tmp_path, 70)).needs_bytes or 0) / GIB
+    needs = (ExtractionProposal(named, machine(tmp_path, 70)).outlook.needs_bytes or 0) / GIB
     assert check(named, machine(tmp_path, 70)) == []
     (lacking,) = check(named, machine(tmp_path, needs / 2))
     assert (lacking.path, lacking.severity) == ("launch.gpus", "warning")
@@ -86,7 +86,7 @@ def test_a_full_gpu_is_a_warning_and_a_gpu_that_is_too_small_an_error(job: Extra
 
 def test_a_model_that_is_not_on_disk_is_launched_without_an_estimate(job: ExtractJob, tmp_path: Path) -> None:
     hub = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="gpt2"))
-    look = outlook_of(hub, machine(tmp_path, 70))
+    look = ExtractionProposal(hub, machine(tmp_path, 70)).outlook
     assert (look.needs_bytes, look.seconds, look.disk_bytes) == (None, None, None)
     assert check(hub, machine(tmp_path, 70)) == []
 
@@ -134,7 +134,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
 ) -> None:
     whole = on(job, "auto:3")
     spread = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, spread=True))
-    each, shared = (outlook_of(one, machine(tmp_path, 70, 70, 70)) for one in (whole, spread))
+    each, shared = (ExtractionProposal(one, machine(tmp_path, 70, 70, 70)).outlook for one in (whole, spread))
     assert each.memory
     assert shared.memory
     assert (each.mode, shared.mode) == ("single", "spread")

@@ -13,7 +13,7 @@ from sae_tui.jobs.launch import job_form
 from trainer.contract.errors import JobFileError
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job_file import load_job, parse_extraction, parse_job
+from trainer.contract.settings.job_file import load_job, parse_as, parse_job
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_an_unknown_number_of_layers_is_refused(source: str, tmp_path: Path) -> 
 def test_an_extraction_accepts_ranges_and_full_mlps_and_all_layers(model: Path) -> None:
     def extracted(*hooks: str) -> list[str]:
         table = {"model": {"path": str(model), "hooks": [*hooks]}, "text": {"path": "text"}}
-        job, problems = parse_extraction({"kind": "extract", **table})
+        job, problems = parse_as(ExtractJob, {"kind": "extract", **table})
         assert job, problems
         return job.model.hooks
 
@@ -99,7 +99,7 @@ def test_an_extraction_accepts_ranges_and_full_mlps_and_all_layers(model: Path) 
     assert extracted("mlp") == ["mlp_in.0", "mlp_out.0", "mlp_in.1", "mlp_out.1", "mlp_in.2", "mlp_out.2"]
     assert extracted("h.3.attn") == ["h.3.attn"]
     table = {"model": {"path": "some/model", "hooks": ["mlp"]}, "text": {"path": "text"}}
-    _, (problem,) = parse_extraction({"kind": "extract", **table})
+    _, (problem,) = parse_as(ExtractJob, {"kind": "extract", **table})
     assert problem.path == "model.hooks"
     assert "list them, like mlp.0-11" in problem.message
 

@@ -13,7 +13,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, PARALLEL, SOURCES, Entry
 from trainer.contract.settings.declare import Setting, about, settings_of, show
-from trainer.contract.settings.job import SECTIONS, JobConfig
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sections import CHOSEN, section_settings
 from trainer.contract.settings.typed import parse_number, parse_value
 
@@ -34,7 +34,7 @@ SETTINGS = {setting.name: setting for setting in settings_of(Sample)}
 def every_setting() -> list[tuple[str, Setting]]:
     """List every setting of every section with every registry entry, as (path, setting)."""
     settings = [("name", setting) for setting in settings_of(JobConfig)]
-    for section in SECTIONS:
+    for section in JobConfig.sections:
         names = CHOSEN[section][1] if section in CHOSEN else [None]
         settings += [
             (f"{section}.{setting.name}", setting) for name in names for setting in section_settings(section, name)
@@ -54,7 +54,7 @@ def test_every_setting_has_a_help_text_and_describes_its_values(path: str, setti
 @pytest.mark.parametrize(
     "struct",
     [
-        *SECTIONS.values(),
+        *JobConfig.sections.values(),
         *(entry.settings for entries in (ARCHITECTURES, OPTIMIZERS, SOURCES) for entry in entries.values()),
     ],
 )

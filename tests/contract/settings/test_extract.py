@@ -10,7 +10,7 @@ import pytest
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import Hook
-from trainer.contract.settings.job_file import load_extraction, parse_extraction, parse_job
+from trainer.contract.settings.job_file import load_as, parse_as, parse_job
 
 LEAST = {"kind": "extract", "model": {"path": "gpt2", "hooks": ["resid_post.2"]}, "text": {"path": "corpus.txt"}}
 
@@ -19,11 +19,11 @@ def problems(**sections: Any) -> list[str]:
     """Return the problems of the minimal job with these sections changed."""
     table = {name: LEAST.get(name, {}) | changed if isinstance(changed, dict) else changed
              for name, changed in sections.items()}  # fmt: skip
-    return [str(problem) for problem in parse_extraction(LEAST | table)[1]]
+    return [str(problem) for problem in parse_as(ExtractJob, LEAST | table)[1]]
 
 
 def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest() -> None:
-    job, wrong = parse_extraction(LEAST)
+    job, wrong = parse_as(ExtractJob, LEAST)
     assert wrong == []
     assert isinstance(job, ExtractJob)
     assert job.hooks == (Hook("resid_post", 2),)
@@ -84,7 +84,7 @@ def test_each_mistake_is_one_sentence_that_names_the_field(changed: dict[str, An
 
 
 def test_an_extraction_is_not_read_as_a_training_or_the_reverse() -> None:
-    (as_extraction,) = parse_extraction({"data": {"path": "a"}})[1]
+    (as_extraction,) = parse_as(ExtractJob, {"data": {"path": "a"}})[1]
     assert str(as_extraction).startswith('kind: is "train" and not "extract"; ')
     assert str(parse_job(LEAST)[1][0]).startswith('kind: is "extract" and not "train"; ')
 
@@ -103,13 +103,13 @@ def test_paths_are_relative_to_the_working_folder_or_else_to_the_job_file(tmp_pa
     file = there / "job.toml"
     file.write_text('kind = "extract"\n[model]\npath = "model"\nhooks = ["h.1"]\n[text]\npath = "corpus.txt"\n')
     monkeypatch.chdir(here)
-    job = load_extraction(file)
+    job = load_as(ExtractJob, file)
     assert (job.model.path, job.text.path) == (str(there / "model"), str(there / "corpus.txt"))
     assert job.extract.output == str(here / "activations")
     (here / "corpus.txt").write_text("here")
-    assert load_extraction(file).text.path == str(here / "corpus.txt")
+    assert load_as(ExtractJob, file).text.path == str(here / "corpus.txt")
     # A path in neither folder is a name on the hub, or a text that is reported as missing from the working folder.
-    job = load_extraction(file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
+    job = load_as(ExtractJob, file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
     assert (job.model.path, job.text.path) == ("org/name", str(here / "none.txt"))
     assert job.extract.n_tokens == 10_000
 
@@ -118,7 +118,7 @@ def test_hooks_can_be_given_on_the_command_line(tmp_path: Path) -> None:
     (file := tmp_path / "job.toml").write_text(
         'kind = "extract"\n[model]\npath = "gpt2"\nhooks = ["h.1"]\n[text]\npath = "a.txt"\n'
     )
-    assert load_extraction(file, ['model.hooks=["resid_pre.0", "h.2"]']).model.hooks == ["resid_pre.0", "h.2"]
-    assert load_extraction(file, ["model.hooks=resid_pre.0, h.2"]).model.hooks == ["resid_pre.0", "h.2"]
+    assert load_as(ExtractJob, file, ['model.hooks=["resid_pre.0", "h.2"]']).model.hooks == ["resid_pre.0", "h.2"]
+    assert load_as(ExtractJob, file, ["model.hooks=resid_pre.0, h.2"]).model.hooks == ["resid_pre.0", "h.2"]
     with pytest.raises(JobFileError, match=r"^model.hooks: "):
-        load_extraction(file, ["model.hooks=resid_pre.0,"])
+        load_as(ExtractJob, file, ["model.hooks=resid_pre.0,"])

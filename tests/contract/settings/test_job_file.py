@@ -19,7 +19,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import CONTROL
 from trainer.contract.settings.catalog import ARCHITECTURES, MIRRORS
 from trainer.contract.settings.declare import Setting, settings_of
-from trainer.contract.settings.job import SECTIONS, JobConfig, SweepAxis
+from trainer.contract.settings.job import JobConfig, SweepAxis
 from trainer.contract.settings.job_file import (
     apply_override,
     dump_job,
@@ -27,7 +27,6 @@ from trainer.contract.settings.job_file import (
     parse_any,
     parse_job,
     to_table,
-    with_data_path,
 )
 from trainer.contract.settings.sections import CHOSEN, choices_of, section_settings
 
@@ -89,7 +88,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
     """Draw a job table with a valid value in every setting of every section."""
     (name_setting,) = settings_of(JobConfig)
     table: dict[str, Any] = {"name": draw(allowed("name", name_setting).filter(lambda text: not CONTROL.search(text)))}
-    for section in SECTIONS:
+    for section in JobConfig.sections:
         chosen = {}
         if section in CHOSEN:
             field, registry = CHOSEN[section]
@@ -113,7 +112,7 @@ def test_a_written_job_contains_all_settings_that_have_a_value() -> None:
     job, _ = parse_job(MINIMAL)
     assert job is not None
     table = to_table(job)
-    for section in SECTIONS:
+    for section in JobConfig.sections:
         with_default = {
             setting.name for setting in section_settings(section) if setting.required or setting.default is not None
         }
@@ -211,7 +210,9 @@ def test_a_bad_value_is_one_problem_that_names_the_setting(path: str, value: obj
     assert "\n" not in str(problem)
 
 
-ALL_SETTINGS = [(f"{section}.{setting.name}", setting) for section in SECTIONS for setting in section_settings(section)]
+ALL_SETTINGS = [
+    (f"{section}.{setting.name}", setting) for section in JobConfig.sections for setting in section_settings(section)
+]
 
 
 @pytest.mark.parametrize(("path", "setting"), ALL_SETTINGS, ids=[path for path, _ in ALL_SETTINGS])
@@ -370,21 +371,21 @@ def test_targets_are_resolved_like_the_data(
 ) -> None:
     (tmp_path / "there" / "out").mkdir(parents=True)
     bases = [tmp_path / "here", tmp_path / "there"]
-    data = with_data_path(make_job(data={"path": "in", "target_path": "out"}), bases).data.settings
+    data = make_job(data={"path": "in", "target_path": "out"}).with_paths(bases).data.settings
     assert (data.path, data.target_path) == (str(tmp_path / "here/in"), str(tmp_path / "there/out"))  # type: ignore[attr-defined]
     made_up = make_job(data={"source": "synthetic"})
-    assert with_data_path(made_up, bases) == made_up
+    assert made_up.with_paths(bases) == made_up
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nosuchuser/x"], ids=["nul", "long", "nobody"])
 def test_an_impossible_path_raises_no_error(make_job: Callable[..., JobConfig], path: str) -> None:
-    job = with_data_path(make_job(data={"path": path}), [Path("/somewhere")])
+    job = make_job(data={"path": path}).with_paths([Path("/somewhere")])
     assert job.data.settings.path == f"/somewhere/{path}"  # type: ignore[attr-defined]
 
 
 def test_the_home_folder_is_expanded(make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    job = with_data_path(make_job(data={"path": "~/acts"}), [Path("/somewhere")])
+    job = make_job(data={"path": "~/acts"}).with_paths([Path("/somewhere")])
     assert job.data.settings.path == "/home/ada/acts"  # type: ignore[attr-defined]
 
 

@@ -9,7 +9,6 @@ from support.extractions import extraction_job
 from support.tiny_models import D_IN, make_model
 
 from trainer.contract.errors import JobFileError
-from trainer.contract.planning.extraction import promises_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import job_of
 from trainer.contract.settings.promised import Promise
@@ -25,7 +24,7 @@ def training(**data: object) -> JobConfig:
 
 
 def test_a_promised_folder_has_its_future_shape(model: Path, tmp_path: Path) -> None:
-    promises = promises_of(extraction_job(model, tmp_path, tmp_path / "rows", n_tokens=5000), "job 3")
+    promises = extraction_job(model, tmp_path, tmp_path / "rows", n_tokens=5000).promises("job 3")
     shape = training(path=str(tmp_path / "rows" / "mlp_out.0")).data_shape(promises)
     assert shape == (D_IN, None, 5000)
     both = training(path=str(tmp_path / "rows/mlp_out.0"), target_path=str(tmp_path / "rows/resid_post.1"))
@@ -33,7 +32,7 @@ def test_a_promised_folder_has_its_future_shape(model: Path, tmp_path: Path) -> 
 
 
 def test_a_link_to_a_promised_folder_resolves_to_it(model: Path, tmp_path: Path) -> None:
-    promises = promises_of(extraction_job(model, tmp_path, tmp_path / "rows", n_tokens=5000), "job 3")
+    promises = extraction_job(model, tmp_path, tmp_path / "rows", n_tokens=5000).promises("job 3")
     (tmp_path / "link").symlink_to(tmp_path / "rows")
     assert training(path=str(tmp_path / "link" / "mlp_out.0")).data_shape(promises).n_tokens == 5000
 
@@ -41,7 +40,7 @@ def test_a_link_to_a_promised_folder_resolves_to_it(model: Path, tmp_path: Path)
 def test_a_width_known_only_from_the_rows_is_refused(model: Path, tmp_path: Path) -> None:
     job = extraction_job(model, tmp_path, tmp_path / "rows", hooks=["layers.1.mlp"])
     with pytest.raises(JobFileError, match=r"^data.path: job 3 has yet to write .*; launch this job after"):
-        training(path=str(tmp_path / "rows" / "layers.1.mlp")).data_shape(promises_of(job, "job 3"))
+        training(path=str(tmp_path / "rows" / "layers.1.mlp")).data_shape(job.promises("job 3"))
 
 
 def test_the_parent_folder_of_several_hooks_is_refused_with_their_names(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.edits import LONGEST_NAME
-from sae_tui.jobs.launch.clone import clone_settings, free_name, grid, half_batch, name_by_axes
+from sae_tui.jobs.launch.clone import clone_settings, free_name, grid, name_by_axes
 from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.planning.training import TrainingProposal
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job
 
@@ -81,7 +82,7 @@ def test_a_grid_has_at_most_a_hundred_jobs():
 )
 def test_halving_the_micro_batch_keeps_the_tokens_per_step(box, train, overrides):
     job = box.config().replace("train", **train)
-    assert half_batch(job, 2) == overrides
+    assert TrainingProposal.half_batch(job, 2) == overrides
     if overrides:
         box.data.run(1).create()
         box.data.run(1).job_file.write_text(dump_job(job))

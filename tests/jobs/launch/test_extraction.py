@@ -9,12 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sae_tui.jobs.launch import extraction
-from sae_tui.jobs.launch.clone import half_batch
+from sae_tui.jobs.launch.kinds.extraction import LaunchExtraction
 from sae_tui.jobs.launch.memory_need import FreeMemory
-from trainer.contract.planning.extraction import batch_that_fits, outlook_of_extraction
+from trainer.contract.planning.extraction import ExtractionProposal, batch_that_fits, outlook_of_extraction
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job_file import parse_extraction
+from trainer.contract.settings.job_file import parse_as
 
 
 @pytest.fixture
@@ -25,43 +24,45 @@ def job(tmp_path: Path) -> ExtractJob:
     (tmp_path / "pytorch_model.bin").touch()
     os.truncate(tmp_path / "pytorch_model.bin", 40_000_000)
     table = {"model": {"path": str(tmp_path), "hooks": ["mlp_out.2"]}, "text": {"path": "x"}, "extract": {}}
-    parsed, problems = parse_extraction({"kind": "extract", **table, "launch": {"gpus": "cpu"}})
+    parsed, problems = parse_as(ExtractJob, {"kind": "extract", **table, "launch": {"gpus": "cpu"}})
     assert parsed, problems
     return parsed
 
 
 def test_the_parts_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
-    takes = extraction.need(job, look, FreeMemory(), cuda=False)
+    takes = LaunchExtraction().need(job, look, FreeMemory(), device="cpu")
     assert takes
     assert look.memory
     assert takes.rank_bytes == look.needs_bytes
     assert takes.parts.weights == 40_000_000
-    assert extraction.summary(job, look).startswith("1 CPU process · 1,000,000 rows of 1 hook, 512 wide · needs ")
+    assert (
+        LaunchExtraction().summary(job, look).startswith("1 CPU process · 1,000,000 rows of 1 hook, 512 wide · needs ")
+    )
 
 
 def test_if_memory_is_short_the_largest_batch_that_fits_is_suggested(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
     assert look.needs_bytes
     short = FreeMemory(look.needs_bytes - 1, "this machine")
-    takes = extraction.need(job, look, short, cuda=False)
+    takes = LaunchExtraction().need(job, look, short, device="cpu")
     assert takes
     assert takes.judged_lacking
     assert takes.remedies == ("extract.batch_tokens = 4096",)
     assert batch_that_fits(job, look.needs_bytes, cuda=False) == 4096
-    none = extraction.need(job, look, FreeMemory(1, "this machine"), cuda=False)
+    none = LaunchExtraction().need(job, look, FreeMemory(1, "this machine"), device="cpu")
     assert none
     assert (none.remedies, none.otherwise) == ((), "a smaller model")
 
 
 def test_a_clone_after_running_out_of_memory_reads_half_as_many_tokens_at_once(job: ExtractJob) -> None:
-    assert half_batch(job, 1) == ["extract.batch_tokens=4096"]
+    assert ExtractionProposal.half_batch(job, 1) == ["extract.batch_tokens=4096"]
     least = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=256))
-    assert half_batch(least, 1) == []
+    assert ExtractionProposal.half_batch(least, 1) == []
 
 
 def test_the_memory_for_a_model_on_another_machine_is_unknown(job: ExtractJob) -> None:
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
-    assert extraction.need(elsewhere, look, FreeMemory(), cuda=False) is None
-    assert extraction.summary(elsewhere, look).endswith("memory unknown: the model is not downloaded yet")
+    assert LaunchExtraction().need(elsewhere, look, FreeMemory(), device="cpu") is None
+    assert LaunchExtraction().summary(elsewhere, look).endswith("memory unknown: the model is not downloaded yet")

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.workloads import workload
+from support.workloads import look_of, workload
 
 from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.launch.kinds.training import LaunchTraining
 from sae_tui.jobs.launch.memory_need import (
     FreeMemory,
     Need,
     PeakMemory,
     capacity_on_cpu,
     capacity_on_gpus,
-    expected_outlook,
     measured_peak,
-    need,
 )
 from sae_tui.jobs.launch.placement import machine
 from trainer.contract.paths import DataDir
@@ -74,7 +73,7 @@ def on_gpus(config: JobConfig, *free: int | None, past=(), cuda: bool = True) ->
     """Return the forecast for a job on GPUs of 24 GiB; `free` gives their free bytes."""
     gpus = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(gpus, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
-    return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
+    return look_of(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
 
 
 def on_cpu(config: JobConfig, host: DeviceMemory = UNKNOWN_MEMORY) -> Outlook:
@@ -132,7 +131,7 @@ def test_a_sweep_has_another_shape_than_its_first_sae(config):
 
 def test_a_gpu_job_needs_the_measured_memory_if_it_exceeds_the_estimate(config):
     look = on_gpus(config, 23 * GIB, 20 * GIB, past=[done(config)])
-    takes = need(look, config, DATA, FreeMemory(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
+    takes = LaunchTraining().need(config, look, FreeMemory(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
     assert takes.rank_bytes == look.needs_bytes == 3 * GIB + outside_pytorch(workload(config, 8, 2))
     assert look.problems(config) == []
@@ -151,7 +150,7 @@ def test_a_job_does_not_wait_for_measured_memory_that_may_never_be_free(config):
 def test_the_measured_memory_of_a_process_includes_its_libraries(config):
     past = [done(config, device="cpu")]
     look = on_cpu(config)
-    takes = need(look, config, DATA, FreeMemory(2 * GIB, "this machine"), device="cpu", past=past)
+    takes = LaunchTraining().need(config, look, FreeMemory(2 * GIB, "this machine"), device="cpu", past=past)
     assert str(takes.measured) == "measured 3.0 GiB in job 41, libraries included"
     assert (
         takes.rank_bytes
@@ -164,7 +163,7 @@ def test_the_measured_memory_of_a_process_includes_its_libraries(config):
 
 def test_all_processes_share_the_memory_of_the_machine_but_gpus_do_not(config):
     def of(look: Outlook) -> Need:
-        return need(look, config, DATA, FreeMemory(), device="cpu")
+        return LaunchTraining().need(config, look, FreeMemory(), device="cpu")
 
     on_both, on_one = of(on_cpu(config)), of(on_gpus(config, 9 * GIB, 9 * GIB))
     one = on_both.rank_bytes
@@ -189,7 +188,7 @@ def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
     free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2, n_tokens=DATA.n_tokens)).total
     look = on_gpus(wide, free, 23 * GIB)
-    takes = need(look, wide, DATA, FreeMemory(free, "GPU 0"), device="cuda")
+    takes = LaunchTraining().need(wide, look, FreeMemory(free, "GPU 0"), device="cuda")
     assert takes.judged_lacking
     assert "train.batch_size = 16384" in takes.remedies
     (problem,) = look.problems(wide)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.extractions import extraction_job
-from support.workloads import stream_of_model, workload
+from support.workloads import look_of, stream_of_model, workload
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.gpus.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
-from sae_tui.jobs.launch.memory_need import expected_outlook
-from sae_tui.jobs.launch.placement import Placement, machine, place, recommend, summary
+from sae_tui.jobs.launch import placement
+from sae_tui.jobs.launch.kinds.training import LaunchTraining
+from sae_tui.jobs.launch.placement import Placement, machine, propose_here, recommend
 from sae_tui.jobs.queue.gpu_reader import gpus
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import JobFileError
@@ -45,6 +46,12 @@ def choice(index: int, free: int | None = 10 * GIB, state: str = "available", re
 
 
 SLICE = GpuChoice(1, "MIG-1", "H200 MIG 3g.71gb", 24 * GIB, 10 * GIB, "available", None)
+
+
+def place(job, choices, *, source_cuda: bool, **options) -> Placement:
+    """Place a job on these GPUs of this machine."""
+    proposal = propose_here(job, choices, DataDir(Path("/nowhere")), cuda=source_cuda)
+    return placement.place(proposal, choices, **options)
 
 
 def job(job_id: int, **fields) -> Job:
@@ -348,8 +355,8 @@ def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) 
     choices = choices or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(choices, DataDir(Path("/nowhere")), cuda=True)
-    look = expected_outlook(config, data, msgspec.structs.replace(box, speeds=speeds or MeasuredHardware()))
-    return summary(config, look, device="cuda" if gpus else "cpu", past=past)
+    look = look_of(config, data, msgspec.structs.replace(box, speeds=speeds or MeasuredHardware()))
+    return LaunchTraining().summary(config, look, device="cuda" if gpus else "cpu", past=past)
 
 
 def test_the_summary_names_devices_batch_memory_and_time(box):

@@ -18,7 +18,7 @@ from trainer.contract.runs.rank_spec import RankSpec
 from trainer.parallel import process_group
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import CPU
-from trainer.ranks.rank import meeting_place_of
+from trainer.ranks.training_work import meeting_place_of
 
 
 @pytest.mark.parametrize(("on_one_host", "interface"), [(True, "lo"), (False, None)])

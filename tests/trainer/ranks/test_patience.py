@@ -11,14 +11,15 @@ from support.rank_faults import end_with_patience
 
 from trainer.contract.runs.rank_spec import EXIT_FAILED
 from trainer.contract.settings.job import JobConfig
-from trainer.ranks.patience import LEAST_S, patience_s
+from trainer.ranks.rank import LEAST_PATIENCE_S
+from trainer.ranks.training_work import patience_s
 
 MakeJob = Callable[..., JobConfig]
 
 
 def test_ranks_wait_as_long_as_a_slow_disk_takes_for_a_checkpoint(make_job: MakeJob) -> None:
     job = make_job()
-    assert patience_s(job, 2) == LEAST_S
+    assert patience_s(job, 2) == LEAST_PATIENCE_S
     d_in = job.data_shape().d_in
     large = make_job(sae={"d_sae": 2**32 // d_in})
     # An encoder and a decoder of 2^32 weights each, with Adam's two moments: 96 GiB at 50 MB/s.
@@ -26,7 +27,7 @@ def test_ranks_wait_as_long_as_a_slow_disk_takes_for_a_checkpoint(make_job: Make
 
 
 def test_ranks_wait_for_the_usual_time_if_the_data_is_missing(make_job: MakeJob, tmp_path: Path) -> None:
-    assert patience_s(make_job(data={"path": str(tmp_path / "gone")}), 2) == LEAST_S
+    assert patience_s(make_job(data={"path": str(tmp_path / "gone")}), 2) == LEAST_PATIENCE_S
 
 
 def test_connections_between_ranks_have_the_same_timeout(

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from support.hanging_ranks import HANGING, HUNG_FILE
 
 from trainer.contract.errors import UserError
-from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.checkpoint_manifest import damage, read_state
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
@@ -29,7 +28,8 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import WAITING, SeriesReader
 from trainer.contract.store.rows import Job
 from trainer.ranks.loading import load_trainer
-from trainer.ranks.rank import _report, _run, model_devices, rank_device, set_order_of_sums, wait_until_stuck
+from trainer.ranks.rank import rank_device, report, wait_until_stuck
+from trainer.ranks.training_work import TrainingWork, model_devices, set_order_of_sums
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
 
@@ -182,7 +182,7 @@ def test_garbage_collection_is_enabled_again_after_loading() -> None:
 
 def test_a_lack_of_memory_in_nccl_is_reported_with_the_setting_to_change(tmp_path: Path) -> None:
     error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
-    _report(tmp_path / "left.json", error)
+    report(tmp_path / "left.json", error)
     assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
 
 
@@ -368,9 +368,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=n_ranks, device="cuda", on_one_host=False)
     with pytest.raises(UserError, match=refusal):
-        _run(
-            spec, rank, make_job(), RunPaths(tmp_path), RunProgress(), threading.Event(), threading.Event(), begin, 1.0
-        )
+        TrainingWork(spec, rank, make_job(), threading.Event(), begin).run(RunProgress())
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from support.launch_counter import NoGpu
 from triton.runtime.driver import driver
 
 from trainer.contract.store.metrics_store import is_before_first_step
-from trainer.ranks import rank
-from trainer.ranks.rank import Compiling
+from trainer.ranks import training_work
+from trainer.ranks.training_work import Compiling
 from trainer.reporting.progress import RunProgress
 from trainer.runtime.triton_kernels import n_kernels, report_compiling
 
@@ -45,7 +45,7 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_compiled_kernel_has_its_own_phase_until_training_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank, "SLOW_S", 0.0)
+    monkeypatch.setattr(training_work, "SLOW_S", 0.0)
     progress = Phases()
     report_compiling(Compiling(progress, 7, 70).begin)
     x = torch.ones(64)

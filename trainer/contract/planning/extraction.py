@@ -5,8 +5,8 @@ Memory is the loaded weights plus the peak of one forward pass. Time counts the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.extras import install, is_installed
 from trainer.contract.paths import free_disk
+from trainer.contract.planning.check_job import Proposal
 from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
@@ -22,7 +23,6 @@ from trainer.contract.planning.stored_extraction import check_what_is_there
 from trainer.contract.settings.extract import STATE, ExtractJob, lack_of_output
 from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
-from trainer.contract.settings.promised import Promise
 from trainer.contract.wording import distinct_sizes, gibibytes
 
 # token_ids, positions and document of a row
@@ -61,6 +61,32 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
         if self.excess:
             return [Problem("model.path", f"{self.excess}; {cure}")]
         return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")] if self.lack else []
+
+
+class ExtractionProposal(Proposal[ExtractJob]):
+    """An extraction on a machine."""
+
+    @cached_property
+    def outlook(self) -> ExtractionOutlook:
+        on = self.machine
+        return outlook_of_extraction(
+            self.job, self.gpus, ranks=self.ranks, speeds=on.speeds, cuda=on.cuda, host=on.memory
+        )
+
+    def memory_problems(self) -> list[Problem]:
+        return self.outlook.problems()
+
+    def problems(self) -> list[Problem]:
+        return [*self.device_problems(), *check_extraction(self.job, self.outlook)]
+
+    @staticmethod
+    def total_steps(job: ExtractJob, devices: int) -> int:
+        return job.extract.n_tokens
+
+    @staticmethod
+    def half_batch(job: ExtractJob, devices: int) -> list[str]:
+        half_tokens = job.extract.batch_tokens // 2
+        return [f"extract.batch_tokens={half_tokens}"] if half_tokens >= job.text.context else []
 
 
 def outlook_of_extraction(
@@ -151,20 +177,11 @@ def _check_hooks(job: ExtractJob) -> list[Problem]:
     ]
 
 
-def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
-    """Return what each folder of an extraction will hold, by its real path; `by` names the extraction."""
-    size = model_size(job.model.path, job.model.revision)
-    # No file states the output width of a module that is given by its path.
-    widths = [size.width if size and not hook.path else None for hook in job.hooks]
-    folders = [os.path.realpath(job.folder(name)) for name in job.model.hooks]
-    return {folder: Promise(d_in, job.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
-
-
 def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_gpus: int = 1) -> int:
     """Return the largest half, quarter, ... of `extract.batch_tokens` that fits; 0 if none does."""
     size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
-        smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
+        smaller = job.replace("extract", batch_tokens=tokens)
         if _memory(smaller, size, cuda, n_gpus).total <= free_bytes:
             return tokens
         tokens //= 2

@@ -11,7 +11,7 @@ from trainer.contract.planning.choose_mode import LEAST_GAIN, Settled
 from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory, can_share, settle_on
 from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.memory import Memory
-from trainer.contract.planning.workload import Workload, model_gpus_of, ranks_of, with_model_gpus
+from trainer.contract.planning.workload import Workload, ranks_of, with_model_gpus
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import gibibytes, join_words, plural
@@ -64,7 +64,7 @@ def counts_that_work(devices: int) -> list[int]:
 
 def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
     """Return why `data.model_gpus` is wrong on this number of devices, in a sentence; "" if it is not."""
-    asked = model_gpus_of(job)
+    asked = job.model_gpus
     if asked in (0, "auto"):
         return ""
     if obstacle := _obstacle(job):
@@ -112,7 +112,7 @@ def place_model(
         settled, is_measured = settle_on(work, box, capacity, memory_of)
         return ModelPlacement(own, settled, is_measured, memory.of_reader(settled.held))
 
-    asked = model_gpus_of(job)
+    asked = job.model_gpus
     if asked != "auto":
         return on(asked)
     counts = list(_counts(whole))

@@ -41,6 +41,34 @@ class PlannedGpu(Protocol):
     def busy(self) -> str: ...
 
 
+class AnyOutlook(Protocol):
+    """What a job of any kind needs of each of its devices, and how they share its work.
+
+    `needs_bytes` is None if the need is unknown. `lack` reports memory that is missing now, or is "".
+    """
+
+    @property
+    def on_gpus(self) -> bool: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def needs_bytes(self) -> int | None: ...
+    @property
+    def lack(self) -> str: ...
+
+
+class UnknownNeeds(msgspec.Struct, frozen=True):
+    """The outlook of a job whose needs cannot be estimated."""
+
+    on_gpus: bool
+    ranks: int
+    mode: str = "single"
+    needs_bytes: int | None = None
+    lack: str = ""
+
+
 class Took(msgspec.Struct, frozen=True):
     """The GPU memory in bytes that a finished job of this shape used."""
 

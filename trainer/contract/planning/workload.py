@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from trainer.contract.planning.hardware import CPU, auto_precision, usual_capability
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train, dead_after
-from trainer.contract.settings.job_file import AnyJob, members
+from trainer.contract.settings.job import USUAL_BATCH, AnyJob, JobConfig, Train, dead_after
+from trainer.contract.settings.job_file import members
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.sources import DataShape
 
@@ -44,6 +44,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         """The jobs of a sweep by label; without a sweep the job itself, under ""."""
         return members(self.job)
 
+    def on_data(self, shape: DataShape) -> Workload:
+        """Return the same job on data of this shape."""
+        work = Workload(self.job, self.ranks, shape)
+        work.__dict__["members"] = self.members
+        return work
+
     @property
     def mode(self) -> str:
         """The parallel mode; "auto" counts as "ddp", or on one rank as "single"."""
@@ -54,7 +60,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @property
     def model_gpus(self) -> int:
         """The number of separate GPUs that only run a language model; 0 while it is not settled."""
-        asked = model_gpus_of(self.job)
+        asked = self.job.model_gpus
         return 0 if asked == "auto" else asked
 
     @property
@@ -163,15 +169,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return min(units * BATCH_UNIT, USUAL_BATCH)
 
 
-def steps_of(job: AnyJob, devices: int) -> int:
-    """Return the steps of a whole run: optimiser steps, or the rows of an extraction."""
-    return Layout(job, ranks_of(job, devices)).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
-
-
-def model_gpus_of(job: AnyJob) -> int | Literal["auto"]:
-    """Return how many GPUs only run a job's language model."""
-    settings = job.data.settings if isinstance(job, JobConfig) else None
-    return settings.model_gpus if isinstance(settings, ModelSettings) else 0
+def steps_of(job: JobConfig, devices: int) -> int:
+    """Return the optimiser steps of a whole training."""
+    return Layout(job, ranks_of(job, devices)).total_steps
 
 
 def ranks_of(job: AnyJob, devices: int) -> int:
@@ -179,7 +179,7 @@ def ranks_of(job: AnyJob, devices: int) -> int:
 
     If the job leaves that open, all of them: wherever the model then runs, a step has the tokens of that many ranks.
     """
-    asked = model_gpus_of(job)
+    asked = job.model_gpus
     return devices if asked == "auto" else max(1, devices - asked)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from trainer.contract.errors import UserError
+from trainer.contract.planning.check_job import proposal_class
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import MeasuredHardware
-from trainer.contract.planning.model_placement import place_model
-from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.runs.resume import last_spec
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import AnyJob
 
 
 def with_model_placed(
@@ -28,11 +26,12 @@ def with_model_placed(
     In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. For the other
     arguments see `place_model`.
     """
-    if not isinstance(job, JobConfig) or model_gpus_of(job) == 0:
+    if job.model_gpus == 0:
         return spec
-    placed = place_model(
-        job, job.data_shape(), spec.n_devices, device_name, box, capacity, memory_of, ranks_before=_ranks_before(spec)
-    )
+    place = proposal_class(job).place_model
+    placed = place(job, spec.n_devices, device_name, box, capacity, memory_of, _ranks_before(spec))
+    if placed is None:
+        return spec
     ranks = placed.devices - placed.model_gpus
     return msgspec.structs.replace(spec, world_size=ranks, model_gpus=placed.model_gpus, model_gpus_why=placed.why)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, is_extraction, load_any, load_job, read_toml
+from trainer.contract.settings.job import AnyJob, JobConfig
+from trainer.contract.settings.job_file import class_of, load_any, load_job, read_toml
 from trainer.contract.settings.toml import read_plain_text
 
 Read = Callable[[Path], str]
@@ -26,8 +26,7 @@ def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
     """Return overrides for settings that the run's version lacked and whose defaults would change the behaviour."""
     raw = read_toml(job_file, read)
-    if is_extraction(raw):
-        return []
+    sections = class_of(raw).sections
     # A run's job file contains all settings of its version, so a missing setting did not exist in that version.
     before = {
         "sae.encoder_follows": "off",
@@ -36,7 +35,11 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
         "data.hold_out": "rows",
         "data.split_seed": _first_seed(raw),
     }
-    return [f"{path}={value}" for path, value in before.items() if not _has(raw, path)]
+    return [
+        f"{path}={value}"
+        for path, value in before.items()
+        if path.partition(".")[0] in sections and not _has(raw, path)
+    ]
 
 
 def _first_seed(raw: Mapping[str, Any]) -> int:

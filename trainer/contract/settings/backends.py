@@ -6,7 +6,7 @@ import pkgutil
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import AnyJob
 
 
 def check_backend(job: AnyJob) -> list[Problem]:

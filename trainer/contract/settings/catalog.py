@@ -162,6 +162,21 @@ class BackendEntry(SettingsEntry, frozen=True):
     cancel: str = ""
 
 
+class KindEntry(Entry, frozen=True):
+    """A kind of job: the `AnyJob` that its files describe, and what works with it, each as `module:name`."""
+
+    # A `Proposal`: the needs of such a job and its checks.
+    proposal: str
+    # A `RankWork`: what its ranks do.
+    rank: str
+    # The function that `sae-train estimate` calls with the job.
+    estimate: str
+    # A `LaunchKind`: how the app describes, reviews and records such a job.
+    launch: str
+    # How the trainer runs a file of this kind.
+    run_by: str
+
+
 ARCHITECTURES = {
     "topk": ArchitectureEntry(
         "trainer.saes.topk:TopK",
@@ -309,6 +324,28 @@ METRICS = {
         "trainer.metrics.sparsity:DenseLatents",
         "Share of latents that fire on more than a tenth of tokens.",
         Series("dense fraction", curve=None, prominence="minor"),
+    ),
+}
+# The kinds of job; a job file without `kind` is a training.
+TRAINING = "train"
+KINDS = {
+    TRAINING: KindEntry(
+        "trainer.contract.settings.job:JobConfig",
+        "Training of SAEs.",
+        proposal="trainer.contract.planning.training:TrainingProposal",
+        rank="trainer.ranks.training_work:TrainingWork",
+        estimate="trainer.measuring.estimate:estimate_training",
+        launch="sae_tui.jobs.launch.kinds.training:LaunchTraining",
+        run_by="a file without it is a training: run it with `sae-train run`",
+    ),
+    "extract": KindEntry(
+        "trainer.contract.settings.extract:ExtractJob",
+        "Extraction of activations.",
+        proposal="trainer.contract.planning.extraction:ExtractionProposal",
+        rank="trainer.ranks.extraction_work:ExtractionWork",
+        estimate="trainer.measuring.estimate_extraction:ExtractionEstimate.of",
+        launch="sae_tui.jobs.launch.kinds.extraction:LaunchExtraction",
+        run_by="run it with `sae-train extract`",
     ),
 }
 LAUNCH_BACKENDS = {

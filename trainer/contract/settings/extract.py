@@ -6,20 +6,21 @@ The job file contains `kind = "extract"`; without it a job is a training.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from trainer.contract.errors import Problem
-from trainer.contract.settings.catalog import LAUNCH_BACKENDS
+from trainer.contract.settings import all_layers
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
-from trainer.contract.settings.job import MAX_NORM, Launch
+from trainer.contract.settings.job import MAX_NORM, AnyJob, Launch
 from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, TextSettings
+from trainer.contract.settings.model_size import model_size
+from trainer.contract.settings.promised import Promise, Promises
 
-KIND = "extract"
 # In the output folder: the progress of the extraction.
 STATE = "extraction.json"
 # With several extracting processes: a folder for each process, with its own state.
@@ -46,14 +47,21 @@ class Extract(msgspec.Struct, frozen=True):
     seed: Annotated[int, about("Seed of the order of the rows.", advanced=True, ge=0)] = 0
 
 
-class ExtractJob(msgspec.Struct, frozen=True):
+class ExtractJob(AnyJob, frozen=True, kw_only=True):
     """A complete extraction job, with all defaults filled in."""
 
-    kind: ClassVar[str] = KIND
+    kind: ClassVar[str] = "extract"
+    sections: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "model": Model,
+        "text": TextSettings,
+        "extract": Extract,
+        "launch": Launch,
+    }
+    writes_rows: ClassVar[bool] = True
+
     model: Model
     text: TextSettings
     extract: Extract
-    launch: Launch = Launch()
     name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "activations"
 
     @property
@@ -62,14 +70,26 @@ class ExtractJob(msgspec.Struct, frozen=True):
         return tuple(map(parse_hook, self.model.hooks))
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the job explicitly asks for the CPU; "auto" may also choose it."""
-        return str(self.launch.gpus).startswith("cpu")
+    def exchanges(self) -> bool:
+        return self.model.spread
 
-    @property
-    def cluster(self) -> str:
-        """The cluster scheduler, such as "SLURM"; "" if the job runs on this machine."""
-        return LAUNCH_BACKENDS[self.launch.backend].cluster
+    @classmethod
+    def with_all_layers(cls, raw: Mapping[str, Any], bases: Sequence[Path]) -> Mapping[str, Any]:
+        return all_layers.of_extraction(raw, bases)
+
+    @classmethod
+    def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
+        return [] if None in sections.values() else check_extract(cls(**sections))
+
+    def paths_read(self) -> list[tuple[str, str]]:
+        return [("model", "path"), ("text", "path")]
+
+    def promises(self, by: str) -> Promises:
+        size = model_size(self.model.path, self.model.revision)
+        # No file states the output width of a module that is given by its path.
+        widths = [size.width if size and not hook.path else None for hook in self.hooks]
+        folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
+        return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
     def folder(self, hook: str) -> Path:
         """Return the folder of a hook's rows; `hook` is its name in the job file."""
@@ -95,9 +115,6 @@ def identity(job: ExtractJob) -> dict[str, Any]:
     sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
     table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
-
-
-SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": TextSettings, "extract": Extract, "launch": Launch}
 
 
 def check_extract(job: ExtractJob) -> list[Problem]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.paths import shipped_data
+from trainer.contract.printable import is_utf8
+from trainer.contract.settings import all_layers
 from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoSettings
 from trainer.contract.settings.declare import about
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.optimizers import OptimizerSettings
 from trainer.contract.settings.promised import NO_PROMISES, Promises
-from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings
+from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings, StreamSettings, each
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
@@ -24,6 +31,9 @@ USUAL_BATCH = 4096
 # first tokens of a text reach a hundred times.
 MAX_NORM = 10.0
 Choice = str  # a name in a registry, checked against it, so that a new entry needs no change here
+# As a data path, this means the sample activations shipped with the app, unless a file has this name.
+SAMPLE = "sample"
+J = TypeVar("J", bound="AnyJob")
 
 
 class DataSettings(msgspec.Struct, frozen=True):
@@ -354,18 +364,138 @@ class SweepAxis(msgspec.Struct, frozen=True):
     values: tuple[Any, ...]
 
 
-class JobConfig(msgspec.Struct, frozen=True):
+class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete job, with all defaults filled in; each kind of job in `KINDS` is a subclass."""
+
+    # Its name in a job file, and the sections that it has there.
+    kind: ClassVar[str]
+    sections: ClassVar[Mapping[str, type[msgspec.Struct]]]
+    # Whether other jobs can read the rows that it writes.
+    writes_rows: ClassVar[bool] = False
+
+    name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "job"
+    launch: Launch = Launch()
+    # With a sweep, the sections hold the first value of each axis.
+    sweep: tuple[SweepAxis, ...] = ()
+
+    @classmethod
+    def with_all_layers(cls, raw: Mapping[str, Any], bases: Sequence[Path]) -> Mapping[str, Any]:
+        """Return the table of a job file with one hook per layer for hooks without a layer."""
+        return raw
+
+    @classmethod
+    def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
+        """Return problems between settings that are valid individually; invalid sections are None."""
+        return []
+
+    def with_paths(self: J, bases: Sequence[Path]) -> J:
+        """Return the job with absolute paths, each resolved against the first of `bases` where it exists."""
+        return self
+
+    def paths_read(self) -> list[tuple[str, str]]:
+        """Return (section, name) of each setting that holds a path to the job's input."""
+        return []
+
+    def promises(self, by: str) -> Promises:
+        """Return what each folder that the job writes will hold, by its real path; `by` names the job."""
+        return NO_PROMISES
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the devices of the job exchange tensors, or are all used by one process."""
+        return False
+
+    @property
+    def model_gpus(self) -> int | Literal["auto"]:
+        """How many GPUs only run its language model."""
+        return 0
+
+    @property
+    def stored_rows(self) -> str | None:
+        """The stored activations that the job reads, in words; None if it reads none."""
+        return None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the job explicitly asks for CPU processes; "auto" may also choose the CPU."""
+        return str(self.launch.gpus).startswith("cpu")
+
+    @property
+    def cluster(self) -> str:
+        """The cluster scheduler, such as "SLURM"; "" if the job runs on this machine."""
+        return LAUNCH_BACKENDS[self.launch.backend].cluster
+
+    @property
+    def folders_read(self) -> list[tuple[str, str]]:
+        """The setting and the real path of each folder of rows that the job reads."""
+        return []
+
+    def replace(self: J, section: str, **changes: Any) -> J:
+        """Return a copy with some fields of one section changed."""
+        return msgspec.structs.replace(self, **{section: msgspec.structs.replace(getattr(self, section), **changes)})
+
+
+class JobConfig(AnyJob, frozen=True, kw_only=True):
     """A complete training job, with all defaults filled in."""
 
     kind: ClassVar[str] = "train"
+    sections: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "data": DataSettings,
+        "sae": SaeSettings,
+        "train": Train,
+        "parallel": ParallelSettings,
+        "launch": Launch,
+    }
+
     data: DataSettings
     sae: SaeSettings
     train: Train
     parallel: ParallelSettings = ParallelSettings()
-    launch: Launch = Launch()
     name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "sae"
-    # With a sweep, the sections hold the first value of each axis.
-    sweep: tuple[SweepAxis, ...] = ()
+
+    @classmethod
+    def with_all_layers(cls, raw: Mapping[str, Any], bases: Sequence[Path]) -> Mapping[str, Any]:
+        return all_layers.of_training(raw, bases)
+
+    @classmethod
+    def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
+        """Report if the data is a stream and the job file does not set the length of the training."""
+        data = sections["data"]
+        is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
+        if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
+            return []
+        message = "is missing: the data is a stream without an end; set it or train.n_steps"
+        return [Problem("train.n_tokens", message)]
+
+    def with_paths(self, bases: Sequence[Path]) -> JobConfig:
+        settings = self.data.settings
+        written = {name: getattr(settings, name) for name in settings.paths}
+        absolute = {name: _resolve_each(path, bases) for name, path in written.items() if path is not None}
+        for name in settings.hub_paths:
+            if os.path.exists(there := _resolve(getattr(settings, name), bases)):
+                absolute[name] = there
+        return self.replace("data", settings=msgspec.structs.replace(settings, **absolute))
+
+    def paths_read(self) -> list[tuple[str, str]]:
+        return [("data", name) for name in self.data.settings.paths]
+
+    @property
+    def exchanges(self) -> bool:
+        return True
+
+    @property
+    def model_gpus(self) -> int | Literal["auto"]:
+        return self.data.settings.model_gpus if isinstance(self.data.settings, ModelSettings) else 0
+
+    @property
+    def folders_read(self) -> list[tuple[str, str]]:
+        written = [(f"data.{name}", getattr(self.data.settings, name)) for name in self.data.settings.paths]
+        return [(setting, os.path.realpath(path)) for setting, paths in written for path in each(paths or [])]
+
+    @property
+    def stored_rows(self) -> str | None:
+        folders = getattr(self.data.settings, "folders", None)
+        return None if folders is None else str(folders)
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
         """Return dimensions and row count from the headers of the data files; raise `JobFileError` for a problem.
@@ -410,25 +540,16 @@ class JobConfig(msgspec.Struct, frozen=True):
         """Return the index of the hook whose rows an SAE of the sweep reads."""
         return list(self.hooks.values()).index(member.data.settings)
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the job explicitly asks for CPU processes; "auto" may also choose the CPU."""
-        return str(self.launch.gpus).startswith("cpu")
 
-    @property
-    def cluster(self) -> str:
-        """The cluster scheduler, such as "SLURM"; "" if the job runs on this machine."""
-        return LAUNCH_BACKENDS[self.launch.backend].cluster
-
-    def replace(self, section: str, **changes: Any) -> JobConfig:
-        """Return a copy with some fields of one section changed."""
-        return msgspec.structs.replace(self, **{section: msgspec.structs.replace(getattr(self, section), **changes)})
+def _resolve_each(paths: str | list[str], bases: Sequence[Path]) -> str | list[str]:
+    return _resolve(paths, bases) if isinstance(paths, str) else [_resolve(path, bases) for path in paths]
 
 
-SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "data": DataSettings,
-    "sae": SaeSettings,
-    "train": Train,
-    "parallel": ParallelSettings,
-    "launch": Launch,
-}
+def _resolve(path: str, bases: Sequence[Path]) -> str:
+    candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
+    if wrong := next((candidate for candidate in candidates if not is_utf8(candidate)), None):
+        raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])
+    if path == SAMPLE:
+        candidates.append(str(shipped_data() / SAMPLE))
+        return next(filter(os.path.exists, candidates), candidates[-1])
+    return next(filter(os.path.exists, candidates), candidates[0])

@@ -1,60 +1,63 @@
 """The job file: `parse_job` reads TOML and reports all problems at once, `dump_job` writes a complete job back.
 
-`load_job` and `job_of` are for trainings, `load_extraction` for jobs with `kind = "extract"`, `load_any` for both. A
+`parse_job`, `load_job` and `job_of` are for trainings, `parse_any`, `load_any` and `any_job_of` for jobs of any kind. A
 list for a setting that takes one value is a sweep: several SAEs trained in one pass over the data.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.paths import shipped_data, working_folder
+from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
-from trainer.contract.settings import all_layers, extract, sweep
-from trainer.contract.settings.catalog import MIRRORS
+from trainer.contract.settings import sweep
+from trainer.contract.settings.catalog import KINDS, MIRRORS, TRAINING
 from trainer.contract.settings.declare import Setting, cut, settings_of, show
-from trainer.contract.settings.extract import ExtractJob, check_extract
-from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, DataSettings, JobConfig
-from trainer.contract.settings.job import SECTIONS as OF_TRAINING
+from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, AnyJob, J, JobConfig
 from trainer.contract.settings.sections import (
     CHOSEN,
-    KINDS,
-    SECTIONS,
+    all_sections,
     find_setting,
+    job_class,
     open_choices,
     section_settings,
     words_of,
 )
-from trainer.contract.settings.sources import StreamSettings
 from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
-AnyJob = JobConfig | ExtractJob
-# As a data path, this means the sample activations shipped with the app, unless a file has this name.
-SAMPLE = "sample"
-J = TypeVar("J", JobConfig, ExtractJob)
+Read = Callable[[Path], str]
 
 
 def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobConfig | None, list[Problem]]:
-    """Parse a TOML table into a job; return the job, or None if there are problems, and all problems.
+    """Parse a TOML table into a training; see `parse_as`."""
+    return parse_as(JobConfig, raw, bases)
+
+
+def parse_any(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[AnyJob | None, list[Problem]]:
+    """Parse a TOML table into a job of its kind; see `parse_as`."""
+    return parse_as(class_of(raw), raw, bases)
+
+
+def parse_as(of: type[J], raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[J | None, list[Problem]]:
+    """Parse a TOML table into a job of this kind; return the job, or None if there are problems, and all problems.
 
     Hooks without a layer are looked up in relative paths from `bases`, or from the working directory.
     """
-    if kind := _kind_problem(raw, "train", "run it with `sae-train extract`"):
-        return None, [kind]
-    base, axes = sweep.split(all_layers.of_training(raw, bases or [working_folder()]))
+    if wrong_kind := _kind_problem(raw, of.kind):
+        return None, [wrong_kind]
+    base, axes = sweep.split(of.with_all_layers(raw, bases or [working_folder()]))
     wrong_axes = sweep.problems_of(base, axes)
-    problems = _unknown_keys(raw, OF_TRAINING) + wrong_axes
+    problems = _unknown_keys(raw, of.sections) + wrong_axes
     jobs = []
     for _, table in [("", base)] if wrong_axes else sweep.member_tables(base, axes):
-        job, wrong = _parse_one(table)
+        job, wrong = _parse_one(of, table)
         jobs.append(job)
         problems += [problem for problem in wrong if problem not in problems]
     if problems or jobs[0] is None:
@@ -62,7 +65,13 @@ def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobCo
     return msgspec.structs.replace(jobs[0], sweep=axes), []
 
 
-def members(job: JobConfig) -> dict[str, JobConfig]:
+def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
+    """Return the struct of the kind of job that a TOML table describes; of a training if there is no such kind."""
+    kind = raw.get("kind", TRAINING)
+    return job_class(kind if kind in list(KINDS) else TRAINING)
+
+
+def members(job: J) -> dict[str, J]:
     """Return the jobs of a sweep by a label such as "k=16,seed=1"; without a sweep the job itself, under "".
 
     Settings that a member's architecture or optimizer does not have are omitted from the job and the label. A setting
@@ -71,75 +80,49 @@ def members(job: JobConfig) -> dict[str, JobConfig]:
     if not job.sweep:
         return {"": job}
     table = to_table(msgspec.structs.replace(job, sweep=()))
-    parsed = {label: _parse_one(member)[0] for label, member in sweep.member_tables(table, job.sweep)}
+    parsed = {label: _parse_one(type(job), member)[0] for label, member in sweep.member_tables(table, job.sweep)}
     return {label: member for label, member in parsed.items() if member}
 
 
-def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
-    sections, problems = _parse_sections(raw, JobConfig, OF_TRAINING)
-    _require_length(sections["data"], raw.get("train", {}), problems)
-    return (None if problems else JobConfig(**sections)), problems
+def _parse_one(of: type[J], raw: Mapping[str, Any]) -> tuple[J | None, list[Problem]]:
+    problems: list[Problem] = []
+    (name_setting,) = settings_of(of)
+    sections: dict[str, Any] = {name: _parse_section(name, raw.get(name, {}), problems) for name in of.sections}
+    name = _convert(name_setting, "name", raw, problems)
+    problems += of.conflicts(sections, raw)
+    return (None if problems else of(**sections, name=name)), problems
 
 
-def parse_extraction(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[ExtractJob | None, list[Problem]]:
-    """Parse a TOML table into an extraction, like `parse_job` for a training."""
-    if kind := _kind_problem(raw, extract.KIND, "a file without it is a training: run it with `sae-train run`"):
-        return None, [kind]
-    raw = all_layers.of_extraction(raw, bases or [working_folder()])
-    sections, problems = _parse_sections(raw, ExtractJob, extract.SECTIONS)
-    problems += _unknown_keys(raw, extract.SECTIONS)
-    if problems:
-        return None, problems
-    job = ExtractJob(**sections)
-    wrong = check_extract(job)
-    return (None if wrong else job), wrong
-
-
-def _kind_problem(raw: Mapping[str, Any], wanted: str, remedy: str) -> Problem | None:
+def _kind_problem(raw: Mapping[str, Any], wanted: str) -> Problem | None:
     """Return a problem if the kind of a job file is not `wanted`, or None."""
-    kind = raw.get("kind", "train")
+    kind = raw.get("kind", TRAINING)
     if kind == wanted:
         return None
     if kind not in list(KINDS):
         choices = " or ".join(f'"{choice}"' for choice in KINDS)
         return Problem("kind", f"must be {choices}, not {show(kind)}")
-    return Problem("kind", f'is "{kind}" and not "{wanted}"; {remedy}')
+    return Problem("kind", f'is "{kind}" and not "{wanted}"; {KINDS[kind].run_by}')
 
 
-def _parse_sections(
-    raw: Mapping[str, Any], job: type[msgspec.Struct], sections: Mapping[str, type[msgspec.Struct]]
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Parse the name and the sections of a job; return the values by name, None for invalid ones, and all problems."""
-    problems: list[Problem] = []
-    (name_setting,) = settings_of(job)
-    parsed = {name: _parse_section(name, raw.get(name, {}), problems) for name in sections}
-    return {**parsed, "name": _convert(name_setting, "name", raw, problems)}, problems
+def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> JobConfig:
+    """Read the job file of a training; see `load_as`."""
+    return load_as(JobConfig, path, overrides, read=read)
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
-    """Read a job file and apply `--set` overrides; raise `JobFileError` with all problems.
-
-    A relative data path is resolved against the working directory or, failing that, the job file's folder.
-    """
+def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> AnyJob:
+    """Read a job file of any kind; see `load_as`."""
     bases = bases_of(path)
-    return with_data_path(job_of(read_toml(Path(path), read), overrides, bases), bases)
+    return any_job_of(read_toml(Path(path), read), overrides, bases).with_paths(bases)
 
 
-def load_extraction(
-    path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text
-) -> ExtractJob:
-    """Read the job file of an extraction and apply `--set` overrides; raise `JobFileError` with all problems.
+def load_as(of: type[J], path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> J:
+    """Read the file of a job of this kind and apply `--set` overrides; raise `JobFileError` with all problems.
 
     Relative paths are resolved against the working directory or, failing that, the job file's folder.
     """
     bases = bases_of(path)
-    return extraction_of(read_toml(Path(path), read), overrides, bases).with_paths(bases)
-
-
-def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> AnyJob:
-    """Read a job file of any kind and apply `--set` overrides; raise `JobFileError` with all problems."""
-    bases = bases_of(path)
-    return with_paths(any_job_of(read_toml(Path(path), read), overrides, bases), bases)
+    raw = _overridden(read_toml(Path(path), read), overrides)
+    return _whole(*parse_as(of, raw, bases)).with_paths(bases)
 
 
 def bases_of(path: str | Path) -> list[Path]:
@@ -148,34 +131,14 @@ def bases_of(path: str | Path) -> list[Path]:
     return [here, (here / path).parent]
 
 
-def with_paths(job: AnyJob, bases: Sequence[Path]) -> AnyJob:
-    """Return the job with absolute paths, each resolved against the first of `bases` where it exists."""
-    return job.with_paths(bases) if isinstance(job, ExtractJob) else with_data_path(job, bases)
-
-
-def is_extraction(raw: Mapping[str, Any]) -> bool:
-    """Return whether a TOML table describes an extraction."""
-    return raw.get("kind") == extract.KIND
-
-
-def parse_any(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[AnyJob | None, list[Problem]]:
-    """Parse a TOML table into a job of its kind; return the job, or None if there are problems, and all problems."""
-    return parse_extraction(raw, bases) if is_extraction(raw) else parse_job(raw, bases)
-
-
 def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> AnyJob:
     """Return the job that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
-    return extraction_of(raw, overrides, bases) if is_extraction(raw) else job_of(raw, overrides, bases)
+    return _whole(*parse_any(_overridden(raw, overrides), bases))
 
 
 def job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> JobConfig:
     """Return the training that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
     return _whole(*parse_job(_overridden(raw, overrides), bases))
-
-
-def extraction_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> ExtractJob:
-    """Return the extraction that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
-    return _whole(*parse_extraction(_overridden(raw, overrides), bases))
 
 
 def _overridden(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -190,32 +153,7 @@ def _whole(job: J | None, problems: list[Problem]) -> J:
     return job
 
 
-def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
-    """Return the job with absolute data paths, each resolved against the first of `bases` where it exists."""
-    settings = job.data.settings
-    written = {name: getattr(settings, name) for name in settings.paths}
-    absolute = {name: _resolve_each(path, bases) for name, path in written.items() if path is not None}
-    for name in settings.hub_paths:
-        if os.path.exists(there := _resolve(getattr(settings, name), bases)):
-            absolute[name] = there
-    return job.replace("data", settings=msgspec.structs.replace(settings, **absolute))
-
-
-def _resolve_each(paths: str | list[str], bases: Sequence[Path]) -> str | list[str]:
-    return _resolve(paths, bases) if isinstance(paths, str) else [_resolve(path, bases) for path in paths]
-
-
-def _resolve(path: str, bases: Sequence[Path]) -> str:
-    candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
-    if wrong := next((candidate for candidate in candidates if not is_utf8(candidate)), None):
-        raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])
-    if path == SAMPLE:
-        candidates.append(str(shipped_data() / SAMPLE))
-        return next(filter(os.path.exists, candidates), candidates[-1])
-    return next(filter(os.path.exists, candidates), candidates[0])
-
-
-def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any]:
+def read_toml(path: Path, read: Read = read_text) -> dict[str, Any]:
     """Read the table of a TOML file; raise `JobFileError` if it cannot be read or parsed."""
     try:
         return parse_toml(read(path))
@@ -253,15 +191,15 @@ def _read_value(path: str, text: str) -> Any:
 
 def to_table(job: AnyJob) -> dict[str, Any]:
     """Return the complete job as a plain TOML table, without settings that are None."""
-    table: dict[str, Any] = {"kind": job.kind} if isinstance(job, ExtractJob) else {}
+    table: dict[str, Any] = {} if job.kind == TRAINING else {"kind": job.kind}
     table["name"] = job.name
-    for name in KINDS[job.kind]:
+    for name in job.sections:
         section = msgspec.structs.asdict(getattr(job, name))
         own = section.pop("settings", None)
         section |= msgspec.structs.asdict(own) if own is not None else {}
         ordered = [setting.name for setting in section_settings(name, _chosen_entry(job, name))]
         table[name] = {key: section[key] for key in ordered if section[key] is not None}
-    for axis in job.sweep if isinstance(job, JobConfig) else ():
+    for axis in job.sweep:
         name, key = axis.path.split(".")
         table[name][key] = list(axis.values) if len(axis.values) > 1 else axis.values[0]
     return table
@@ -282,7 +220,7 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
     if not isinstance(raw, Mapping):
         problems.append(Problem(name, f"must be a section: write [{name}] and its keys below"))
         return None
-    struct = SECTIONS[name]
+    struct = all_sections()[name]
     extra: dict[str, Any] = {}
     if name in CHOSEN:
         field, registry = CHOSEN[name]
@@ -298,17 +236,6 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
         own_names = extra["settings"].__struct_fields__
         extra["settings"] = extra["settings"](**{key: values.pop(key) for key in own_names})
     return struct(**values, **extra)
-
-
-def _require_length(data: msgspec.Struct | None, train: Any, problems: list[Problem]) -> None:
-    """Report if the data is a stream and the job file does not set the length of the training."""
-    if (
-        isinstance(data, DataSettings)
-        and isinstance(data.settings, StreamSettings)
-        and not {"n_tokens", "n_steps"} & {*train}
-    ):
-        message = "is missing: the data is a stream without an end; set it or train.n_steps"
-        problems.append(Problem("train.n_tokens", message))
 
 
 def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list[Problem]) -> Any:

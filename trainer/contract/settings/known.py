@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.contract.settings.declare import Setting
-from trainer.contract.settings.sections import CHOSEN, SECTIONS, choices_of, section_settings
+from trainer.contract.settings.sections import CHOSEN, all_sections, choices_of, section_settings
 
 
 def known_settings() -> dict[str, list[str]]:
     """Return the allowed words of each job file setting, by path; an empty list if the setting allows any value."""
     known: dict[str, list[Setting]] = {}
-    for section in SECTIONS:
+    for section in all_sections():
         for entry in CHOSEN[section][1] if section in CHOSEN else (None,):
             for setting in section_settings(section, entry):
                 known.setdefault(f"{section}.{setting.name}", []).append(setting)

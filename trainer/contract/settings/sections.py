@@ -7,14 +7,10 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.settings import catalog, extract, job
+from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import Entry, SettingsEntry
 from trainer.contract.settings.declare import Setting, settings_of
-from trainer.contract.settings.job import JobConfig
-
-# The sections of each kind of job, and all sections.
-KINDS: dict[str, dict[str, type[msgspec.Struct]]] = {"train": job.SECTIONS, extract.KIND: extract.SECTIONS}
-SECTIONS = {name: section for sections in KINDS.values() for name, section in sections.items()}
+from trainer.contract.settings.job import AnyJob
 
 # By section: the field that names a registry entry, and its registry. The entry's settings become part of the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, SettingsEntry]]] = {
@@ -30,9 +26,20 @@ REGISTRIES: dict[str, Mapping[str, Entry]] = {
 }
 
 
+def job_class(kind: str) -> type[AnyJob]:
+    """Return the struct of a kind of job."""
+    loaded: type[AnyJob] = catalog.KINDS[kind].load()
+    return loaded
+
+
+def all_sections() -> dict[str, type[msgspec.Struct]]:
+    """Return the sections of all kinds of job."""
+    return {name: section for kind in catalog.KINDS for name, section in job_class(kind).sections.items()}
+
+
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
     """Return the settings of a section, including the registry entries `chosen` (by default the usual entry)."""
-    common = settings_of(SECTIONS[section])
+    common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common
     field, registry = CHOSEN[section]
@@ -52,8 +59,8 @@ def section_settings(section: str, chosen: str | Sequence[str] | None = None) ->
 def find_setting(path: str) -> Setting | None:
     """Return the setting at a path such as `train.lr`, in any registry entry, or None."""
     section, _, name = path.rpartition(".")
-    if section not in SECTIONS:
-        return next((setting for setting in settings_of(JobConfig) if setting.name == path), None)
+    if section not in all_sections():
+        return next((setting for setting in settings_of(AnyJob) if setting.name == path), None)
     entries = list(CHOSEN[section][1]) if section in CHOSEN else None
     return next((setting for setting in section_settings(section, entries) if setting.name == name), None)
 

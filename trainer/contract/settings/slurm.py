@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import show
-from trainer.contract.settings.job import TIME_LIMITS, JobConfig
-from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.job import TIME_LIMITS, AnyJob
 
 # Options of sbatch that the job file or the launcher sets; another value would conflict.
 _OWN = {
@@ -53,8 +52,6 @@ def _check_place(job: AnyJob) -> Iterator[Problem]:
         n = len(job.launch.gpus)
         message = f'SLURM chooses the GPUs: the list counts as "auto:{n}", {n} for each node'
         yield Problem("launch.gpus", message, "warning")
-    if isinstance(job, JobConfig) and job.parallel.mode == "dp" and job.launch.nodes > 1:
-        yield Problem("parallel.mode", '"dp" is one process on one node; use "ddp" or "auto", or launch.nodes = 1')
 
 
 def _check_words(job: AnyJob) -> Iterator[Problem]:

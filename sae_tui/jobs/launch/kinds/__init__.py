@@ -1,0 +1,62 @@
+"""What the app shows and records at the launch of each kind of job; `KINDS` in the contract's catalog lists them."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from typing import Any, Generic, Literal, TypeVar
+
+from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
+from sae_tui.jobs.launch.placement import Placement
+from trainer.contract.paths import DataDir
+from trainer.contract.planning.check_job import proposal_class
+from trainer.contract.planning.outlook import AnyOutlook
+from trainer.contract.settings.catalog import KINDS
+from trainer.contract.settings.job import J
+from trainer.contract.store.rows import Job
+from trainer.contract.wording import gibibytes, plural
+
+L = TypeVar("L", bound=AnyOutlook)
+
+
+class LaunchKind(Generic[J, L]):
+    """Words, memory and row of a kind of job; a kind whose needs are unknown can use these methods as they are."""
+
+    # The heading above the settings in the launch form.
+    heading = "Settings"
+
+    def needs(self, look: L, measured: PeakMemory | None = None) -> str:
+        """Return a text like `needs 8.2 GB on each of 3 GPUs`."""
+        return f"needs {gibibytes(look.needs_bytes)}" if look.needs_bytes else "memory unknown"
+
+    def summary(self, job: J, look: L, *, device: str, past: Iterable[Job]) -> str:
+        """Return the devices and needs of the job in one line."""
+        return f"{plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')} · {self.needs(look)}"
+
+    def answer(self, look: L) -> dict[str, object]:
+        """Return what `sae-tui validate --json` reports in addition."""
+        return {}
+
+    def measured(self, job: J, look: L, device: str, past: Iterable[Job]) -> PeakMemory | None:
+        """Return the peak memory of a finished job of the same shape; None if there is none."""
+        return None
+
+    def need(
+        self, job: J, look: L, free: FreeMemory, *, device: Literal["cuda", "cpu"], past: Iterable[Job] = ()
+    ) -> Need | None:
+        """Return the memory that each rank needs, by component, and remedies if `free` is too small; None if unknown.
+
+        `device` is the device of the ranks, "cpu" for simulated GPUs.
+        """
+        return None
+
+    def row(self, data: DataDir, job: J, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
+        """Return the columns of the job's row that differ between kinds of job."""
+        steps = proposal_class(job).total_steps(job, placement.world_size)
+        return {"total_steps": steps or None, "mode": placement.look.mode if placement.look else "single"}
+
+
+def launch_kind(kind: str) -> LaunchKind[Any, Any]:
+    """Return the launch parts of a kind of job."""
+    loaded: type[LaunchKind[Any, Any]] = pkgutil.resolve_name(KINDS[kind].launch)
+    return loaded()

@@ -1,0 +1,68 @@
+"""The launch of an extraction: its summary, its memory, disk space and time, and the columns of its row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.launch.kinds import LaunchKind
+from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
+from sae_tui.jobs.launch.placement import Placement
+from trainer.contract.paths import DataDir
+from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits, disk_words, mode_of
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.store.rows import Job
+from trainer.contract.wording import duration, gibibytes, plural
+
+
+class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
+    """The launch of an extraction."""
+
+    heading = "Model and text"
+
+    def needs(self, look: ExtractionOutlook, measured: PeakMemory | None = None) -> str:
+        """Return a text like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
+        if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
+            return "memory unknown: the model is not downloaded yet"
+        time = duration(look.seconds)
+        device = "GPU" if look.on_gpus else "process"
+        each = f" per {device}" if look.ranks > 1 else ""
+        return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk_words(look)}; about {time}, estimated"
+
+    def summary(self, job: ExtractJob, look: ExtractionOutlook, *, device: str = "", past: Iterable[Job] = ()) -> str:
+        """Return a text like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
+        where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
+        where = f"one model over {where}" if look.mode == SPREAD and look.on_gpus else where
+        wide = "" if look.d_in is None else f", {look.d_in:,} wide"
+        rows = f"{job.extract.n_tokens:,} rows of {plural(len(job.model.hooks), 'hook')}{wide}"
+        return " · ".join([where, rows, self.needs(look)])
+
+    def need(
+        self, job: ExtractJob, look: ExtractionOutlook, free: FreeMemory, *, device: str, past: Iterable[Job] = ()
+    ) -> Need | None:
+        if look.memory is None:
+            return None
+        sharing = 1 if look.on_gpus else look.ranks
+        takes = Need(look.memory, sharing=sharing, on_gpus=look.on_gpus, otherwise="a smaller model")
+        if not takes.lacks(free):
+            return takes
+        fitting = batch_that_fits(job, (free.free_bytes or 0) // sharing, cuda=device == "cuda", n_gpus=look.ranks)
+        remedies = (f"extract.batch_tokens = {fitting}",) if fitting else ()
+        return msgspec.structs.replace(takes, remedies=remedies, judged_lacking=True)
+
+    def answer(self, look: ExtractionOutlook) -> dict[str, object]:
+        return {name: getattr(look, name) for name in ("disk_bytes", "disk_free_bytes", "seconds")}
+
+    def row(self, data: DataDir, job: ExtractJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
+        # A resumed job without a new outlook keeps its earlier estimates.
+        if isinstance(look := placement.look, ExtractionOutlook):
+            fields |= {
+                "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
+                "estimated_memory_bytes": look.needs_bytes,
+                "expected_s": look.seconds,
+                "d_in": look.d_in,
+            }
+        return fields

@@ -1,0 +1,24 @@
+"""The work of a rank of an extraction. It keeps its history when it is resumed: it continues after the last shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.contract.settings.extract import ExtractJob
+from trainer.ranks.environment import write_environment
+from trainer.ranks.rank import RankWork, local_rank, once_each_start, rank_device
+
+if TYPE_CHECKING:
+    from trainer.reporting.progress import RunProgress
+
+
+class ExtractionWork(RankWork[ExtractJob]):
+    """A rank of an extraction."""
+
+    def run(self, progress: RunProgress) -> bool:
+        from trainer.ranks.extraction_rank import PEERS, extract_rows
+
+        if self.rank == 0:
+            write_environment(self.attempt / "environment.json")
+        device, folder = rank_device(self.spec, local_rank()), self.attempt / once_each_start(self.spec, PEERS)
+        return extract_rows(self.job, self.rank, self.spec.n_processes, device, folder, progress, self.stop)
