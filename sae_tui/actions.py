@@ -23,7 +23,7 @@ from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.resume import resume
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import extracts, kind_of
 from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from sae_tui.jobs.states import ENDED, describe_state, is_cooling, phase_words, stands
@@ -83,7 +83,7 @@ class Also(NamedTuple):
 def steps_to_finish(job: Job) -> int | None:
     """Return the number of cool-down steps if the job is asked to finish now; None if it cannot finish early."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
-    if not makes_steps or not job.total_steps or extracts(job.config):
+    if not makes_steps or not job.total_steps or not kind_of(job.config).trains:
         return None
     cool_down = CoolDown.after(job.step, job.total_steps)
     return cool_down.end - cool_down.begin if cool_down else None

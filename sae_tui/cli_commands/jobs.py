@@ -24,7 +24,7 @@ from sae_tui.jobs import edits
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import LogFollower
-from sae_tui.jobs.output import extracts, name_of_output
+from sae_tui.jobs.output import kind_of, name_of_output
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
@@ -317,9 +317,9 @@ def _reached(job: JobView) -> Reached:
         return Reached(f"waits: {waits(job)}")
     if not job.step or not job.total_steps:
         return Reached(job.phase or describe_state(job).word)
-    unit = "row" if extracts(job.config) else "step"
-    rate = f" at {job.tokens_per_s:,.0f} {'rows' if unit == 'row' else 'tok'}/s" if job.tokens_per_s else ""
-    return Reached(f"{unit} {job.step:,} of {job.total_steps:,}{rate}", job.progress, job.eta_s)
+    kind = kind_of(job.config)
+    rate = f" at {job.tokens_per_s:,.0f} {kind.rate}" if job.tokens_per_s else ""
+    return Reached(f"{kind.unit} {job.step:,} of {job.total_steps:,}{rate}", job.progress, job.eta_s)
 
 
 def _reader(context: CommandContext, job_id: int) -> JobReader:

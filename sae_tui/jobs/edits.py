@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sae_tui.jobs.machine import elsewhere, refuse_if_silent
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import extracts, kind_of
 from sae_tui.jobs.queue.after import comes_after, describe_unfinished, refuse_circle
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, describe_state, stands
@@ -90,7 +90,7 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
 def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
     """Resume a paused training, which then cools down and ends as finished."""
     job = control.job(job_id)
-    if extracts(job.config) or not job.attempt:
+    if not kind_of(job.config).trains or not job.attempt:
         raise UserError(f"job {job_id} has no training to cool down yet; release it without --finish")
     message = release(data, control, job_id)
     control.request(job_id, "finish")
@@ -135,7 +135,7 @@ def finish(data: DataDir, job_id: int) -> str:
     """Ask a training to cool down and finish; raise `UserError` for a job that takes no more steps."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
-        if extracts(job.config):
+        if not kind_of(job.config).trains:
             raise UserError(f"job {job_id} has no training to cool down; `sae-tui stop {job_id}` stops it")
         if job.state == JobState.FINISHED:
             raise UserError(f"job {job_id} has finished already")

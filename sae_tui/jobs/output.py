@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.settings import tokens_of_data
+from trainer.contract.settings.catalog import KINDS, KindEntry
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.job_file import class_of, parse_as, parse_job
@@ -61,6 +62,12 @@ def may_tell_tokens(config: str) -> bool:
     """Return whether the data of a stored job file may include its tokens; True if the data is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
+
+
+@functools.lru_cache(maxsize=256)
+def kind_of(config: str) -> KindEntry:
+    """Return the registry entry of the kind of job that a stored job file describes."""
+    return KINDS[class_of(table_of(config)).kind]
 
 
 @functools.lru_cache(maxsize=256)

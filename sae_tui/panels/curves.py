@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.containers import Grid
 
 from sae_tui.format import measure
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.find import architectures
 from sae_tui.jobs.view.reader import judged_value
 from sae_tui.jobs.view.shape import dead_after_words
@@ -45,7 +45,8 @@ class CurvePlot(Plot):
     def show_detail(self, detail: JobDetail) -> None:
         """Draw the held-out curve of the job, or of a sweep's selected SAE, with the training curve behind it."""
         if self.series_name == SPEED:
-            self.plot_title = "rows/s" if extracts(detail.view.config) else self.series.title
+            kind = kind_of(detail.view.config)
+            self.plot_title = self.series.title if kind.trains else kind.rate
         of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
         nothing = "no values" if detail.view.state.is_final else "no values yet"
         if not self.is_held_out:
@@ -68,7 +69,8 @@ class CurvesPanel(Grid):
             yield CurvePlot(name, series).add_class("panel")
 
     def show_detail(self, detail: JobDetail) -> None:
-        shown = [SPEED] if extracts(detail.view.config) else list(curves(architectures(detail.view).split()))
+        trains = kind_of(detail.view.config).trains
+        shown = list(curves(architectures(detail.view).split())) if trains else [SPEED]
         if self.size.width < _LEAST_WIDTH * math.ceil(len(shown) / 2):
             shown = shown[:_MOST_IF_NARROW]
         self.styles.grid_size_rows = n_rows = min(2, len(shown))

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from sae_tui.format import bar, count, duration, fit, gibibytes, measure, number, wrap
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView, overfitting_words
 from sae_tui.jobs.view.shape import dead_after_words
@@ -60,16 +60,16 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     job, member = detail.view, detail.member
     if job.state is JobState.IMPORTED:
         return [_imported(job), *_ending(detail, width)]
-    unit, rate = ("row", "rows/s") if extracts(job.config) else ("step", "tok/s")
+    kind = kind_of(job.config)
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
     start: Line = (
         (" ", "text"),
         (bar(job.progress, max(10, width - 80)), "bar rail"),
         (fit(wording.done(job.progress), 5, right=True), "title"),
-        (f"  {unit} {count(job.step)}/{total}", "text"),
+        (f"  {kind.unit} {count(job.step)}/{total}", "text"),
     )
-    speed: Span = (f"  {count(job.tokens_per_s)} {rate}", "text")
+    speed: Span = (f"  {count(job.tokens_per_s)} {kind.rate}", "text")
     end: Line = (*_metrics(detail, member), (left, "text"))
     first = (*start, speed, *end)
     if _cells(first) > width:
@@ -98,7 +98,7 @@ def _imported(job: JobView) -> Line:
 def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
     """Yield text like `held-out FVU 0.1341`, `L0 32`; before the first evaluation, dim text like `FVU ~0.0801`."""
     before = "held-out "
-    for name, series in {} if extracts(detail.view.config) else key_metrics().items():
+    for name, series in key_metrics().items() if kind_of(detail.view.config).trains else ():
         value, is_of_batch = judged(detail, name, member)
         if is_of_batch:
             yield f"  {series.title} {OF_BATCH * (value is not None)}{measure(value, series)}", "dim"

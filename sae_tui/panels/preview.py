@@ -7,7 +7,7 @@ from textual.containers import Horizontal
 
 from sae_tui.format import fit, measure, wrap
 from sae_tui.jobs.launch.summary import settled, summary
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.reader import JobView, overfitting_words
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import SPEED, CurvePlot, members_of
@@ -33,9 +33,9 @@ class PreviewPanel(Horizontal):
     def show_detail(self, detail: JobDetail) -> None:
         """Draw the current state of the job or, for a sweep, of its best SAE."""
         entitle(self, f"Job {detail.view.id} · {detail.view.name}")
-        of_extraction = extracts(detail.view.config)
+        trains = kind_of(detail.view.config).trains
         for plot in self.query(CurvePlot):
-            plot.display = (plot.series_name == SPEED) == of_extraction
+            plot.display = (plot.series_name == SPEED) != trains
             if plot.display:
                 plot.show_detail(detail)
         self.query_one(PreviewText).show_detail(detail)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from sae_tui.format import UNKNOWN, count, fit, gibibytes, sparkline
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
@@ -28,8 +28,8 @@ class RanksPanel(DetailPanel):
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job; hide the panel for an extraction, which counts rows and has no steps."""
-        self.display = not extracts(detail.view.config)
+        """Draw the current state of the job; hide the panel for a job that trains no SAE and has no times of ranks."""
+        self.display = kind_of(detail.view.config).trains
         super().show_detail(detail)
 
     def title(self, detail: JobDetail) -> Line:

@@ -12,7 +12,7 @@ from textual.widget import Widget
 
 from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.features import has_features
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.logs import EVALUATION
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
@@ -172,7 +172,7 @@ class JobScreen(Evaluates, FramedScreen):
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
         hidden |= {"job.clone", "job.evaluate", "job.export"} if self.session.readonly else set()
         job, data = detail.view, self.session.data
-        has_sae = not extracts(job.config) and data.exported_folder(job.id) is not None
+        has_sae = kind_of(job.config).trains and data.exported_folder(job.id) is not None
         # A report card exists only for a finished SAE.
         hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export"}
         hidden |= {"job.evaluate"} if job.evaluation else set()

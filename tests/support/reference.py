@@ -35,11 +35,6 @@ from trainer.help import OVERVIEW
 from trainer.parser import make_parser as trainer_parser
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
-# Each kind of job, with the commands that run it.
-_KINDS = {
-    "train": "A training, for `sae-tui launch` and `sae-train run`. `kind` may be left out.",
-    "extract": 'An extraction, with `kind = "extract"`, for `sae-tui launch` and `sae-train extract`.',
-}
 _CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Architectures": ("sae.architecture", catalog.ARCHITECTURES),
     "Optimizers": ("train.optimizer", catalog.OPTIMIZERS),
@@ -163,8 +158,8 @@ def _job_file() -> str:
         " If a default comes from a paper, the help names it. *Rarely changed* keys are behind `ctrl+t` on the launch"
         " screen.",
     ]
-    for kind in catalog.KINDS:
-        parts += [f"## kind = {kind}", _KINDS[kind]]
+    for kind, entry in catalog.KINDS.items():
+        parts += [f"## kind = {kind}", entry.summary]
         for name in job_class(kind).sections:
             parts += _section(name, heading=f"### [{name}]" + (" of an extraction" if kind != "train" else ""))
     return "\n\n".join(parts)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, describe_state, is_ranked
@@ -90,8 +90,11 @@ def _held_reason(job: Job) -> str:
     waits_for = job.waits_for or ""
     # Until the supervisor polls again, the row contains the reason from before the job was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
-    unit = "row" if extracts(job.config) else "step"
-    until = f"at {unit} {job.step}, until resumed" if describe_state(job) == PAUSED else "until released"
+    until = (
+        f"at {kind_of(job.config).unit} {job.step}, until resumed"
+        if describe_state(job) == PAUSED
+        else "until released"
+    )
     return f"{until}; {other}" if other else until
 
 

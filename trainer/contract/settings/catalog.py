@@ -175,6 +175,11 @@ class KindEntry(Entry, frozen=True):
     launch: str
     # How the trainer runs a file of this kind.
     run_by: str
+    # Whether it trains SAEs, and so has their metrics, checkpoints and report cards.
+    trains: bool = False
+    # What its progress counts, and the unit of its speed.
+    unit: str = "step"
+    rate: str = "steps/s"
 
 
 ARCHITECTURES = {
@@ -331,21 +336,25 @@ TRAINING = "train"
 KINDS = {
     TRAINING: KindEntry(
         "trainer.contract.settings.job:JobConfig",
-        "Training of SAEs.",
+        "A training, for `sae-tui launch` and `sae-train run`. `kind` may be left out.",
         proposal="trainer.contract.planning.training:TrainingProposal",
         rank="trainer.ranks.training_work:TrainingWork",
         estimate="trainer.measuring.estimate:estimate_training",
         launch="sae_tui.jobs.launch.kinds.training:LaunchTraining",
         run_by="a file without it is a training: run it with `sae-train run`",
+        trains=True,
+        rate="tok/s",
     ),
     "extract": KindEntry(
         "trainer.contract.settings.extract:ExtractJob",
-        "Extraction of activations.",
+        'An extraction, with `kind = "extract"`, for `sae-tui launch` and `sae-train extract`.',
         proposal="trainer.contract.planning.extraction:ExtractionProposal",
         rank="trainer.ranks.extraction_work:ExtractionWork",
         estimate="trainer.measuring.estimate_extraction:ExtractionEstimate.of",
         launch="sae_tui.jobs.launch.kinds.extraction:LaunchExtraction",
         run_by="run it with `sae-train extract`",
+        unit="row",
+        rate="rows/s",
     ),
 }
 LAUNCH_BACKENDS = {
