@@ -14,22 +14,14 @@ from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch.kinds import launch_kind
-from sae_tui.jobs.launch.memory_need import (
-    FreeMemory,
-    Need,
-    capacity_on_cpu,
-    capacity_on_gpus,
-    memory_of_host,
-    used_before,
-)
-from sae_tui.jobs.launch.placement import machine
+from sae_tui.jobs.launch.memory_need import FreeMemory, Need, capacity_on_cpu, capacity_on_gpus, used_before
+from sae_tui.jobs.launch.placement import propose_here
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
 from trainer.contract.paths import DataDir, shipped_data, working_folder
 from trainer.contract.planning.check_job import propose
-from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.training import OVERRIDDEN_BY
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
@@ -165,9 +157,8 @@ def _review(
     job = job.with_paths(data_bases())
     if job.cluster:
         choices, cuda = (), True
-    host, promises = DeviceMemory(capacity_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
-    here = machine(choices, data, cuda=cuda, host=host, promises=promises)
-    kind, proposal = launch_kind(job.kind), propose(job, here, used_before(past))
+    kind, promises = launch_kind(job.kind), promised_by_active(past)
+    proposal = propose_here(job, choices, data, cuda=cuda, past=past, promises=promises)
     try:
         look = proposal.outlook
     except JobFileError:
@@ -179,7 +170,7 @@ def _review(
     # The list of GPUs shows the need on a GPU even if the job runs on the CPU.
     beside = look
     if choices and not look.on_gpus:
-        beside = propose(job.replace("launch", gpus="auto"), here, used_before(past)).outlook
+        beside = propose(job.replace("launch", gpus="auto"), proposal.machine, used_before(past)).outlook
     needed_bytes = beside.needs_bytes or 0
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=needed_bytes, need=takes)

@@ -14,7 +14,6 @@ from sae_tui.jobs.launch.pytorch import cuda_problem, for_another_vendor
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import Machine, MachineGpu, Proposal, propose
-from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, refusal_of_mixture, refusal_of_slices
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.planning.outlook import AnyOutlook
@@ -139,7 +138,6 @@ def machine(
     data: DataDir,
     *,
     cuda: bool,
-    host: DeviceMemory | None = None,
     promises: Promises = NO_PROMISES,
 ) -> Machine:
     """Return this machine as input for the checks of a job; `cuda` says whether jobs can use CUDA on its GPUs."""
@@ -158,7 +156,7 @@ def machine(
     )
     problem = cuda_problem({one.vendor for one in choices if one.vendor}) if cuda and choices else ""
     return Machine(
-        gpus, os.cpu_count() or 1, data.root, host or memory_of_host(), read_box(data.box_file), cuda, problem, promises
+        gpus, os.cpu_count() or 1, data.root, memory_of_host(), read_box(data.box_file), cuda, problem, promises
     )
 
 
