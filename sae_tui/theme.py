@@ -1,7 +1,7 @@
 """The colour themes: four of our own and the terminal's.
 
-Page, surface and panel remain distinct with 256 colours, the number that terminals often have over ssh. There, a grey
-is mapped to a grey only while its saturation is below 0.15; any more blue would make all three black.
+Page, surface and panel remain distinct with 256 colours, the number that terminals often have over ssh. That
+palette keeps a colour grey only if its saturation is below 0.15; any more blue would turn all three greys black.
 
 Colours mean the same in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power and
 progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.

@@ -1,4 +1,4 @@
-"""The report card of an SAE as lines: its metrics, and some of its latents with the texts on which they fire most."""
+"""Formats an SAE's report card: its metrics, and some of its latents with their top-activating texts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 
 
 class _Question(Static):
-    """The question's text; `painted` is True once it is readable on the terminal.
+    """The question's text; `painted` is True once it is visible on the terminal.
 
     Textual handles no key between rendering the lines and writing them. It also renders a question behind another
     dialog, which may cover it, and while the app batches updates; `painted` is False then.

@@ -129,7 +129,7 @@ def device_assert() -> dict[str, Any]:
 
 
 def sanitized() -> dict[str, Any]:
-    """Run test cases of kernels under compute-sanitizer."""
+    """Run the kernel test cases under compute-sanitizer."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if not tool:
         raise NotRun("compute-sanitizer is not installed")

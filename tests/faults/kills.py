@@ -142,7 +142,7 @@ def rank_raises(root: Path) -> float:
 
 
 def rank_finds_nan(root: Path) -> float:
-    """Fill a shard with NaN, from which nothing can be learned; a restart does not help."""
+    """Fill a shard with NaN: nothing can be learned from it, and a restart does not help."""
     with boxed(root) as box:
         (shard,) = box.activations.iterdir()
         content = bytearray(shard.read_bytes())

@@ -68,7 +68,7 @@ class CudaLane:
     """A separate CUDA stream for copies.
 
     A batch's memory becomes free only when the GPU has trained on it, not when the host has queued that work. So the
-    host waits if it is more than `AHEAD` batches ahead; otherwise each of these batches would need new memory.
+    host waits once it is more than `AHEAD` batches ahead; otherwise every further batch would need new memory.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Reads labelled texts for training probes from the files of the package sae-probes.
+"""Reads labelled texts for training probes from the `sae-probes` package's files.
 
 Only its folder of tables is needed; importing the package would also load SAELens, TransformerLens and XGBoost.
 """

@@ -229,7 +229,7 @@ class QueueEntry:
         return ""
 
     def _lock_obstacle(self, chosen: Sequence[QueueGpu], locks: GpuLocks) -> str:
-        """Return who holds the lock of a GPU without a lease, or why the lock cannot be acquired."""
+        """Return who holds the lock of an unleased GPU, or why the lock cannot be acquired."""
         uuid = locks.refused or ""
         index = next((gpu.index for gpu in chosen if gpu.uuid == uuid), "?")
         if locks.why:

@@ -83,7 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
     waits_for: str | None = None
-    # With `any_gpus`, the job takes any `gpus_wanted` GPUs with enough memory, otherwise the GPUs in `gpu_uuids`.
+    # With `any_gpus`, the job takes any `gpus_wanted` GPUs that have enough memory; without it, those in `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
     # CUDA_VISIBLE_DEVICES at launch, which limits `any_gpus`.

@@ -146,7 +146,7 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
 def assert_both_are_right(case: Case) -> None:
     """Check the gradients of weights and of entries, both multiplied by a factor.
 
-    They are the transposed product, and the dot products of rows.
+    They are the transposed product and the row-wise dot products.
     """
     places = case.acts.places
     expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
