@@ -210,6 +210,7 @@ def test_the_guides_sensor_appears_in_every_view_and_answer(tmp_path: Path) -> N
 
     gpus = "sae_tui", "--gpu-source", "simulated", "gpus"
     assert json.loads(run(*gpus, "0", "--json"))["memory_temperature_c"] == 41
+    assert "memory_temperature_c  41 °C\n" in run(*gpus, "0")
     heading, first, *_ = run(*gpus).splitlines()
     assert "MEM °C" in heading
     assert "41 °C" in first

@@ -14,9 +14,9 @@ from sae_tui.cli_commands.context import CommandContext, read_training
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table, warn
 from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past_of
 from sae_tui.cli_commands.snapshot import Snapshot
-from sae_tui.gpu.aggregate import aggregate
+from sae_tui.gpu.aggregate import Aggregate, aggregate
 from sae_tui.gpu.base import PUBLIC, Condition, GpuSample, columns
-from sae_tui.gpu.sensors import Sensor, public_values
+from sae_tui.gpu.sensors import Sensor, exported, public_values
 from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import placement
@@ -29,6 +29,8 @@ from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
 WATCH_S = 1.0
+# The sensors of all views, by their name in JSON.
+SENSORS = {one.public: one for kind in (GpuSample, Condition, Aggregate) for one in exported(kind).values()}
 
 
 def show_gpus(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -223,20 +225,13 @@ def _in_units(sensor: Sensor, value: float | None) -> str:
 
 
 def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
-    """Return the value with the unit that its name implies."""
+    """Return a value with the unit of the sensor that has this name in JSON."""
     if value is None:
         return UNKNOWN
     if isinstance(value, dict):
         return ", ".join(f"{part} {count}" for part, count in value.items())
-    for word, worded in (
-        ("utilization", f"{value:.0f}%"),
-        ("memory", gibibytes(value)),
-        ("temperature", f"{value:.0f} °C"),
-        ("power", f"{value:.0f} W"),
-    ):
-        if word in name:
-            return worded
-    return str(value)
+    sensor = SENSORS.get(name)
+    return _in_units(sensor, value) if sensor and sensor.unit else str(value)
 
 
 def _field_text(name: str, value: Any) -> object:

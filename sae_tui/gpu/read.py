@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    # The newline terminates the output, since a process that hangs in the driver keeps the pipe open.
+    # The newline marks the end of the output, because a process that hangs in the driver never closes the pipe.
     sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0

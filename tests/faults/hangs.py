@@ -24,7 +24,7 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# Both limits, plus the 5 s that a halted process gets to end, and a margin for a busy machine and two stack dumps.
+# Both limits, plus the 5 s that a stopped process gets to exit, and a margin for a busy machine and two stack dumps.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 

@@ -1,4 +1,4 @@
-"""Runs one rank: sets up its signals and its progress, then does the work of its kind of job."""
+"""Runs one rank: sets up signal handling and progress reporting, then does the work of its job kind."""
 
 from __future__ import annotations
 

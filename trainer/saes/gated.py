@@ -23,7 +23,7 @@ class Gated(Penalised):
     """
 
     traits = Penalised.traits._replace(losses=("mse", "gate_l1", "gate_mse"), encoder_scale=0.6)
-    # With twice this start, 4 % of latents died in 150 steps instead of 1 %.
+    # With twice this initial value, 4 % of latents were dead after 150 steps instead of 1 %.
     steering = Steering(start=0.004, gain=6, integral_gain=0.1)
 
     def __init__(self, spec: SaeSpec) -> None:

@@ -150,7 +150,7 @@ def _who(pid: int | None) -> str:
 def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
     """Return the line that a process prints, with its newline if it is complete, and its standard error.
 
-    Do not wait for the end of the file, since a thread that hangs keeps the pipe open.
+    Do not wait for EOF, since a hung thread keeps the pipe open.
     """
     assert reader.stdout is not None
     assert reader.stderr is not None

@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
-    """Write the file that a rank leaves when this error ends it."""
+    """Write the file that a rank leaves behind when it dies of this error."""
     try:
         raise error
     except Exception:

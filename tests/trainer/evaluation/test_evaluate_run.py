@@ -58,7 +58,7 @@ def test_a_card_matches_the_held_out_fvu_and_is_written_next_to_the_weights(
 
 
 def tell_texts(activations: Path, n_rows: int = 25) -> None:
-    """Store a text number with each row of both shards; each text has `n_rows` rows."""
+    """Store a text index with each row of both shards; each text has `n_rows` rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]

@@ -20,7 +20,7 @@ from trainer.saes.kernels.pre_acts import PreActs
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor | float, int]:
-    """Draw pre-activations of any dtype, with or without ties, one bound or one per latent, and a buffer size."""
+    """Draw pre-activations (any dtype, with or without ties), a bound (shared or per latent) and a buffer size."""
     n_tokens, d_sae = draw(st.integers(1, 60)), draw(st.sampled_from([1, 7, 24, 64]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
