@@ -58,6 +58,7 @@ NOT_FOR_GPUS = (
     "trainer/long_offset_cases.py",
     "runtime/compiling_cases.py",
     "runtime/kernel_count_cases.py",
+    "runtime/new_kernel_cases.py",
 )
 CASES_OF_CPU = "metrics/interval_cases.py"
 # Compiling takes 0.3 to 1 s per kernel, and there are 600; each process takes half a GB of GPU memory.

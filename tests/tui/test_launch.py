@@ -952,7 +952,7 @@ async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(m
             await wait_until(pilot, lambda: str(review.content).startswith("reading the headers in "))
             await pilot.press("ctrl+l")
             (tmp_path / "gate").write_text("\n")
-            await wait_until(pilot, lambda: screen.form.review.d_in == 8)
+            await reviewed(pilot, screen, "needs ")
 
 
 async def test_another_python_is_asked_in_the_background_and_its_answer_is_reviewed(make_app, tmp_path) -> None:

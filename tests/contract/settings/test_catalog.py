@@ -12,8 +12,11 @@ ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.it
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_the_keyword_arguments_of_a_registered_class_are_its_settings(entry: Entry) -> None:
+def test_a_registered_class_takes_its_settings_as_keywords_or_in_a_spec(entry: Entry) -> None:
     parameters = inspect.signature(entry.load()).parameters.values()
+    if entry in catalog.ARCHITECTURES.values():
+        assert [parameter.name for parameter in parameters] == ["spec"]
+        return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return  # the entry converts them to its settings itself
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

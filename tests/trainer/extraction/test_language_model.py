@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -301,7 +302,7 @@ def test_weights_have_the_requested_dtype_and_fp32_on_the_cpu_by_default(
     edit(folder / "config.json", dtype="bfloat16")
     job = extraction_job(folder, Path("text"), Path("output"))
     section = type(job.model)(job.model.path, job.model.hooks, dtype=setting)
-    model = LanguageModel(type(job)(section, job.text, job.extract, job.launch), CPU)
+    model = LanguageModel(msgspec.structs.replace(job, model=section), CPU)
     assert model.dtype == dtype
     assert model.packs
 
