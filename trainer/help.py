@@ -82,7 +82,7 @@ examples:
 
 it checks 65,536 random rows: NaN, rows with a huge norm, constant dimensions, rows that occur more than once, and how
 far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy. --headers checks no row:
-it only tells how many rows there are, and how they are stored.
+it only says how many rows there are, and how they are stored.
 Exit codes: 0 checked, 1 not usable for a training, 2 bad usage or data that cannot be read.
 """
 
@@ -176,10 +176,10 @@ classes of texts, next to one on all activations, over 3 splits of the texts of 
 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error of the split
 alone: the sets are the same for every SAE. An encoder does not predict next tokens: --probe works for its SAE, without
 loss. An evaluation adds to the report card and replaces only what it measures again; the previous report card stays in
-.cards. The report card is written next to the weights as card.json and as a model card, README.md, if they are of this
-checkpoint. So are the max-activating examples, if the data has the tokens of its rows or a language model streams them,
-and with --model the tokens that each latent promotes and suppresses: W_dec @ W_U, with the weight of the final norm
-folded into W_U. `sae-tui features` shows them.
+`.cards`. The report card is written next to the weights as card.json and as a model card, README.md, if they are from
+this checkpoint. So are the max-activating examples, if the data has the tokens of its rows or a language model streams
+them, and with --model the tokens that each latent promotes and suppresses: W_dec @ W_U, with the weight of the final
+norm folded into W_U. `sae-tui features` shows them.
 {_EXITS_OF_EVAL}
 """
 

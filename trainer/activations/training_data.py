@@ -38,7 +38,7 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample, as many as OpenAI uses to initialise b_dec; they take 300 MB at d_in 2304.
+# Rows of a sample. OpenAI uses the same number to initialise b_dec; they take 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
@@ -197,7 +197,7 @@ def _choice(key: str) -> str:
 
 
 class HowHeldOut(NamedTuple):
-    """How rows are held out, with which seed, and whether the job sets `hold_out` (then there is no fallback)."""
+    """How rows are held out: the policy, its seed, and whether the job sets `hold_out` (then there is no fallback)."""
 
     hold_out: HoldOut
     seed: int

@@ -109,7 +109,7 @@ class Sae(nn.Module, ABC):
 
     An architecture defines `forward`, `objective` and `export_config`, and if it needs them `traits`, `export_weights`,
     `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. It has a constructor only for parameters or
-    buffers of its own, which takes the same `SaeSpec` and adds them to `declared` before it sets them.
+    more buffers, which takes the same `SaeSpec` and adds them to `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
@@ -301,7 +301,7 @@ class Sae(nn.Module, ABC):
         """Set parameters that depend on the initial pre-activations of normalised data x [n, d_in]; by default none."""
 
     def begin_step(self, progress: float) -> Hashable:
-        """Set values that change during a run, and return those on the host; `progress` is the completed share, 0 to 1.
+        """Set values that change during a run; return those on the host. `progress` is the completed share, 0 to 1.
 
         A captured pass repeats the host's values, so it is replayed only as long as they are the same.
         """
@@ -472,7 +472,7 @@ class Sae(nn.Module, ABC):
             self._buffer_sizer.queued()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and, last, those of `Output.own_sums`."""
+        """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and, last, the sums in `Output.own_sums`."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:

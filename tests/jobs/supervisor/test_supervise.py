@@ -92,7 +92,8 @@ def test_a_waiting_supervisor_uses_little_memory(box):
     supervisor = box.job(second).supervisor
     assert supervisor is not None
     assert box.job(second).state == JobState.QUEUED
-    assert own_mib(supervisor.pid) < 14
+    # 13.8 MiB on Python 3.11. One that imports textual takes 26 MiB, one that imports torch 149 MiB.
+    assert own_mib(supervisor.pid) < 18
 
 
 def test_many_jobs_for_one_gpu_run_one_at_a_time_and_all_finish(box):
