@@ -206,8 +206,8 @@ class Actions:
             return
         if job.state is JobState.STOPPING or job.stop_requested:
             lost = "Rows after its last shard" if extracts(job.config) else "Steps after its last checkpoint"
-            question = f"Job {job_id} ({job.name}) is stopping. End it at once? {lost} are lost."
-            self.ask(question, "End it", functools.partial(edits.kill, self._state.data, job_id))
+            question = f"Job {job_id} ({job.name}) is stopping. Kill it now? {lost} are lost."
+            self.ask(question, "Kill it", functools.partial(edits.kill, self._state.data, job_id))
         else:
             early = functools.partial(edits.finish, self._state.data, job_id)
             offered = steps_to_finish(job) is not None

@@ -103,7 +103,7 @@ def test_a_job_is_stopped_after_a_question_and_killed_after_a_second_one(
     actions.stop(job_id)
     assert state.jobs[0].stop_requested
     actions.stop(job_id)
-    assert person.questions[-1][1] == "End it"
+    assert person.questions[-1][1] == "Kill it"
     assert person.told[-1] == "information: Job 1 is ended within 5 s, saved or not."
 
 
@@ -128,7 +128,7 @@ def test_stopping_an_extraction_mentions_its_complete_shards(box: Box, actions: 
     actions.stop(job_id)
     assert person.questions == [
         ("Stop job 1 (a)? It keeps its complete shards.", "Stop"),
-        ("Job 1 (a) is stopping. End it at once? Rows after its last shard are lost.", "End it"),
+        ("Job 1 (a) is stopping. Kill it now? Rows after its last shard are lost.", "Kill it"),
     ]
 
 

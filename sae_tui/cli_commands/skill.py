@@ -12,7 +12,7 @@ _EXITS = "\n".join(f"- `{one:d}` {one.meaning}" for one in Exit)
 GUIDE = f"""\
 ---
 name: sae-tui
-description: Train sparse autoencoders on GPUs and evaluate them, with commands that answer in JSON.
+description: Train and evaluate sparse autoencoders on GPUs with commands that print JSON.
 ---
 
 # Training a sparse autoencoder with `sae-tui`

@@ -17,7 +17,7 @@ from sae_tui.gpu import amd_faults as faults
 
 
 def load_amdsmi() -> ModuleType:
-    """Return the module; prefer ROCm's own, since an installed one may use another version's structures.
+    """Return the `amdsmi` module. ROCm's own comes first: another may use another version's structures.
 
     Raise `SourceUnavailable` if there is no module, or if it does not match the library.
     """

@@ -58,7 +58,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"address already in use|EADDRINUSE|connectFullMesh failed",
-        Remedy("port", "another process has the port; resume it, which takes a new one"),
+        Remedy("port", "another process uses the port; resume the job, which then takes a new port"),
     ),
     (
         r"Too many open files",

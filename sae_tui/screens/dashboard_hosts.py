@@ -201,7 +201,7 @@ def _stop_question(host: str, job: JobView) -> tuple[str, str]:
     """Return the question to ask before a job is stopped, and the label of the yes button."""
     which = f"job {job.id} ({job.name}) of {host}"
     if _is_stopping(job):
-        return f"J{which[1:]} is stopping. End it at once? What it has not saved is lost.", "End it"
+        return f"J{which[1:]} is stopping. Kill it now? Unsaved progress is lost.", "Kill it"
     if job.state is JobState.QUEUED and not job.attempt:
         return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
     steps = _early_steps(job)

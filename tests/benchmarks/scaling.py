@@ -1,4 +1,4 @@
-"""Strong scaling: one process with one thread against two, that share the tokens (ddp) or the latents (tensor).
+"""Strong scaling: two processes with one thread each against one; they shard the tokens (ddp) or the latents (tensor).
 
     python tests/benchmarks/scaling.py [--d-sae 3072 16384] [--ranks 2] [--batch 4096] [--rounds 3] [--steps 12]
 

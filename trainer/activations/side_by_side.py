@@ -65,7 +65,7 @@ class SideBySide(IndexedSource):
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
-    """Return whether rows with equal numbers belong to the same texts, based on a sample spread over all rows."""
+    """Return whether rows with equal indices come from the same texts; compare a sample spread over all rows."""
     return len(some) == len(others) and all(
         one.n_rows == other.n_rows
         and np.array_equal(one.labels(_spread(one.n_rows)), other.labels(_spread(one.n_rows)))

@@ -221,7 +221,7 @@ def _bits(moment: Tensor) -> Tensor:
 
 @triton.jit
 def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, n_some, vectors, BLOCKS: tl.constexpr):
-    """Measure one row of a gradient; do nothing for row -1."""
+    """Compute one gradient row's dot product with its unit row, and its sum of squares; do nothing for row -1."""
     row, width = tl.program_id(0), vectors * _VECTOR
     if more_rows is not None:
         is_more = row >= n_some
@@ -365,7 +365,7 @@ def _change(
         largest = _largest(v, ONE_SCALE)
         tl.store(inout_v_scale + scales_at, largest, mask=has_scale)
         code = tl.sqrt(tl.sqrt(v / tl.maximum(largest, _TINY))) * 255 + up
-        # Store at least 1, since the step divides the first moment by the root of the second.
+        # A code of 0 would decode to 0, and the step divides the first moment by the second moment's root.
         tl.store(inout_v + start + columns, tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8), mask=inside)
     elif inout_v.dtype.element_ty == tl.int16:
         tl.store(inout_m + start + columns, _upper_half(m, _to_nearest(m)), mask=inside)

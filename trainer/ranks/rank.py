@@ -125,7 +125,7 @@ class RankWork(Generic[J]):
         self.total_steps = proposal_class(job).total_steps(job, spec.n_devices)
 
     def run(self, progress: RunProgress) -> bool:
-        """Do the work until it is done, and return True, or until `stop` is set, and return False."""
+        """Work until the job is done or `stop` is set; return whether it is done."""
         raise NotImplementedError
 
     def progress(self, at: Heartbeat | None = None) -> RunProgress:

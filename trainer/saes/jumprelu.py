@@ -17,9 +17,10 @@ from trainer.saes.sparse_acts import Acts, marked_in_columns
 class JumpReLU(Penalised):
     """A latent is active above its own `threshold` ([d_sae]), which is learnt by straight-through gradients.
 
-    A jump has no gradient. The gradient of its mean over a window of `bandwidth` around the threshold replaces it, so
-    only pre-activations within the window move the threshold; a latent far below it gets no gradient. The threshold
-    itself is learnt, not its logarithm, whose steps under Adam would shrink with the threshold.
+    A jump has no gradient. Its replacement is the gradient of the jump's mean over a window of width `bandwidth` around
+    the threshold, so only pre-activations within the window move the threshold. A latent far below it gets no gradient.
+    The parameter is the threshold itself, not its logarithm: under Adam the logarithm's steps would shrink with the
+    threshold.
 
     With `penalty` "l0" the loss counts active latents, and the window's gradients move thresholds only. With "tanh",
     Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖), and the gradients also reach the encoder.

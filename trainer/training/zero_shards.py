@@ -14,7 +14,7 @@ from trainer.runtime import narrow_copy
 from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.saes.base import Sae
 
-# Matrices that a pass reads last, so that the transfer of their rows overlaps with the pass.
+# A pass reads these matrices last, so the transfer of their rows overlaps with the pass.
 _READ_LATE = ("W_dec",)
 
 

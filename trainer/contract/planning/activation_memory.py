@@ -175,8 +175,8 @@ class _Dense(_StepSizes):
 class _SparseArchitecture(_StepSizes):
     """Architectures that choose some latents.
 
-    Memory peaks in the encoder's product, while reconstructions are summed, in AuxK's passes, or while AuxK's gradients
-    are added to the others.
+    Memory use peaks in one of four places: the encoder's matmul, the sum of the reconstructions, AuxK's passes, or the
+    addition of AuxK's gradients to the others.
     """
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
@@ -189,8 +189,8 @@ class _SparseArchitecture(_StepSizes):
         # Bytes that AuxK holds until its backward pass: the weights, and each token's choices and reconstruction.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
-        # Indices and values of the chosen latents; each rank has its share. If several GPUs choose per batch, each
-        # allocates space for all entries, since all selected entries could belong to this rank.
+        # Indices and values of the active latents; each rank holds its shard. With BatchTopK on several GPUs, each rank
+        # allocates space for all entries, since all of them could belong to its shard.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0

@@ -149,7 +149,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Return whether replicas share this optimizer's state (ZeRO-1): if elementwise and without weight averages."""
+        """Return whether ZeRO-1 shards this optimizer's state: if elementwise and without averages of the weights."""
         entry = OPTIMIZERS[train.optimizer]
         return self.job.parallel.zero and entry.elementwise and not entry.averages
 

@@ -57,7 +57,7 @@ def recipe_of(
     n_rows: int | None,
     device: str,
 ) -> Recipe:
-    """Return the recipe of one SAE of a job, `member`, at a position.
+    """Return the recipe of one SAE, `member`, of a job at a data position.
 
     `n_rows` is the number of training rows, `device` the kind of training device, "cuda" or "cpu".
     """

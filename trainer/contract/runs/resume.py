@@ -213,7 +213,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
 
 def _other_change(was: JobConfig, job: JobConfig) -> str:
-    """Return the setting that would change the tokens per step, although the number of ranks is the same."""
+    """Return which setting changes the tokens per step when the number of ranks stays the same."""
     has_another_length = (was.train.n_steps, was.train.n_tokens) != (job.train.n_steps, job.train.n_tokens)
     of_length = "train.n_steps" if job.train.n_steps else "train.n_tokens"
     return f"{of_length if has_another_length else 'parallel.mode'}: changed"

@@ -70,8 +70,8 @@ def longest_since_fired(
 def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
     """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of W_dec [d_sae, d_out].
 
-    They have the product dtype, `dtype`; if that is narrower, they come from the narrow copy that products read. A
-    latent of −1 has rows of zeros. The caller fills in the biases.
+    Both have the dtype of the matmuls, `dtype`. If it is narrower than the weights, they come from the narrow copy that
+    matmuls read. Latent −1 gets rows of zeros. The caller fills in the biases.
     """
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)

@@ -37,7 +37,7 @@ class Factors(NamedTuple):
         return reused_buffer.product(self.b_enc, self.x, self.W_enc)
 
     def product_of(self, rows: Tensor) -> Tensor:
-        """Return the product of some tokens, without using the buffer that is kept for the next full product."""
+        """Return the pre-activations of some tokens; leave the buffer alone that the next full matmul reuses."""
         return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest of each token, and how many each rank sends.
+    """Return this rank's candidates for the k largest pre-activations of each token, and how many each rank sends.
 
     Ranks of one host exchange the bounds from a rounded product before they compute exact values. All of them take part
     in this exchange, even a rank with too few latents for a rounded product.

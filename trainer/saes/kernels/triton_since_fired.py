@@ -16,7 +16,7 @@ _PART, _MOST_OTHERS = 1024, 16
 
 
 def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
-    """Add a pass to `sums` like `since_fired.count`: counts are integers, so the order of additions does not matter."""
+    """Add the counts of a pass to `sums`, as `since_fired.count` does. They are integers: any order is exact."""
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
     # A single scalar needs no operation.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)

@@ -430,7 +430,7 @@ def _once(places, mask):
 
 @triton.jit
 def _gathered(places, mask):
-    """Load values, as fp32, that should stay in the cache; all other data is read or written once."""
+    """Load values as fp32 and keep them in the cache: kernels read them again, and all other data once."""
     return tl.load(places, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
 
 
