@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +20,9 @@ from trainer.contract import paths
 
 # Threads spin while they wait for each other, and several test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Under `nohup`, programs started by tests would inherit that SIGHUP is ignored. They do not inherit a handler.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))

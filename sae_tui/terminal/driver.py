@@ -242,6 +242,32 @@ def _at_rest(app: App[Any]) -> Iterator[None]:
             resume()
 
 
+class Stopper:
+    """Handles SIGTSTP outside of the event loop: closes the GPU driver and stops the process.
+
+    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. That stop comes afterwards,
+    since a nested pause would wait for the same lock forever.
+    """
+
+    def __init__(self, app: Any) -> None:
+        """Take an app with `pause_reading` and `resume_reading`."""
+        self._app = app
+        self._is_requested = self._is_stopping = False
+
+    def __call__(self, *_: object) -> None:
+        self._is_requested = True
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        try:
+            while self._is_requested:
+                with _at_rest(self._app):
+                    self._is_requested = False
+                    _stop()
+        finally:
+            self._is_stopping = False
+
+
 def has_shell() -> bool:
     """Return True if a shell with job control started this process and can continue it after a stop."""
     import psutil
@@ -265,12 +291,8 @@ def give_away(app: App[None]) -> Iterator[None]:
     only if nothing is raised.
     """
 
-    def stop(*_: object) -> None:
-        with _at_rest(app):
-            _stop()
-
     raised: BaseException | None = None
-    with _leave_signals(stop), app.suspend():
+    with _leave_signals(Stopper(app)), app.suspend():
         try:
             yield
         except BaseException as error:

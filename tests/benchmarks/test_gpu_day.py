@@ -45,6 +45,7 @@ def gpu_day(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu_prints_and_records_each_part(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out, days = tmp_path / "found.json", tmp_path / "days.json"

@@ -135,6 +135,8 @@ class Terminal:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end; the screen:\n{self.text}"
             self._pump(0.05)
+        # The last output may have come after the last read.
+        self.read_until_quiet(0, 5)
         return self.process.returncode
 
     def detach(self) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
+
+from trainer.contract.process import state_of
 
 APP_WITHOUT_TERMINAL = """
 import asyncio, os, signal
@@ -25,3 +29,40 @@ def test_an_app_that_has_released_its_terminal_ignores_ctrl_z() -> None:
     command = [sys.executable, "-c", APP_WITHOUT_TERMINAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
+STOPPED_AGAIN_WHILE_IT_RESUMES = """
+import os, signal, threading
+from sae_tui.terminal.driver import Stopper
+
+class App:
+    lock, n_resumed = threading.Lock(), 0
+    def pause_reading(self):
+        with self.lock:
+            pass
+    def resume_reading(self):
+        with self.lock:
+            self.n_resumed += 1
+            if self.n_resumed == 1:
+                os.kill(os.getpid(), signal.SIGTSTP)
+
+app = App()
+signal.signal(signal.SIGTSTP, Stopper(app))
+os.kill(os.getpid(), signal.SIGTSTP)
+print("resumed", app.n_resumed)
+"""
+
+
+def test_ctrl_z_during_a_resume_stops_the_app_again_afterwards() -> None:
+    command = [sys.executable, "-c", STOPPED_AGAIN_WHILE_IT_RESUMES]
+    # In a session of its own, the kernel would discard the signal, since no shell could continue the process.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        for _ in range(2):
+            deadline = time.monotonic() + 20
+            while state_of(process.pid) != "T":
+                if time.monotonic() > deadline:
+                    process.kill()
+                    raise AssertionError("it does not stop")
+                time.sleep(0.01)
+            process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=20)[0] == "resumed 2\n"

@@ -322,7 +322,8 @@ def test_reading_threads_end_with_their_owner_and_keep_no_process_alive() -> Non
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("sweep", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "sweep"])
 def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
     mode: str, make: Make, long_text: Path, tmp_path: Path
 ) -> None:

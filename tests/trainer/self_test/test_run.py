@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.saes.kernels import sparse
-from trainer.self_test import run
+from trainer.self_test import products, run
 from trainer.self_test.base import CPU, Check
 from trainer.self_test.feeding import check_feeding
 from trainer.self_test.learning import check_curves, check_resuming
@@ -22,11 +22,25 @@ def wrong(checks: Iterator[Check]) -> list[Check]:
     return [check for check in checks if not check.ok]
 
 
+@pytest.fixture
+def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the products with the widths of real models, which take ten seconds on a CPU."""
+    monkeypatch.setattr(products, "CASES", {name: case for name, case in products.CASES.items() if "d_in" not in name})
+
+
+@pytest.mark.usefixtures("small_cases")
 def test_matmuls_and_selections_on_a_cpu_are_correct() -> None:
+    assert len(products.CASES) >= 4
     assert not wrong(check_products(CPU))
     assert not wrong(check_selections(CPU))
 
 
+@pytest.mark.slow
+def test_matmuls_with_the_widths_of_real_models_are_correct_on_a_cpu() -> None:
+    assert not wrong(check_products(CPU))
+
+
+@pytest.mark.usefixtures("small_cases")
 def test_a_slightly_wrong_product_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sparse.bag_sums
     monkeypatch.setattr(sparse, "bag_sums", lambda *args, **named: right(*args, **named) * 1.0001)

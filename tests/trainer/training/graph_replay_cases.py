@@ -110,9 +110,9 @@ class Run:
     ("architecture", "train"),
     [
         ("topk", {}),
-        ("topk", {"state": "int8"}),
-        ("topk", {"precision": "fp16"}),
-        ("batch_topk", {}),
+        pytest.param("topk", {"state": "int8"}, marks=pytest.mark.slow),
+        pytest.param("topk", {"precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param("batch_topk", {}, marks=pytest.mark.slow),
         ("matryoshka_batch_topk", {"state": "bf16"}),
     ],
     ids=str,
@@ -267,10 +267,8 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
 
 
 PENALISED = [
-    {"architecture": "jumprelu"},
     {"architecture": "jumprelu", "penalty": "tanh"},
-    {"architecture": "gated"},
-    {"architecture": "standard"},
+    *(pytest.param({"architecture": name}, marks=pytest.mark.slow) for name in ("jumprelu", "gated", "standard")),
 ]
 
 
@@ -357,6 +355,7 @@ def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_dense(monkeypatc
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_captured_steps_are_bit_identical_if_kernels_sum_the_penalty_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", 2)
     with use_kernels({SPARSE_PRODUCTS: triton_sparse}):
@@ -429,6 +428,7 @@ def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monk
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_the_self_test_detects_a_penalised_step_replayed_on_an_old_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
