@@ -22,12 +22,11 @@ from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
 from sae_tui.alerts.watch import AlertWatcher
-from sae_tui.app_parts.job_ends import tell_alert, tell_end, tell_news
 from sae_tui.app_parts.refresh import AlertsChanged, JobsChanged, MakeHosts, Refresh
 from sae_tui.app_parts.router import Router
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.view.watcher import Watcher
-from sae_tui.notices import Notices
+from sae_tui.notices import Notices, tell_alert, tell_end, tell_news
 from sae_tui.palette import Commands, JobCommands, Palette, commands
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.session import Session

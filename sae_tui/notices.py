@@ -1,4 +1,7 @@
-"""The app's notifications: one line above the footer, replaced by the next; errors stay until a key is pressed."""
+"""The app's notifications: one line above the footer, replaced by the next; errors stay until a key is pressed.
+
+Ends of jobs, events and alerts also ring the bell or send a desktop notification, as the settings say.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,15 @@ from textual.content import Content
 from textual.markup import MarkupError
 from textual.notifications import Notification, Notify, SeverityLevel
 
+from sae_tui.alerts.record import Alert
+from sae_tui.alerts.watch import sentence_of
 from sae_tui.format import clock_time
+from sae_tui.jobs.states import ENDED
+from sae_tui.jobs.view.reader import JobView, News
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
+from trainer.contract.printable import printable
+from trainer.contract.store.states import JobState
 
 SHOWN_S = 3.0
 # A key pressed this soon after an error appeared was pressed before anyone could have read the error.
@@ -116,3 +125,32 @@ def _plain(text: str) -> str:
         return Content.from_markup(text).plain
     except MarkupError:
         return text
+
+
+def tell_end(app: App[None], job: JobView, how: str) -> None:
+    """Notify that a job has ended; ring the bell or send a desktop notification (OSC 9), as `how` says."""
+    message = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
+    bad = job.state in (JobState.FAILED, JobState.LOST)
+    app.notify(message, severity="error" if bad else "information", markup=False)
+    _call(app, message, how)
+
+
+def tell_news(app: App[None], news: News, how: str) -> None:
+    """Notify of a job's new event, and ring as for the end of a job."""
+    message = f"Job {news.job_id} {news.event.message}"
+    app.notify(message, severity="warning" if news.event.level == "warning" else "information", markup=False)
+    _call(app, message, how)
+
+
+def tell_alert(app: App[None], alert: Alert, how: str) -> None:
+    """Notify of an alert. Ring as for the end of a job if it begins; a cleared alert does not ring."""
+    app.notify(sentence_of(alert), severity="warning" if alert.cleared is None else "information", markup=False)
+    if alert.cleared is None:
+        _call(app, sentence_of(alert), how)
+
+
+def _call(app: App[None], message: str, how: str) -> None:
+    if how == "bell":
+        app.bell()
+    elif how == "terminal" and app._driver is not None:
+        app._driver.write(f"\x1b]9;{printable(message)}\x07")

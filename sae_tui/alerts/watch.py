@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,37 @@ from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
+
+LIMIT_S = 30
+KILL_AFTER_S = 5
+
+
+def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
+    """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
+
+    `timeout` ends the command even after this process has exited. The message is kept in memory rather than in a
+    temporary file, since the disk may be full.
+    """
+    bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
+    try:
+        with os.fdopen(os.memfd_create("alert"), "wb+", buffering=0) as file:
+            file.write(msgspec.json.encode(message) + b"\n")
+            file.seek(0)
+            process = subprocess.Popen(
+                bounded, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(f"on_alert: {error}") from None
+    if code := process.wait():
+        raise UserError(f"on_alert: {_FAILURES.get(code, f'{command[0]} ended with exit code {code}')}")
+
+
+_FAILURES = {
+    124: f"it took longer than {LIMIT_S} s and was ended",
+    126: "its first word is not an executable program",
+    127: "its first word names no program; give its path",
+}
+
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
 # Changes of one kind are collected for this many seconds after a report, since GPUs that fail together are detected one
@@ -305,9 +338,6 @@ class AlertWatcher:
 
     def _run_hooks(self, alerts: queue.SimpleQueue[Alert]) -> None:
         """Run the user's command for the alerts, one at a time."""
-        # Imported when the first alert occurs, since most sessions have none.
-        from sae_tui.alerts.hook import run_hook
-
         while True:
             try:
                 run_hook(self._settings.on_alert, as_message(alerts.get()))

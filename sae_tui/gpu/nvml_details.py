@@ -6,18 +6,135 @@ import contextlib
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sae_tui.gpu.base import NO_COMPUTING, ONE_PROCESS, THROTTLING, Condition
-from sae_tui.gpu.nvml_errors import XidListener
+from sae_tui.gpu.base import NO_COMPUTING, ONE_PROCESS, THROTTLING, Condition, Xid
 from sae_tui.gpu.nvml_faults import MISSING, NOT_SUPPORTED
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails, Instance
-    from sae_tui.gpu.nvml_activity import ActivityReader
+
+
+_CRITICAL = 8  # event type
+_MOST_AT_ONCE = 100
+# NVIDIA's "XID Errors" lists about 150; these are the ones that occur in training.
+WORDS = {
+    13: "a kernel used an illegal address or instruction",
+    31: "a kernel accessed memory that it may not use",
+    43: "a kernel hung or was reset; its program ends",
+    45: "a program was ended during a computation",
+    46: "the GPU stopped computing; reset the GPU",
+    48: "the memory had errors that could not be corrected; reset the GPU",
+    61: "the GPU's firmware failed",
+    62: "the GPU's firmware halted",
+    63: "a row of the memory was replaced",
+    64: "a row of the memory could not be replaced",
+    68: "the video engine failed",
+    74: "NVLink failed",
+    79: "the GPU has fallen off the bus",
+    92: "many memory errors were corrected",
+    94: "a memory error ended one program; the others continue",
+    95: "a memory error was not contained; reset the GPU",
+    119: "the GPU's firmware does not answer",
+    120: "the GPU's firmware failed",
+    140: "memory errors could not be corrected",
+}
+
+
+# Xids that, according to NVIDIA's list, require a reset, a repair or a new GPU.
+FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
+
+
+def in_words(number: int) -> str:
+    """Return the error as text, like `Xid 79: the GPU has fallen off the bus`."""
+    words = WORDS.get(number)
+    return f"Xid {number}: {words}" if words else f"Xid {number}, see NVIDIA's list of Xid errors"
+
+
+class XidListener:
+    """Listens for the errors of one GPU."""
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+        self._events: Any = None
+        self._listens_to: Any = None
+        self._last: Xid | None = None
+
+    def poll(self, handle: Any) -> Xid | None:
+        """Return the latest error since the first call, without waiting for one."""
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+            if self._listens_to is not handle:
+                self._listen(handle)
+            # Each call returns one event; if there is none, NVML raises a timeout error, which ends the loop.
+            for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                number = int(event.eventData)
+                # A later non-fatal error must not hide a fatal one.
+                if number in FATAL or not (self._last and self._last.is_fatal):
+                    self._last = Xid(number, time.time(), in_words(number), number in FATAL)
+        return self._last
+
+    def _listen(self, handle: Any) -> None:
+        """Register for the GPU's errors; after a failure, do not try again with the same handle."""
+        self._listens_to, before, self._events = handle, self._events, None
+        if before is not None:
+            self._nvml.nvmlEventSetFree(before)
+        events = self._nvml.nvmlEventSetCreate()
+        self._nvml.nvmlDeviceRegisterEvents(handle, _CRITICAL, events)
+        self._events = events
+
+
+_VERSION = 1
+# NVML's metric numbers, in the order of `Activity`.
+_METRICS = (2, 3, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Percentages of busy multiprocessors, of the maximum number of warps, and of the time with busy tensor cores.
+
+    A value is None if it is unknown.
+    """
+
+    sm: float | None = None
+    occupancy: float | None = None
+    tensor: float | None = None
+
+
+class ActivityReader:
+    """Measures the activity between two reads; a GPU that does not support this is queried only once."""
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+        self._samples: list[Any] | None = None
+
+    def read(self, handle: Any) -> Activity:
+        """Return the activity since the last read; it is empty at the first read and on GPUs without support."""
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+            if self._samples is None:
+                self._samples = []
+                if self._nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                    self._samples = [self._nvml.nvmlGpmSampleAlloc() for _ in range(2)]
+                    self._nvml.nvmlGpmSampleGet(handle, self._samples[1])
+            elif self._samples:
+                # Overwrite the older sample.
+                self._samples.reverse()
+                self._nvml.nvmlGpmSampleGet(handle, self._samples[1])
+                return self._between(*self._samples)
+        return Activity()
+
+    def _between(self, first: Any, second: Any) -> Activity:
+        asked = self._nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics, asked.sample1, asked.sample2 = _VERSION, len(_METRICS), first, second
+        for place, metric in enumerate(_METRICS):
+            asked.metrics[place].metricId = metric
+        self._nvml.nvmlGpmMetricsGet(asked)
+        answers = asked.metrics[: len(_METRICS)]
+        return Activity(*(None if one.nvmlReturn else one.value for one in answers))
+
 
 # NVML's constants.
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
@@ -120,7 +237,6 @@ class NvmlDetails:
     def read(self, handle: Any) -> GpuDetails:
         """Return the details of the GPU; a sensor that does not respond is None."""
         from sae_tui.gpu.details import GpuDetails
-        from sae_tui.gpu.nvml_activity import ActivityReader
 
         ask = self._ask
         self._activity = self._activity or ActivityReader(self._nvml)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,12 @@ from textual.message import Message
 from textual.widgets import Button
 from textual.worker import get_current_worker
 
+from sae_tui.format import fit, visible
 from sae_tui.jobs.environment import SETTING
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edit_by_hand
 from sae_tui.jobs.launch.inspecting import Inspected, Inspections
 from sae_tui.jobs.launch.job_form import Review
-from sae_tui.panels.inspection import inspection_lines
 from sae_tui.screens.launch_form import ClonedJob, LaunchForm
 from sae_tui.session import Session
 from sae_tui.terminal.driver import give_away
@@ -28,6 +29,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
+from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError, sentence
@@ -36,6 +38,29 @@ from trainer.contract.wording import join_words, plural
 
 if TYPE_CHECKING:
     from sae_tui.hosts.view import HostView
+
+
+_STYLES = {"error": "bad", "warning": "warn"}
+
+
+def inspection_lines(place: str, inspected: Inspected, width: int) -> list[Line]:
+    """Return the inspection wrapped to a width, with every finding in full."""
+    looked = "all" if inspected.n_looked_at == inspected.n_tokens else f"{inspected.n_looked_at:,} of them checked"
+    facts = (
+        f"{inspected.n_tokens:,} rows ({looked}), d_in {inspected.d_in}, {inspected.dtype}",
+        f"median norm {inspected.median_norm:.4g}, largest {inspected.largest_norm:.4g}; gamma {inspected.gamma:.2f}",
+    )
+    lines: list[Line] = [((fit(place, width), "title"),)]
+    lines += [((text, "text"),) for fact in facts for text in _wrap(fact, width)]
+    for one in inspected.findings:
+        remedy = f"; {one.remedy}" if one.remedy else ""
+        style = _STYLES.get(one.severity, "text")
+        lines += [(), *(((text, style),) for text in _wrap(f"{one.severity}: {one.sentence}{remedy}", width))]
+    return lines if inspected.findings else [*lines, (), (("No problems found.", "good"),)]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(visible(text), max(10, width), break_on_hyphens=False)
 
 
 class Looked(Message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from textual import on, work
@@ -14,10 +14,10 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import Input
 
+from sae_tui.format import UNKNOWN, clock_time, duration, fit, gibibytes, percent, wrap
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, send_signal, surroundings
+from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, Surroundings, send_signal, surroundings
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
-from sae_tui.panels.process_page import process_lines
 from sae_tui.panels.processes import ProcessTable, process_name
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
@@ -25,6 +25,44 @@ from sae_tui.widgets.find import Find
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.table import KeyedTable
+
+_NAME = 13  # cells of a fact's name
+_MOST_OF_A_PARENT = 160  # characters; enough to identify what started a process
+_AIR: Line = ((" ", "text"),)
+
+
+def process_lines(process: ProcessDetails, around: Surroundings, width: int, *, whole: bool = False) -> Sequence[Line]:
+    """Return the page of a process, wrapped to a width; with `whole`, include values that may be secret."""
+    known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
+    lines = [line for name, value in known for line in _entry(name, value, width)]
+    for place, (name, value) in enumerate(around.shown(whole=whole)):
+        lines += [*([] if place else [_AIR]), *_entry("" if place else "environment", f"{name}={value}", width)]
+    return lines
+
+
+def _facts(process: ProcessDetails, around: Surroundings) -> Iterator[tuple[str, str]]:
+    runs = None if process.started is None else max(0.0, time.time() - process.started)
+    yield "command", process.command or "cannot be seen from here"
+    yield "user", process.user or ""
+    yield "GPUs", ", ".join(map(str, process.gpus))
+    yield "GPU memory", gibibytes(process.memory_used_bytes)
+    yield "SM", percent(process.sm_percent)
+    yield "CPU", percent(process.cpu_percent)
+    yield "host memory", gibibytes(process.host_memory_bytes)
+    yield "run time", "" if process.started is None else f"{duration(runs)}, since {clock_time(process.started)}"
+    yield "container", process.container
+    yield "folder", around.folder
+    yield "program", around.program
+    for place, parent in enumerate(process.ancestors):
+        words = " ".join(filter(None, [str(parent.pid), parent.user, parent.command]))[:_MOST_OF_A_PARENT]
+        yield ("its parent" if place else "started by"), words
+
+
+def _entry(name: str, value: str, width: int) -> Iterator[Line]:
+    space = max(8, width - _NAME - 2)
+    for row, part in enumerate(wrap(value, space)):
+        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, space), "text")
+
 
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the monitor lists the processes of the GPUs

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from sae_tui.alerts.hook import run_hook
+from sae_tui.alerts.watch import run_hook
 from trainer.contract.errors import UserError
 
 KEEP = "import json, os, sys; json.dump([json.load(sys.stdin), os.getsid(0), sys.argv[1:]], open(sys.argv[1], 'w'))"

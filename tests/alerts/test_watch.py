@@ -443,7 +443,7 @@ def test_an_error_in_running_the_command_is_reported_and_the_next_alert_runs_it(
         if len(ran) == 1:
             raise MemoryError
 
-    monkeypatch.setattr("sae_tui.alerts.hook.run_hook", run)
+    monkeypatch.setattr("sae_tui.alerts.watch.run_hook", run)
     watcher = AlertWatcher(data, Settings(on_alert=("x",)), lambda: None, Holders, lambda: None)
     watcher._run_command([alert(), alert(words="another")])
     wait_until(lambda: len(ran) == 2)

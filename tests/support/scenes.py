@@ -26,7 +26,7 @@ from sae_tui.hosts.hosts import Hosts
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.panels.preview import PreviewPanel, PreviewText
 from sae_tui.panels.processes import ProcessTable
-from sae_tui.panels.report_card import CardPanel
+from sae_tui.screens.card import CardPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.settings import Settings

@@ -13,8 +13,7 @@ from textual.widgets import Label
 
 from sae_tui.app import SaeApp
 from sae_tui.jobs.evaluation.outcome import DONE
-from sae_tui.panels.report_card import CardPanel
-from sae_tui.screens.card import CardScreen
+from sae_tui.screens.card import CardPanel, CardScreen
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir

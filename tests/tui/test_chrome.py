@@ -14,9 +14,9 @@ from textual.widgets._toast import Toast
 from textual.widgets.option_list import Option
 
 from sae_tui import notices
-from sae_tui.app_parts.job_ends import tell_end
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.notices import tell_end
 from sae_tui.panels.gpu_cards import card
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel

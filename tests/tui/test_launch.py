@@ -22,10 +22,9 @@ from sae_tui.jobs.launch import job_form, kept_draft
 from sae_tui.jobs.launch.inspecting import DataFinding, Inspected, Inspections
 from sae_tui.jobs.shard_headers import ShardHeaders
 from sae_tui.panels.gpu_picker import GpuPicker
-from sae_tui.panels.inspection import inspection_lines
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.memory_bar import MemoryBar
-from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.launch import LaunchScreen, inspection_lines
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Page, TextScreen
@@ -320,7 +319,7 @@ async def test_a_gpu_that_a_job_takes_meanwhile_is_shown_as_busy(make_app, data)
 
 async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
     started: list[int] = []
-    monkeypatch.setattr("sae_tui.jobs.launch.launched.KNOWN_WITHIN_S", 60.0)
+    monkeypatch.setattr("sae_tui.actions.KNOWN_WITHIN_S", 60.0)
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: started.append(job_id))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:

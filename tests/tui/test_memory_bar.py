@@ -13,8 +13,8 @@ from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
-from sae_tui.panels.review import review_lines
 from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.launch_form import review_lines
 from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import Problem
 from trainer.contract.planning.memory import Memory

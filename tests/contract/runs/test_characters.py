@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract.runs.characters import runs_of_tokens, without_cut_ends
+from trainer.contract.runs.features import runs_of_tokens, without_cut_ends
 
 
 def cut(draw: Any, whole: bytes) -> list[bytes]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sae_tui.jobs.launch import launched
+from sae_tui.actions import describe_launch
 from trainer.contract.store.states import JobState
 
 KEEPS = "It keeps running if you quit."
@@ -26,25 +26,22 @@ KEEPS = "It keeps running if you quit."
 def test_the_message_about_a_launched_job_matches_its_state(box, state, fields, said):
     box.record("quick", state=state, **fields)
     expected = said.removesuffix(f" {KEEPS}") if state == JobState.QUEUED else said
-    assert launched.describe_launch(box.data, [1]) == expected
+    assert describe_launch(box.data, [1]) == expected
 
 
 def test_a_warning_replaces_the_promise_to_continue_if_jobs_end_at_logout(box):
     box.record("quick", state=JobState.RUNNING)
-    message = launched.describe_launch(box.data, [1], but="jobs end when you log out")
+    message = describe_launch(box.data, [1], but="jobs end when you log out")
     assert message == 'Job 1 "quick" started on the CPU. But jobs end when you log out.'
 
 
 def test_the_message_about_several_jobs_counts_them(box):
     ids = [box.record(state=state, waits_for="GPU 0") for state in (JobState.RUNNING, JobState.QUEUED, JobState.QUEUED)]
-    assert (
-        launched.describe_launch(box.data, ids)
-        == "3 jobs launched: 1 started, 2 are waiting. They keep running if you quit."
-    )
+    assert describe_launch(box.data, ids) == "3 jobs launched: 1 started, 2 are waiting. They keep running if you quit."
 
 
 def test_the_message_waits_briefly_for_a_state_that_is_not_known_yet(box, monkeypatch):
     job_id = box.record("quick")
-    assert launched.describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is queued."
+    assert describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is queued."
     monkeypatch.setattr(time, "sleep", lambda _: box.control.update(job_id, waits_for="GPU 0 is lost"))
-    assert launched.describe_launch(box.data, [job_id]) == "Job 1 is waiting: GPU 0 is lost."
+    assert describe_launch(box.data, [job_id]) == "Job 1 is waiting: GPU 0 is lost."
