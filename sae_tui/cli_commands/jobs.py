@@ -370,7 +370,7 @@ def _field_title(name: str) -> str:
     """Return the title of a field; metrics have the same titles as on the screens."""
     if name in (*measured_names(), "tokens_per_s"):
         return title_of(name)
-    return "left" if name == "eta_s" else name
+    return "ETA" if name == "eta_s" else name
 
 
 def _field_texts(job: JobView) -> dict[str, object]:
@@ -404,7 +404,7 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
 def _show_table(jobs: Sequence[JobView]) -> None:
     """Print the jobs as a table; omit the columns for tags and wait reasons if they would be empty."""
     titles = (series_named(name).title.upper() for name in _listed())
-    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "K", "D_SAE", *titles, "TOKENS/S", "LEFT", "ON")
+    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "K", "D_SAE", *titles, "TOKENS/S", "ETA", "ON")
     rows = [_row(job) for job in jobs]
     for heading, cells in (
         ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),

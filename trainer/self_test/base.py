@@ -16,7 +16,6 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
 
 
 class Check(NamedTuple):

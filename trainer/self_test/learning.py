@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.runtime.precision import set_deterministic
 from trainer.saes.topk import TopK
 from trainer.self_test.base import (
-    ARCHITECTURES,
     CPU,
     SMALL,
     TINY,
