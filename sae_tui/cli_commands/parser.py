@@ -158,7 +158,7 @@ ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; 
 
 
 class CommandParser(output.SafeParser):
-    """Reports incorrect usage in one line, which would be lost below the usage of all flags."""
+    """Reports incorrect usage in one line; below argparse's list of all flags it would be easy to miss."""
 
     def sentence_on(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"

@@ -59,7 +59,7 @@ def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence
 
 
 def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float, str] | None:
-    """Return the smallest lead that counts given both standard errors, and the reason."""
+    """Return the smallest significant lead, given both standard errors, and what that threshold is based on."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
@@ -75,7 +75,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
 
 
 def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
-    """Return the smallest lead in FVU that counts given the spread between seeds, and the reason."""
+    """Return the smallest significant lead in FVU, given the spread between seeds, and what it is based on."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)

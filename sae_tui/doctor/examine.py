@@ -74,8 +74,8 @@ OF_FOLDER: frozenset[Check] = frozenset(
         storage.check_space,
     )
 )  # fmt: skip
-# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total; checks on
-# request have a limit for each program that they run.
+# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total. Checks
+# that run on request limit the time of each program they start.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),

@@ -79,6 +79,6 @@ def check_mouse(box: CheckedMachine) -> Iterator[Finding]:
         return
     if term in WITHOUT_MOUSE:
         sentence = f"TERM={term} reports no mouse"
-        yield Finding("note", "mouse", sentence, "use the keys: every action has one; ? shows them")
+        yield Finding("note", "mouse", sentence, "use the keyboard: every action has a key, and ? lists them")
     else:
         yield Finding("ok", "mouse", f"reported by {term}; in most terminals, hold Shift to select text")

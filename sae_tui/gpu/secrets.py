@@ -48,7 +48,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
     "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
 }  # fmt: skip
-# These programs accept a password only directly after -p: the word after a separate -p is a database.
+# These programs accept a password only directly after -p: the word after a separate -p is a database name.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
 # Longer texts are truncated, since searching them would take seconds.
 _LONGEST = 4096

@@ -1,4 +1,4 @@
-"""The built packages, and a virtual environment with one of them, installed by pip without a network."""
+"""The built packages, and a virtual environment in which pip has installed one of them offline."""
 
 from __future__ import annotations
 

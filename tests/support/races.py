@@ -100,7 +100,10 @@ class Watch(TorchDispatchMode):
 
 
 def races_in(size: int, work: Callable[[Threads], object]) -> list[str]:
-    """Return the races, as text, between the queues of `size` threads that call `work`; `Moment` must be patched in."""
+    """Return the races, as text, between the queues of `size` threads that call `work`.
+
+    The test must patch `Moment` into the modules under test.
+    """
     table: dict[int, Memory] = {}
     races: list[str] = []
     lock = threading.Lock()

@@ -101,7 +101,7 @@ class Camera:
 
 
 async def tour(camera: Camera) -> int:
-    """Run the tour; return the number of the picture to show without animation."""
+    """Run the tour; return the index of the frame to show when animation is off."""
     await camera.pilot.pause(_WARM_UP_S)
     await camera.take("see what every GPU does", 2.5)
     await choose(camera)
@@ -203,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def keep(folder: Path, pictures: Sequence[Picture]) -> None:
-    """Write each picture as it appears in the film."""
+    """Write each frame exactly as it appears in the film."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(len(pictures)):
         file = folder / f"{number:03}.svg"

@@ -42,7 +42,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.fixture
 def run_dir(make_job: MakeJob, tmp_path: Path) -> Path:
-    """Write the files of a run with two attempts that ended at step 10 of 20."""
+    """Write the files of a run whose second attempt ended at step 10 of 20."""
     folder = tmp_path / "run"
     spec = RankSpec(run_dir=folder, output_dir=folder / "sae", attempt=2, world_size=1, device="cpu")
     write_spec(spec)

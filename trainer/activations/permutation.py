@@ -33,7 +33,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return the images of some positions 0 .. n - 1."""
+        """Return the images of positions, each in [0, n)."""
         images = self._once(positions.astype(np.uint64))
         while (beyond := images >= self._n).any():
             images[beyond] = self._once(images[beyond])
@@ -65,7 +65,7 @@ class RunPermutation:
         self._begin = int(np.random.default_rng(seed).integers(n))
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return the images of some positions 0 .. n - 1."""
+        """Return the images of positions, each in [0, n)."""
         numbers, is_whole = positions.copy(), positions < self._n_whole
         runs, places = np.divmod(positions[is_whole], self._run)
         # Permute each run only once: the 4096 consecutive positions of a batch come from about 65 runs.

@@ -199,7 +199,7 @@ def _map_of(content: Bytes) -> mmap.mmap | None:
 
 
 def _read_alone(contents: Iterable[Bytes]) -> None:
-    """Turn off read-ahead: the kernel would read 128 KiB for a 4 KiB row, which the page cache could not keep."""
+    """Turn off read-ahead: for a 4 KiB row the kernel would read 128 KiB, too much for the page cache to keep."""
     for content in contents:
         if mapped := _map_of(content):
             mapped.madvise(mmap.MADV_RANDOM)

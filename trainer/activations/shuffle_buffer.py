@@ -220,7 +220,7 @@ class ShuffleBuffer:
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of some rows of the block, which were filled in the order that the last block freed them."""
+        """Return the slots of the given rows of a block, in the order in which the last block freed them."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:

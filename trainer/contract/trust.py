@@ -53,7 +53,7 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Explain why a file's content must not be used, since others may have written it, or return ""."""
+    """Return why a file's content must not be trusted (others may have written it); "" if it may be."""
     return distrust_of_open(file, file.stat())
 
 

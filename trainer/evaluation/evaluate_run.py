@@ -62,7 +62,7 @@ from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, le
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
-# The number of rows that a language model recomputes from the text, by device. On a CPU this takes a minute or two.
+# How many rows a language model recomputes from the text, for each kind of device. On a CPU this takes 1 to 2 minutes.
 ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 

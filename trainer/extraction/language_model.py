@@ -49,7 +49,7 @@ _ROUNDING = 0.05
 # together.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
-# two contexts because some kernels separate documents only in a single context.
+# two contexts because some kernels keep documents apart only if the batch is a single context.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")

@@ -154,7 +154,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
-    """Raise `UserError` if the numbers in some columns (None: all) take far more bytes in memory than on disk."""
+    """Raise `UserError` if the numbers in the given columns (None: all) take far more bytes in memory than on disk."""
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]

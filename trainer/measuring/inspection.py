@@ -196,7 +196,7 @@ def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     elif 0 < facts.scale < SMALLEST_VALUE * facts.d_in**0.5:
         yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too small for fp32", remedy)
     if facts.subnormal > MANY_SUBNORMAL:
-        sentence = f"{facts.subnormal:.0%} of the values that are not 0 are below 6e-05, where fp16 loses digits"
+        sentence = f"{facts.subnormal:.0%} of the nonzero values are below 6e-05, where fp16 loses precision"
         yield InspectionFinding("warning", sentence, "extract them again in bf16 or fp32")
 
 

@@ -33,7 +33,7 @@ class RowMeasures:
         self._unsure = [] if unsure is None else [unsure]
 
     def note_rows(self, gradient: Tensor, rows: Tensor) -> None:
-        """Record that an operation has just added to some rows [m] of a gradient; −1 stands for no row."""
+        """Record that an operation has just added to the given rows [m] of a gradient; −1 stands for no row."""
         self._version += 1
         if self._are_of(gradient):
             self._unsure.append(rows)

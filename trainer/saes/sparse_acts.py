@@ -32,8 +32,8 @@ class Places:
     """The positions of sparse activations: a flat list of entries, ordered by token.
 
     Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`. If the host
-    does not know how many entries there are, `filled` gives the number of valid ones. The padding after them is in any
-    order: its positions are distinct and its values are 0.
+    does not know how many entries there are, `filled` gives the number of valid ones. The padding after them has
+    distinct positions in no particular order, and values of 0.
     """
 
     def __init__(self, latents: Tensor, tokens: Tensor | None, starts: Tensor, filled: Filled | None = None) -> None:

@@ -98,7 +98,7 @@ def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterab
     """Add the GPUs whose lock is held by a job outside our store; `folder` contains or reads the locks."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
-    # One of our jobs that has the lock but not the lease yet is recognised by its supervisor's pid.
+    # One of our jobs that holds the lock but not yet the lease is recognised by its supervisor's pid.
     other_users = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, other_users=other_users) if other_users else held
 

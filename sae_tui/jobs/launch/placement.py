@@ -195,7 +195,7 @@ def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> N
     suited = [choice for choice in choices if proposal.takes_slices or not is_slice(choice.uuid)]
     usable = [choice for choice in suited if choice.state != "unhealthy"]
     if len(usable) < count:
-        alone = "" if len(suited) == len(choices) else "; a MIG slice runs a job alone"
+        alone = "" if len(suited) == len(choices) else "; a MIG slice cannot join other GPUs"
         here = f"only {len(usable)} of {len(choices)} can be used here"
         raise _refusal(f"asks for {plural(count, 'GPU')}, but {here}{alone}")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]

@@ -71,7 +71,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
-    """Return the events for a reader who knows the error; consecutive repeats become one event with a count."""
+    """Return the events to show next to the error; consecutive repeats become one event with a count."""
     shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
     return [

@@ -201,7 +201,10 @@ def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
         ([2], ""),
         ([2, 3], "GPU 2 is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"),
         ([0, 3], "GPU 3 is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"),
-        ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used; a MIG slice runs a job alone"),
+        (
+            "auto:2",
+            "asks for 2 GPUs, but this machine has 1 that can be used; a MIG slice cannot join other GPUs",
+        ),
     ],
 )
 def test_a_training_uses_one_slice_or_only_full_gpus(

@@ -149,7 +149,11 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
     [
         ("auto:2", False, []),
         ([0, 1], False, []),
-        ("auto:2", True, ["asks for 2 GPUs, but this machine has 0 that can be used; a MIG slice runs a job alone"]),
+        (
+            "auto:2",
+            True,
+            ["asks for 2 GPUs, but this machine has 0 that can be used; a MIG slice cannot join other GPUs"],
+        ),
         (
             [0, 1],
             True,

@@ -118,7 +118,7 @@ def test_fp16_values_too_small_for_full_precision_are_reported(tmp_path: Path) -
     facts = inspect_data(store(tmp_path / "a", (ordinary() * 1e-6).half()))
     (found,) = facts.findings
     assert found.severity == "warning"
-    assert "where fp16 loses digits" in found.sentence
+    assert "where fp16 loses precision" in found.sentence
     assert "bf16" in found.remedy
     assert inspect_data(store(tmp_path / "b", (ordinary() * 1e-3).half())).findings == []
 

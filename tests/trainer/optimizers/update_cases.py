@@ -447,7 +447,7 @@ def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: f
         optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)
         optimizer.grad_scale = torch.full((), 3.0, device=DEVICE)
         before = vector.detach().clone()
-        # Torch takes the last step.
+        # The last step is without kernels.
         if number < 6:
             by_rows.measure()
             by_rows.step(1 - optimizer.found_inf)

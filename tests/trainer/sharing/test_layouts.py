@@ -46,7 +46,7 @@ def given_by(flags: tuple[str, ...]) -> Given:
 
 
 def written(layout: Layout, folder: Path) -> tuple[Reference, SharedSae]:
-    """Write an SAE and read it like an import."""
+    """Write an SAE, then read it as an import does."""
     reference = layout.write(folder)
     found = find(folder / layout.place)
     assert found.form == layout.form

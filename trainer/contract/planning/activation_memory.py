@@ -173,7 +173,7 @@ class _Dense(_StepSizes):
 
 
 class _SparseArchitecture(_StepSizes):
-    """Architectures that choose some latents.
+    """Architectures that select active latents.
 
     Memory use peaks in one of four places: the encoder's matmul, the sum of the reconstructions, AuxK's passes, or the
     addition of AuxK's gradients to the others.

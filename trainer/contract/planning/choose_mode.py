@@ -77,7 +77,7 @@ def _seeming_s(way: Settled, plain: Settled) -> float:
 
 
 def _ways(work: Workload) -> Iterator[tuple[str, int]]:
-    """Yield the modes to consider, each with its number of ranks that share the latents; the plain mode comes first."""
+    """Yield the candidate modes, each with the number of ranks that shard the latents; the plain mode comes first."""
     if work.job.parallel.mode != "auto":
         yield work.mode, work.latent_ranks
         return

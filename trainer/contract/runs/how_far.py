@@ -62,7 +62,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overfitting(self) -> str:
-        """The FVU on training and held-out rows, and the step of the lowest held-out FVU; "" without overfitting."""
+        """The training and held-out FVU, and the step with the lowest held-out FVU; "" without overfitting."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"

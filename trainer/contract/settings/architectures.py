@@ -141,7 +141,7 @@ SparsityCoefficient = (
 )
 SparsityWarmup = Annotated[
     float,
-    about("Share of the steps in which the penalty rises from 0.", advanced=True, ge=0, le=1),
+    about("Share of the steps over which the penalty rises from 0.", advanced=True, ge=0, le=1),
 ]
 
 

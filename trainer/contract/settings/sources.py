@@ -106,7 +106,7 @@ class StreamSettings(SourceSettings, frozen=True, kw_only=True):
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the size of the shuffle buffer, in fp32, which is in host memory."""
+        """Return the bytes of the fp32 shuffle buffer. It is in host memory unless `on_cuda`."""
         return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * width)
 
 

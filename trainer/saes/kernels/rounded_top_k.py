@@ -19,7 +19,7 @@ from trainer.saes.kernels import packed_top_k, reused_buffer, top_k
 from trainer.saes.kernels.sparse import product_dtype, row_products
 from trainer.saes.sparse_acts import Places
 
-# Rows per chunk, which stay in the cache.
+# Rows per chunk, few enough that a chunk stays in the cache.
 PART = 512
 # Rounding to bf16 changes a number by at most `ROUNDING` times its size. The fp32 sums of both products have an error
 # of at most `SUMMING` times the factors' norms per term.
@@ -37,11 +37,11 @@ class Factors(NamedTuple):
         return reused_buffer.product(self.b_enc, self.x, self.W_enc)
 
     def product_of(self, rows: Tensor) -> Tensor:
-        """Return the pre-activations of some tokens; leave the buffer alone that the next full matmul reuses."""
+        """Return the pre-activations of the given tokens; leave the buffer alone that the next full matmul reuses."""
         return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-        """Return the exact values at some positions [n]."""
+        """Return the exact values at the given positions [n]."""
         products = row_products(self.x, self.W_enc.T, Places(columns, tokens, starts))
         return products.add_(self.b_enc.index_select(0, columns))
 

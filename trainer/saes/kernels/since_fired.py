@@ -22,7 +22,7 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
         by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
         return by_kernel
     fired = acts.count_by_latent(acts.values > 0)
-    # One addition for everything. `new_full` fills on the device; a copy from the host would wait.
+    # One addition for everything. `new_full` fills on the device; a copy from the host would stall the stream.
     beside = fired.new_full((1,), n_tokens), *(number.reshape(1) for number in numbers)
     sums += torch.cat([fired, *beside])
     return fired

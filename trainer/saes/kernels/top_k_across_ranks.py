@@ -96,7 +96,7 @@ class _LocalChoice(NamedTuple):
     is_chosen: Tensor
 
     def with_rows(self, rows: Tensor, others: _LocalChoice) -> _LocalChoice:
-        """Replace the rows of some tokens by `others`."""
+        """Replace the rows of the given tokens by `others`."""
         width = max(self.columns.shape[1], others.columns.shape[1])
         pairs = zip(self, others, strict=True)
         return _LocalChoice(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))

@@ -151,7 +151,7 @@ def _find_longest_since_fired(
 
 @triton.jit
 def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
-    """Return the tokens since some latents fired, as 32-bit numbers; -1 for living latents and padding."""
+    """Return the tokens since a block of latents last fired, as 32-bit numbers; -1 for living latents and padding."""
     words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)
@@ -161,7 +161,7 @@ def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
 
 @triton.jit
 def _copy_rows(out_reads, out_writes, W_enc, W_dec, some_rows, n_read, n_written, COLUMNS: tl.constexpr):
-    """Copy some columns of one latent's rows; latent -1 gets zeros."""
+    """Copy one block of columns of a latent's rows; latent -1 gets zeros."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
     is_here = latent >= 0
@@ -176,7 +176,7 @@ def _add_rows(
     inout_W_enc, inout_b_enc, inout_W_dec, inout_input_bias, some_rows, W_enc, b_enc, W_dec, centred, n_read, n_written,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add some columns of one latent's gradients; skip latent -1.
+    """Add one block of columns of a latent's gradients; skip latent -1.
 
     The program of the first column block also adds the bias, and the program of the first latent adds the input bias.
     """

@@ -18,7 +18,7 @@ def fits(x: Tensor, bias: Tensor) -> bool:
 
 
 def centre(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x − bias for fp32 x [n_tokens, d_in] in a 16-bit dtype."""
+    """Return x − bias, rounded to a 16-bit dtype; x is fp32 [n_tokens, d_in]."""
     (n_rows, n_columns), out = x.shape, torch.empty_like(x, dtype=dtype)
     if x.numel():
         grid = triton.cdiv(n_rows, _ROWS), triton.cdiv(n_columns, _COLUMNS)
@@ -37,7 +37,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 @triton.jit
 def _centre(out, x, bias, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Subtract the bias from some columns of some rows."""
+    """Subtract the bias from one block of rows and columns."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]

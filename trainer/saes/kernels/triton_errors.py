@@ -222,7 +222,7 @@ def _sum_errors(
     out_errors, out_sums, out_x_hat, y, parts, offset, y_mean, offset_stride, n_rows, n_columns,
     LEVELS: tl.constexpr, MOMENTS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the errors of some rows and columns; sum errors, targets and the squares of both over the rows."""
+    """Write the errors of one block of rows and columns; sum errors, targets and the squares of both over the rows."""
     program = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mean = tl.load(y_mean + columns, mask=columns < n_columns, other=0)
@@ -265,7 +265,7 @@ def _nest_bags(
     out_errors, out_x_hat, out_narrow, out_totals, out_squares, y, y_mean, offset, values, indices, starts, rows,
     n_filled, n_entries, n_tokens, n_levels, n_columns, of_program, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Decode some tokens in one block of columns, entry by entry; write the error after each level.
+    """Decode one block of tokens and columns, entry by entry; write the error after each level.
 
     Sum the final errors and the targets over the tokens, and the squares of these and of the other levels' errors.
     """

@@ -65,7 +65,7 @@ def _count(
     inout_fired, inout_sums, values, latents, others, n_tokens, n_entries, n, n_others,
     PART: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Count some active entries for their latents; the first program also adds the other sums."""
+    """Add one block of active entries to the counts of their latents; program 0 also adds the other sums."""
     part = tl.program_id(0)
     at = part * PART + tl.arange(0, PART)
     fires = tl.load(values + at, mask=at < n_entries, other=0) > 0
@@ -85,7 +85,7 @@ def _count(
 def _add_tokens(
     inout_since_fired, inout_sums, out_others, n_tokens, n, n_others, PART: tl.constexpr, OTHERS: tl.constexpr
 ):
-    """Update the counts of some latents and clear their sums; the first program also returns the other sums."""
+    """Update the counts of one block of latents and clear their sums; program 0 also returns the other sums."""
     part, came = tl.program_id(0), tl.load(n_tokens)
     at = part * PART + tl.arange(0, PART)
     inside = at < n

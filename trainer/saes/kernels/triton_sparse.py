@@ -384,7 +384,7 @@ def _total(values, first, last):
 def _join_measures(
     out_squares, out_dots, squares, dots, lengths, n_parts, n_latents, LATENTS: tl.constexpr
 ):  # fmt: skip
-    """Merge the measures of the column parts of some latents."""
+    """Merge the measures of each latent's column parts, for one block of latents."""
     latents = tl.program_id(0) * LATENTS + tl.arange(0, LATENTS)
     inside = latents < n_latents
     square, whole = tl.zeros([LATENTS], dtype=tl.float32), tl.zeros([LATENTS], dtype=tl.float32)
@@ -410,7 +410,7 @@ def _weigh_rows(
     out, weights, rows, n_rows, n_columns, factor,
     OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum some columns of some rows, weighted."""
+    """Return the weighted sum of rows in one block of columns."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for begin in tl.static_range(0, OF_PROGRAM, ROWS):
@@ -474,7 +474,7 @@ def _multiply_rows(
 
 @triton.jit
 def gather(rows, indices, entries, last, columns, n_columns):
-    """Return rows[indices[entries]] in some columns, as fp32; 0 outside."""
+    """Return rows[indices[entries]] in one block of columns, as fp32; 0 outside."""
     row = tl.load(indices + entries, mask=entries < last, other=0).to(tl.int64)
     inside = (entries < last)[:, None] & (columns < n_columns)[None, :]
     return tl.load(rows + row[:, None] * n_columns + columns[None, :], mask=inside, other=0).to(tl.float32)

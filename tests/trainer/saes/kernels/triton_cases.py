@@ -61,7 +61,7 @@ def make(
 
 
 def followed(case: Case) -> Case:
-    """Append entries that do not count; their values, normally 0, are not 0 here."""
+    """Append padding entries, which kernels must ignore. Their values are nonzero here; normally they are 0."""
     acts, (n, most) = case.acts, (len(case.acts.values), case.acts.d_sae - 1)
     places = acts.places
     rest = torch.arange(5, device=DEVICE)
