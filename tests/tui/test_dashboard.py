@@ -416,7 +416,7 @@ async def test_stopping_asks_first_and_then_stores_a_request_for_the_ranks(make_
         await wait_until(pilot, lambda: control.open_requests(job_id) == {"stop"})
         await wait_until(pilot, lambda: app.session.jobs[0].stop_requested)
         await pilot.press("s")
-        assert "at once" in app.screen.question
+        assert "Kill it now?" in app.screen.question
         await pilot.press("y")
         await wait_until(pilot, lambda: "kill" in control.open_requests(job_id))
         control.close()
