@@ -68,8 +68,9 @@ def on_two_hosts(
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("hanging", "shares_store"), [("1", True), pytest.param("0", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("hanging", "shares_store"), [("1", True), ("0", False)])
 def test_ranks_of_torchrun_restart_together_if_the_first_exchange_hangs(
     hanging: str, shares_store: bool, make_job: MakeJob, tmp_path: Path
 ) -> None:
