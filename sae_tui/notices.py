@@ -143,7 +143,7 @@ def tell_news(app: App[None], news: News, how: str) -> None:
 
 
 def tell_alert(app: App[None], alert: Alert, how: str) -> None:
-    """Notify of an alert. Ring as for the end of a job if it begins; a cleared alert does not ring."""
+    """Notify of an alert. A new alert rings as the end of a job does; a cleared alert does not ring."""
     app.notify(sentence_of(alert), severity="warning" if alert.cleared is None else "information", markup=False)
     if alert.cleared is None:
         _call(app, sentence_of(alert), how)

@@ -175,7 +175,7 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes += _ring(with_tokens * sharing) * 4 * memory.n_skip(work, sae)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
-        # Reconstructions are summed in fp32; a GPU gathers their gradient in the type of products.
+        # Reconstructions are summed in fp32; a GPU gathers their gradient in the dtype of the matmuls.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
         n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
         # Each candidate is answered with one byte.
