@@ -60,7 +60,7 @@ def describe_launch(
         while True:
             jobs = [control.job(job_id) for job_id in job_ids]
             if all(map(_is_known, jobs)) or time.monotonic() > deadline or is_over():
-                return _sentence(jobs, but)
+                return _launch_message(jobs, but)
             time.sleep(POLL_S)
 
 
@@ -68,7 +68,7 @@ def _is_known(job: Job) -> bool:
     return job.state != JobState.QUEUED or job.held or job.waits_for is not None
 
 
-def _sentence(jobs: Sequence[Job], but: str) -> str:
+def _launch_message(jobs: Sequence[Job], but: str) -> str:
     started = [job for job in jobs if job.state != JobState.QUEUED]
     message = _of_one(jobs[0]) if len(jobs) == 1 else _of_many(len(started), len(jobs) - len(started))
     if but:

@@ -68,7 +68,7 @@ class XidListener:
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._listens_to is not handle:
                 self._listen(handle)
-            # Each call returns one event; if there is none, NVML raises a timeout error, which ends the loop.
+            # Each call returns one event. Without an event NVML raises a timeout error, which ends the loop.
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 number = int(event.eventData)

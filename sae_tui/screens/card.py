@@ -25,7 +25,7 @@ _LATENT_CELLS = 18
 
 
 class CardPanel(LineView, can_focus=True):
-    """Shows a report card, or a message if there is none; the cursor keys scroll it."""
+    """Shows a report card, or why it is missing; the cursor keys scroll it."""
 
     DEFAULT_CSS = "CardPanel { height: 1fr; }"
 

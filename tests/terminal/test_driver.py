@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from trainer.contract.process import state_of
 
 APP_WITHOUT_TERMINAL = """
@@ -31,20 +33,23 @@ def test_an_app_that_has_released_its_terminal_ignores_ctrl_z() -> None:
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
-STOPPED_AGAIN_WHILE_IT_RESUMES = """
-import os, signal, threading
+STOPPED_AGAIN = """
+import os, signal, sys, threading
 from sae_tui.terminal.driver import Stopper
 
 class App:
-    lock, n_resumed = threading.Lock(), 0
+    lock, n_resumed, stops_in = threading.Lock(), 0, sys.argv[1]
     def pause_reading(self):
         with self.lock:
-            pass
+            self.stop_again("pause")
     def resume_reading(self):
         with self.lock:
             self.n_resumed += 1
-            if self.n_resumed == 1:
-                os.kill(os.getpid(), signal.SIGTSTP)
+            self.stop_again("resume")
+    def stop_again(self, name):
+        if self.stops_in == name:
+            self.stops_in = ""
+            os.kill(os.getpid(), signal.SIGTSTP)
 
 app = App()
 signal.signal(signal.SIGTSTP, Stopper(app))
@@ -53,11 +58,12 @@ print("resumed", app.n_resumed)
 """
 
 
-def test_ctrl_z_during_a_resume_stops_the_app_again_afterwards() -> None:
-    command = [sys.executable, "-c", STOPPED_AGAIN_WHILE_IT_RESUMES]
+@pytest.mark.parametrize(("stops_in", "n_stops"), [("pause", 1), ("resume", 2)])
+def test_ctrl_z_during_a_pause_is_part_of_it_and_during_a_resume_stops_again(stops_in: str, n_stops: int) -> None:
+    command = [sys.executable, "-c", STOPPED_AGAIN, stops_in]
     # In a session of its own, the kernel would discard the signal, since no shell could continue the process.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
-        for _ in range(2):
+        for _ in range(n_stops):
             deadline = time.monotonic() + 20
             while state_of(process.pid) != "T":
                 if time.monotonic() > deadline:
@@ -65,4 +71,4 @@ def test_ctrl_z_during_a_resume_stops_the_app_again_afterwards() -> None:
                     raise AssertionError("it does not stop")
                 time.sleep(0.01)
             process.send_signal(signal.SIGCONT)
-        assert process.communicate(timeout=20)[0] == "resumed 2\n"
+        assert process.communicate(timeout=20)[0] == f"resumed {n_stops}\n"

@@ -108,8 +108,8 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input.
 
     An architecture defines `forward`, `objective` and `export_config`, and if it needs them `traits`, `export_weights`,
-    `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. It has a constructor only for parameters or
-    more buffers, which takes the same `SaeSpec` and adds them to `declared` before it sets them.
+    `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. Only additional parameters
+    or buffers need a constructor, which takes the same `SaeSpec` and adds them to `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is

@@ -92,8 +92,8 @@ def test_a_waiting_supervisor_uses_little_memory(box):
     supervisor = box.job(second).supervisor
     assert supervisor is not None
     assert box.job(second).state == JobState.QUEUED
-    # 13.8 MiB on Python 3.11. One that imports textual takes 26 MiB, one that imports torch 149 MiB.
-    assert own_mib(supervisor.pid) < 18
+    # 13.8 MiB alone and 14.8 in a full test run (Python 3.11). Importing textual makes it 26 MiB, torch 149 MiB.
+    assert own_mib(supervisor.pid) < 16
 
 
 def test_many_jobs_for_one_gpu_run_one_at_a_time_and_all_finish(box):

@@ -410,7 +410,7 @@ def _weigh_rows(
     out, weights, rows, n_rows, n_columns, factor,
     OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the weighted sum of rows in one block of columns."""
+    """Write the weighted sum of one block of rows, in one block of columns."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for begin in tl.static_range(0, OF_PROGRAM, ROWS):
