@@ -50,14 +50,13 @@ class Passage(NamedTuple):
     text: str
 
 
-def passages(path: Path) -> Iterator[Passage]:
-    """Yield the prose of a Python or Markdown file."""
+@functools.cache
+def passages(path: Path) -> tuple[Passage, ...]:
+    """Return the prose of a Python or Markdown file."""
     source = path.read_text()
     if path.suffix == ".py":
-        yield from _comments(source)
-        yield from _literals(source)
-    else:
-        yield Passage(1, re.sub(r"<!--.*?-->", "", source, flags=re.DOTALL))
+        return *_comments(source), *_literals(source)
+    return (Passage(1, re.sub(r"<!--.*?-->", "", source, flags=re.DOTALL)),)
 
 
 def _comments(source: str) -> Iterator[Passage]:
