@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import torch
 from support.box import ROOT
+from support.forked import in_loaded_process
 
 
-def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "") -> None:
+def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "not slow") -> None:
     """Assert that all cases in a file pass: on a GPU if there is one and not `on_cpu`, else in the interpreter.
 
     With `compiles`, the cases are only compiled, which needs neither a GPU nor the interpreter. `among` selects cases
     by marker, like pytest's -m.
     """
     pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    if on_cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     if not compiles and (on_cpu or not torch.cuda.is_available()):
         environment["TRITON_INTERPRET"] = "1"
+    code, output = in_loaded_process(_run, environment, str(cases), among)
+    assert code == 0, output
+
+
+def _run(environment: dict[str, str], cases: str, among: str) -> tuple[int, str]:
+    """Return pytest's exit code and output for a file of cases; 5 is the code for no cases."""
+    assert "triton" not in sys.modules
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     plugins = [word for name in ("no:xdist", "no:cacheprovider", "support.programs") for word in ("-p", name)]
-    command = [sys.executable, "-m", "pytest", *plugins, "-m", among, str(cases)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout or "100%" in done.stdout
+    with TemporaryFile("w+") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        code = pytest.main([*plugins, "-m", among, cases])
+        file.seek(0)
+        return int(code), file.read()
