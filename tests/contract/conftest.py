@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
-    """Return a safetensors file built byte by byte, so that tests can corrupt any part of it."""
+    """Return the bytes of a safetensors file, built without the library so that tests can corrupt any part."""
     size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
     header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
@@ -34,7 +34,7 @@ def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: s
 
 @pytest.fixture
 def write_shard(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes `tmp_path/acts/<file>` and returns its folder."""
+    """Return a function that writes a shard to `tmp_path/acts` and returns that folder."""
 
     def write(n_tokens: int = 1000, d_in: int = 8, *, file: str = "a.safetensors", **options: Any) -> Path:
         folder = tmp_path / "acts"
@@ -47,7 +47,7 @@ def write_shard(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_job() -> Callable[..., JobConfig]:
-    """Return a function that creates a job from the keys of its sections; the default data path does not exist."""
+    """Return a function that creates a job from the given sections; the default data path does not exist."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         job, problems = parse_job({"data": {"path": "acts"}} | sections)
@@ -59,9 +59,9 @@ def make_job() -> Callable[..., JobConfig]:
 
 @pytest.fixture(scope="session")
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
-    """Return a function that puts an empty, migrated store at a path.
+    """Return a function that creates an empty store with the current schema at a path.
 
-    It copies an existing store, since a migration needs a process and takes half a second.
+    The function copies a store that was migrated once, since each migration starts a process and takes half a second.
     """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
     for schema, path in originals.items():
@@ -81,7 +81,7 @@ def control(tmp_path: Path, copy_store: Callable[[Schema, Path], Path]) -> Itera
 
 @pytest.fixture
 def queued() -> Callable[..., Job]:
-    """Return a function that creates a job row as a launcher would write it."""
+    """Return a function that creates the database row of a job as a launcher would."""
 
     def make(**fields: Any) -> Job:
         return Job(
@@ -105,7 +105,7 @@ class Child:
         self.process.stdin.flush()
 
     def hear(self) -> str:
-        """Return the next line that the process prints; "" once it has exited."""
+        """Return the next line that the process prints, or "" if the process has exited."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -117,7 +117,7 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Return a function that starts processes and ends them after the test."""
+    """Yield a function that starts processes, and kill the processes after the test."""
     started: list[Child] = []
 
     def start(code: str, *arguments: object, **options: Any) -> Child:
@@ -132,7 +132,7 @@ def child() -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Return a function that polls a condition until it holds and fails after a deadline."""
+    """Return a function that polls a condition until it is true, and fails after a timeout."""
 
     def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
@@ -145,7 +145,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """Create a folder that every user can reach, unlike pytest's own."""
+    """Create a folder that every user can access, unlike pytest's temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -155,7 +155,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ordinary_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context in which the process runs as the user `nobody`, since file permissions do not restrict root."""
+    """Return a context manager that runs its body as the user `nobody`, since file permissions do not restrict root."""
 
     @contextlib.contextmanager
     def become() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Tests for error reports about bad input."""
+"""Tests for the text of errors about invalid input."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Tests for the exit codes, with real processes."""
+"""Tests for the exit codes of real processes."""
 
 from __future__ import annotations
 

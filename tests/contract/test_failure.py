@@ -1,4 +1,4 @@
-"""Tests for failures as JSON for scripts."""
+"""Tests for the JSON that scripts receive when a command fails."""
 
 from __future__ import annotations
 

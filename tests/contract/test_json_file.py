@@ -1,4 +1,4 @@
-"""Tests for JSON files with arbitrary bytes, and for paths that are not files: reading never raises."""
+"""Tests that any bytes, and any path that is not a file, are read as JSON without an exception."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record that contains every type used in our files."""
+    """A record with every type of field that our files use."""
 
     name: str = ""
     number: int = 0

@@ -1,4 +1,4 @@
-"""Tests for locks between real processes, which are released when their holders die."""
+"""Tests that locks exclude real processes from each other, and are released when the processes die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares this machine's memory with the values that psutil reads."""
+"""Compares this machine's memory with the values reported by psutil."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for finding the file system of a path in the kernel's list of mounts."""
+"""Tests for finding the file system type of a path in the kernel's list of mounts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.mounts import mount_of, network_file_system
 
 @pytest.fixture
 def as_if(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that changes the type of the temporary folder's mount in a copy of the kernel's list."""
+    """Return a function that changes the temporary folder's file system type in a copy of the kernel's mount list."""
 
     def write(kind: str) -> None:
         device = os.stat(tmp_path).st_dev

@@ -1,4 +1,4 @@
-"""Tests for how commands print untrusted text."""
+"""Tests that commands print untrusted text without control characters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainer import cli
 from trainer.contract.errors import BadUsage
 from trainer.contract.output import SafeParser, run_command
 
-# This includes surrogates, which represent the bytes of a name that is not UTF-8.
+# The texts include surrogates, which represent the bytes of a name that is not valid UTF-8.
 TEXTS = st.text(st.characters())
 EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 
 
 def printed(act) -> str:
-    """Return everything written to both outputs; raise if it cannot be encoded for a UTF-8 terminal."""
+    """Return all text written to standard output and standard error; raise if UTF-8 cannot encode it."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         act()

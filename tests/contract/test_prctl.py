@@ -1,4 +1,4 @@
-"""Tests with real processes whose parents die."""
+"""Tests for the link between a process and its parent, with real processes whose parents die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.contract.process import ProcessRef
 
-# This starts a process that ends with its parent, and prints its pid.
+# This program starts a child that prints its pid and is killed when its parent dies.
 PARENT = """
 import subprocess, sys
 code = "import os, signal, sys; from trainer.contract.prctl import end_with_parent; " \\

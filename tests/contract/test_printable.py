@@ -1,4 +1,4 @@
-"""Tests for making untrusted text safe to show in a terminal."""
+"""Tests that untrusted text is made safe to print in a terminal."""
 
 from __future__ import annotations
 

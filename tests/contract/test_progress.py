@@ -1,4 +1,4 @@
-"""Tests for a command's progress: JSON for a parent process, lines in a pipe, a bar in a terminal."""
+"""Tests for the progress that a command shows: JSON for a parent process, lines in a pipe, a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ def test_share_counts_all_stages_and_time_left_follows_the_current_pace() -> Non
         assert list(track([1, 2], "rows")) == [1, 2]
         stage("rows", 4)
         advance()
-        # One of two passes is complete, and a quarter of the second.
+        # One of two passes is complete, and so is a quarter of the second.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
         shown._stage.began = time.monotonic() - 5
-        # A quarter took 5 s where 1.25 s were planned, so the rest takes 15 s and the probes take 40 s.
+        # A quarter of a pass took 5 s but was planned to take 1.25 s. The rest of the pass therefore takes 15 s, and
+        # the probes take 40 s.
         assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
         stage("something else")
         assert shown.reached.share == pytest.approx(10 / 20)
 
 
 class ChangingTotal(float):
-    """A number of units that starts another stage when it is read."""
+    """A number of units that starts another stage when its value is read."""
 
     def __bool__(self) -> bool:
         stage("writing")
@@ -127,7 +128,7 @@ def test_a_terminal_gets_a_bar_that_is_removed_at_the_end() -> None:
     text = shown.decode()
     assert "evaluating |" in text
     assert "rows · 50 %" in text
-    # The line is blank at the end.
+    # At the end, the terminal line is blank.
     assert text.rstrip("\r").split("\r")[-1].strip() == ""
 
 

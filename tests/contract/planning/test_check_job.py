@@ -1,4 +1,4 @@
-"""Tests that everything that would prevent a job from running is reported before the launch."""
+"""Tests that every reason why a job cannot run is reported before its launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def machine(tmp_path: Path) -> Machine:
 def checked(
     machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
 ) -> Callable[..., list[Problem]]:
-    """Return a function that lists the problems of a job on the sample shards."""
+    """Return a function that checks a job with a small shard and returns its problems."""
     path = str(write_shard(N_TOKENS, D_IN))
 
     def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
@@ -220,8 +220,8 @@ def test_a_training_uses_one_slice_or_only_full_gpus(
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # The SAE has 17e13 parameters including the encoder's bias: four checkpoints take 8 bytes per parameter each, and
-    # the SAE 4 bytes.
+    # The SAE has 17e13 parameters, including the encoder's bias. Each of the four checkpoints takes 8 bytes per
+    # parameter, and the exported SAE takes 4.
     assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
@@ -249,8 +249,8 @@ def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_
 def test_all_saes_of_a_sweep_count_towards_memory(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    # In deterministic mode, because otherwise a single SAE would need extra memory for CUDA graphs but a sweep would
-    # not.
+    # Deterministic mode disables CUDA graphs. Otherwise a single SAE would need extra memory for them, but a sweep
+    # would not.
     sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64, "deterministic": True}
     enough = memory.estimate(workload(make_job(sae=sae, train=alone), D_IN, 1)).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
@@ -314,7 +314,7 @@ def test_a_run_too_short_to_control_its_l0_gives_a_warning(
         # Without ZeRO, all-reduce works for any number of latents.
         ({"parallel": {"mode": "ddp", "zero": False}}, 3, ""),
         ({"parallel": {"mode": "ddp"}, "launch": {"gpus": "cpu:3"}}, 3, ""),
-        # Ranks that each hold different latents exchange no weight gradients.
+        # Ranks with different latents do not exchange weight gradients.
         ({"parallel": {"mode": "tensor"}}, 3, ""),
         ({"parallel": {"mode": "hybrid", "latent_ranks": 3}}, 6, "64 latents do not divide evenly over 6 GPUs"),
         ({"parallel": {"mode": "ddp"}, "sae": {"d_sae": [64, 66]}}, 3, "64 latents do not divide evenly over 3 GPUs"),

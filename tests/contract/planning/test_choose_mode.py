@@ -21,7 +21,7 @@ from trainer.contract.settings.sources import DataShape
 MakeJob = Callable[..., JobConfig]
 NVLINK = Speeds(700e12, 4e12, 360e9, 25e-6, is_measured=True)
 STAGED = Speeds(60e12, 0.8e12, 10e9, 25e-6, is_measured=True)
-# The speeds of one of two cores, and the bandwidth of their reduction.
+# The measured speeds of one of two CPU cores, and the bandwidth of a reduction between the cores.
 CORE = Speeds(100e9, 15e9, 2e9, 1e-4, is_measured=True)
 GPT2_XL = DataShape(2304, None, 10**9)
 
@@ -48,7 +48,7 @@ def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> Non
 def test_two_cpu_processes_use_the_mode_that_measured_faster(
     make_job: MakeJob, d_sae: int, mode: str, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Measured on CPUs with these instruction sets; the test's CPU may have neither.
+    # The costs were measured on CPUs with this instruction set, which the CPU that runs the test may lack.
     monkeypatch.setattr(first_look, "costs", lambda: first_look._COSTS[flag])
     job = make_job(sae={"d_sae": d_sae, "k": 32}, train={"batch_size": 2048, "precision": "fp32"})
     assert settle(Workload(job, 2, DataShape(384, None, 10**9), CPU), PlannedResources(CORE)).job.parallel.mode == mode
@@ -117,7 +117,7 @@ def test_exchanged_bytes_match_a_ring_all_reduce_and_the_candidates(make_job: Ma
     ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
     assert ddp == ring * (2 * 384 * 3072 + 3072 + 384)
-    # Each rank chooses latents for its share of the tokens, and returns one byte per candidate.
+    # Each rank selects latents for its share of the tokens, and sends one byte per candidate.
     assert tensor == ring * 4096 * 384 + 3 / 4 * 4096 * 32 * (4 + 1)
 
 
@@ -136,8 +136,8 @@ def test_bf16_gradients_halve_the_bytes_that_replicas_send(make_job: MakeJob) ->
 
 
 def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -> None:
-    # The ideal is 4.07 ms on an H200: 1.57 matmuls, 0.25 activations, 1.97 Adam, 0.28 gradients. The estimate must stay
-    # below twice that.
+    # The ideal step takes 4.07 ms on an H200: 1.57 ms for matmuls, 0.25 for activations, 1.97 for Adam, 0.28 for
+    # gradients. The estimate must be less than twice as long.
     time = step_time(workload(wide(make_job, batch_size=4096), 2304, 1), Speeds(788e12, 4.3e12, 1, 0))
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
 
@@ -184,7 +184,7 @@ def test_a_sweep_with_enough_saes_is_distributed_over_devices(make_job: MakeJob)
     assert Layout(settled.job, 4).tokens_per_step == Layout(job, 4).tokens_per_step
     assert wire_of(workload(settled.job, 2304, 4)).n_bytes == 0
     alone, together = (memory.estimate(workload(one, 2304, 4)) for one in (settled.job, job))
-    # A rank holds one of the four SAEs, or a quarter of each SAE's weights.
+    # In sweep mode a rank holds all weights of one SAE; otherwise it holds a quarter of the weights of all four SAEs.
     assert alone.weights == together.weights
     assert alone.gradients * 4 == together.gradients
     assert settle(Workload(job, 8, GPT2_XL), PlannedResources(NVLINK)).job.parallel.mode != "sweep"
@@ -216,7 +216,7 @@ def test_a_skip_connection_costs_two_matmuls_and_a_gradient_reduction(make_job: 
         workload(make_job(sae={"d_sae": 4096, "skip": skip}, train=train, parallel=parallel), 512, 2, d_out=256)
         for skip in (False, True)
     ]
-    # Memory is so fast that only matmuls take time.
+    # With unlimited memory bandwidth, only matmuls take time.
     without, with_skip = (step_time(work, Speeds(1e12, 1e30, 1e9, 0)).passes_s for work in works)
     tokens = 4096 if mode == "ddp" else 2048
     assert with_skip - without == pytest.approx(2 * 2 * tokens * 512 * 256 / 1e12)
@@ -238,7 +238,8 @@ def test_ranks_read_shards_of_rows_if_their_bus_beats_host_memory(make_job: Make
 
 
 def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_of_a_step(make_job: MakeJob) -> None:
-    # This is as fast as host memory for eight ranks, but slower than the encoder's matmul.
+    # At this bus speed, eight ranks read row shards as fast as from host memory, but the transfer takes longer than the
+    # encoder's matmul.
     pcie = msgspec.structs.replace(NVLINK, bus_bytes_per_s=20e9)
     assert not read_parts(make_job, 8, pcie)
     assert not read_parts(make_job, 2, NVLINK, train={"batch_size": 16})

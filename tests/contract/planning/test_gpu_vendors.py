@@ -1,4 +1,4 @@
-"""Tests for CUDA_VISIBLE_DEVICES and its AMD counterparts: the visible GPUs match those of CUDA or ROCm."""
+"""Tests that CUDA_VISIBLE_DEVICES and its AMD counterparts select the same GPUs here as in CUDA or ROCm."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
-    """Return the total without NCCL's buffers, which a single rank does not need."""
+    """Return the estimated memory without NCCL's buffers, which a single rank does not need."""
     return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
 
 
@@ -50,12 +50,12 @@ def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
 def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
-    # In deterministic mode, because otherwise a single GPU captures small steps in CUDA graphs, which need memory that
-    # larger steps do not.
+    # Deterministic mode disables CUDA graphs. Otherwise a single GPU would capture small steps in graphs, which need
+    # memory that larger steps do not.
     of = partial(of_tensors, deterministic=True)
     least = of(make_job, d_in, d_sae, batch_size, world_size)
     assert of(make_job, d_in, d_sae + more, batch_size, world_size) > least
-    # With few tokens, the passes need less memory than the later weight update.
+    # With few tokens, the forward and backward passes need less memory than the weight update that follows.
     assert of(make_job, d_in, d_sae, batch_size + more, world_size) >= least
     assert of(make_job, d_in, d_sae, batch_size + 64 * d_sae, world_size) > least
     assert of(make_job, d_in + more, d_sae, batch_size, world_size) > least
@@ -88,15 +88,15 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
     alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Each replica keeps its share of the held-out rows. Only a single GPU holds captured steps during an evaluation and
-    # therefore needs additional memory.
+    # Each replica stores its share of the held-out rows. Only a single GPU keeps its captured steps during an
+    # evaluation, which therefore needs additional memory.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))
     assert msgspec.structs.replace(replica, slack=alone.slack) == msgspec.structs.replace(alone, communication=nccl)
     sharded = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert sharded.optimizer == alone.optimizer / 4
-    # Passes read 16-bit copies of all weights, so a rank keeps fp32 weights only for its own latents.
+    # The passes read 16-bit copies of all weights, so a rank keeps fp32 weights only of its own latents.
     assert sharded.weights == pytest.approx(alone.weights / 4, rel=1e-3)
     assert (sharded.gradients, sharded.activations) == (alone.gradients, alone.activations)
     in_fp32 = make_job(sae=sae, train=train | {"precision": "fp32"}, parallel={"mode": "ddp"})
@@ -119,9 +119,9 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
         ("NVIDIA A100-SXM4-80GB", 4, "ddp", 2.5),
         ("NVIDIA H100 80GB HBM3", 8, "ddp", 4.3),
         ("NVIDIA H100 80GB HBM3", 8, "tensor", 4.3),
-        # One group of eight, two groups of four, and four pairs.
+        # In hybrid mode, NCCL has one group of eight GPUs, two groups of four, and four pairs.
         ("NVIDIA H100 80GB HBM3", 8, "hybrid", 4.3 + 2.5 + 0.8),
-        # Threads of one process communicate without NCCL.
+        # The threads of one process communicate without NCCL.
         ("NVIDIA H100 80GB HBM3", 8, "dp", 0),
         ("NVIDIA GeForce RTX 4090", 8, "ddp", 0.3),
         ("NVIDIA H100 PCIe", 8, "ddp", 0.3),
@@ -215,7 +215,7 @@ def test_sparse_architectures_hold_only_pre_activations_and_dense_ones_hold_more
     assert 1.2 * wide < chosen < 4 * wide
     settings["sae"]["architecture"] = "gated"
     assert 7 * wide < estimate(workload(make_job(**settings), 384)).activations < 9 * wide
-    # On a CPU, gated latents are selected sparsely too.
+    # On a CPU, the latents of a gated SAE are selected sparsely too.
     assert estimate(workload(make_job(**settings), 384, device="cpu")).activations <= chosen
 
 
@@ -225,7 +225,7 @@ def test_16_bit_matmuls_halve_the_pre_activations(make_job: MakeJob) -> None:
         return estimate(workload(job, 384, 1, device=device)).activations
 
     assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
-    # A CPU stores no group maxima.
+    # A CPU does not store the maxima of groups of latents.
     assert 0.9 * needed("fp32", 8192) < needed("auto", 8192, "cpu") <= needed("fp32", 8192)
 
 
@@ -269,7 +269,7 @@ def test_suggested_remedies_make_a_job_fit(make_job: MakeJob) -> None:
 
 def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: MakeJob) -> None:
     def spared(optimizer: str) -> int:
-        # With so few tokens, the update needs the most memory.
+        # With only 64 tokens, the weight update needs the most memory.
         sae, train = {"d_sae": 4096, "auxk_alpha": 0.0}, {"batch_size": 64, "optimizer": optimizer}
         work = workload(make_job(sae=sae, train=train), 1024)
         plain, compiled = (of_plain_steps(work, is_compiled=one) for one in (False, True))
@@ -279,8 +279,9 @@ def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: Ma
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# The memory in MB that an H200 reserved for four plain steps (PyTorch 2.11, CUDA 13): d_in 768 with 24,576 latents and
-# k 32, and d_in 2,304 with 65,536 latents and k 64. Signum's update was compiled; torch compiles no other.
+# The memory in MB that an H200 reserved for four steps without AuxK or an evaluation (PyTorch 2.11, CUDA 13): d_in 768
+# with 24,576 latents and k 32, and d_in 2,304 with 65,536 latents and k 64. Only Signum's update was compiled, since
+# torch compiles no other update.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),

@@ -1,4 +1,4 @@
-"""Tests for where a training's language model runs: what fits, what is faster, and what is impossible."""
+"""Tests for the choice of the GPUs that run the language model during training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[..., JobConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return a function that creates a job on a model with this many parameters, whose weight file is sparse."""
+    """Return a function that creates a job with a model of `n_parameters`, whose weight file is sparse."""
     (tmp_path / "text.txt").write_text("a cat sat")
 
     def make_job(n_parameters: float = 10.5e9, gpus: str = "auto:8", d_sae: int = 65536, **sections: Any) -> JobConfig:
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Make:
         config = {"hidden_size": WIDTH, "num_hidden_layers": 40, "dtype": "bfloat16"}
         (model / "config.json").write_text(json.dumps(config))
         (model / "pytorch_model.bin").touch()
-        # The file is sparse, so it takes no disk space.
+        # The weight file is sparse, so it takes no disk space.
         os.truncate(model / "pytorch_model.bin", 2 * int(n_parameters))
         data = {"source": "model", "model": str(model), "hook": "resid_post.20", "text": str(tmp_path / "text.txt")}
         table = {"data": data | sections.pop("data", {}), "sae": {"d_sae": d_sae, "k": 64}}
@@ -107,7 +107,7 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
     )
     assert chosen.reader
     assert chosen.reader.total > 2 * 10.5e9
-    # The GPUs used for training hold no language model.
+    # The training GPUs hold no language model.
     stored = memory.estimate(chosen.settled.held)
     assert stored.weights == stored.gradients
     assert chosen.needs_bytes == max(stored.total, chosen.reader.total)
@@ -124,7 +124,7 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     assert together.reader is None
     assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
     assert together.sentence.endswith(("× as long", "about the same time"))
-    # With a slow bus, training on many GPUs is expensive.
+    # With a slow bus, training on many GPUs is slow.
     fast = assumed_speeds(H100, "bf16")
     slow = {f"{H100} x{n}": Bus(5e8, 1e-3) for n in (2, 4, 8)}
     box = MeasuredHardware({H100: DeviceSpeeds({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)

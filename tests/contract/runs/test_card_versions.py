@@ -1,4 +1,4 @@
-"""Tests for older report cards, stored next to the weights of an SAE."""
+"""Tests for old versions of report cards, which are stored next to the weights of an SAE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for characters that span tokens, compared with Python's decoding of all bytes together."""
+"""Tests for characters that span several tokens, compared with Python's decoder on the bytes of all tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_characters_cut_at_the_ends_are_dropped(data: Any) -> None:
     whole = text.encode()
     first = data.draw(st.integers(0, len(whole)))
     last = data.draw(st.integers(first, len(whole)))
-    # The middle token, on which a latent fires, is not cut.
+    # The latent fires on the middle token, whose characters are complete.
     tokens = [whole[first:], b"!", whole[:last]]
     kept = without_cut_ends(tokens, 1)
     assert kept == [tokens[0].decode("utf-8", "ignore").encode(), b"!", tokens[2].decode("utf-8", "ignore").encode()]

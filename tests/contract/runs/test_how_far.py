@@ -1,4 +1,4 @@
-"""Tests for the training progress of an SAE, in words and in metadata."""
+"""Tests for the training progress of an SAE, in a sentence and in export metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.runs.how_far import HowFar, from_metadata
         (0.141, 0.0, 100, False),
         (0.1341, 0.0, 32_768, False),
         (0.12, 0.0, 32_768, False),
-        # The learning rate has risen again, as in an extended run.
+        # The learning rate has risen again, as in a run that was extended.
         (0.2, 1.0, 32_768, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests for finding the process that caused a failure among several ended ones, with real processes."""
+"""Tests that among several ended ranks, which are real processes, the one that caused a failure is found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], ChildRank]]:
-    """Return a function that starts a program as the next rank."""
+    """Return a function that starts a Python program as the next rank."""
     started: list[ChildRank] = []
 
     def start(program: str) -> ChildRank:
@@ -165,6 +165,6 @@ def test_a_truncated_shard_that_killed_a_rank_is_named(start, tmp_path):
     assert rank.error(2) == (
         f"rank 0: {shard} was truncated to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
     )
-    # Other causes of SIGBUS are not mistaken for truncation.
+    # A SIGBUS with any other cause is not reported as truncation.
     np.save(shard, np.zeros((100_000, 4), np.float32))
     assert rank.error(1) == "rank 0 was killed (SIGBUS); its last log line: checkpoint saved"

@@ -1,4 +1,4 @@
-"""Tests for how a rank is started."""
+"""Tests for the command and the environment variables that start a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for reading and printing report cards: complete, older, damaged, and with missing values."""
+"""Tests for reading and printing report cards, including old, damaged and incomplete ones."""
 
 from __future__ import annotations
 

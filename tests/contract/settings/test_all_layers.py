@@ -1,4 +1,4 @@
-"""Tests for hooks without a layer, and for extractions at ranges of layers and complete MLPs."""
+"""Tests for hooks without a layer, which mean all layers, and for extractions from layer ranges and complete MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.settings.job_file import load_job, parse_as, parse_job
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Write the config of a model with three blocks."""
+    """Write the files of a model with three blocks."""
     folder = tmp_path / "model"
     folder.mkdir()
     weights = json.dumps({"w": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}).encode()

@@ -1,4 +1,4 @@
-"""Tests for settings as described by their declarations."""
+"""Tests for settings and the descriptions that are derived from their declarations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = {setting.name: setting for setting in settings_of(Sample)}
 
 
 def every_setting() -> list[tuple[str, Setting]]:
-    """List every setting of every section with every registry entry, as (path, setting)."""
+    """Return the path and declaration of every setting, including those of every registered class."""
     settings = [("name", setting) for setting in settings_of(JobConfig)]
     for section in JobConfig.sections:
         names = CHOSEN[section][1] if section in CHOSEN else [None]

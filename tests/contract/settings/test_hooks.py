@@ -1,4 +1,4 @@
-"""Tests for hook names: the project's own, TransformerLens's, and module paths."""
+"""Tests for hook names in this project's notation, in TransformerLens's, and as module paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for job files: a written job is read back unchanged, and each mistake is reported with its field."""
+"""Tests that a written job file is read back unchanged, and that each mistake is reported with its setting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRESETS = sorted((Path(__file__).parents[3] / "data" / "presets").glob("*.toml")
 
 
 def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
-    """Draw a value that a type allows; numbers have up to 64 bits."""
+    """Draw a value of the given type; integers have up to 64 bits."""
     match kind:
         case msgspec.inspect.Metadata():
             return values(kind.type)
@@ -71,7 +71,7 @@ MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
 MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
 
 
-# Other text may be read as several hooks, which form an axis of a sweep.
+# Arbitrary text could be read as several hooks, which would be an axis of a sweep.
 HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
 OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
 
@@ -85,7 +85,7 @@ def allowed(path: str, setting: Setting) -> st.SearchStrategy[Any]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a job table with a valid value in every setting of every section."""
+    """Draw a job table with a valid value for every setting of every section."""
     (name_setting,) = settings_of(JobConfig)
     table: dict[str, Any] = {"name": draw(allowed("name", name_setting).filter(lambda text: not CONTROL.search(text)))}
     for section in JobConfig.sections:
@@ -391,7 +391,7 @@ def test_the_home_folder_is_expanded(make_job: Callable[..., JobConfig], monkeyp
 
 @pytest.mark.slow
 def test_garbage_collection_during_refusals_does_not_crash() -> None:
-    # msgspec 0.19 to 0.22 crashes on a `pattern` inside a union after a garbage collection.
+    # msgspec 0.19 to 0.22 crashes if a `pattern` inside a union is used after a garbage collection.
     code = """
 import gc, sys
 from trainer.contract.settings.job_file import parse_job

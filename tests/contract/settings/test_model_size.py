@@ -1,4 +1,4 @@
-"""Tests for determining a language model's size from its files, compared with transformers and the file format."""
+"""Tests for reading a language model's size from its files, compared with transformers and the GGUF format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def text(words: str) -> bytes:
 
 
 def gguf(facts: dict[str, bytes], tensors: dict[str, list[int]]) -> bytes:
-    """Return the header of a GGUF file; `facts` are encoded types with values, `tensors` are shapes by name."""
+    """Return the header of a GGUF file.
+
+    `facts` maps each key to its encoded type and value, and `tensors` maps each name to its shape.
+    """
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(facts))
     described = b"".join(
         text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, 0) for name, sizes in tensors.items()

@@ -1,4 +1,4 @@
-"""Tests that arrays saved by numpy are valid shards; any other .npy content is refused with one sentence."""
+"""Tests that arrays saved by NumPy are valid shards, and that any other .npy file is refused in one sentence."""
 
 from __future__ import annotations
 

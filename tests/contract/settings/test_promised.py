@@ -1,4 +1,4 @@
-"""Tests for folders that another job has not written yet."""
+"""Tests for data folders that another job will write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that each kind of bad activation file is reported in one sentence that names the setting."""
+"""Tests that each kind of invalid activation file is reported in one sentence, with the setting to change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WriteShard = Callable[..., Path]
 
 
 def problem(path: str | Path) -> str:
-    """Return the error message for a refused path."""
+    """Return the error message for a path that is refused."""
     with pytest.raises(JobFileError) as caught:
         inspect_shards(path)
     (refusal,) = caught.value.problems
@@ -102,7 +102,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 10**12))
-        stream.truncate(2 * 10**12)  # sparse: the header that it claims to have exists, as zeros
+        stream.truncate(2 * 10**12)  # The header, of the length that the file claims, exists as zeros in a sparse file
     assert "is not a whole safetensors file" in problem(file)
 
 

@@ -1,4 +1,4 @@
-"""Tests that listing several values for a setting makes several SAEs, each from a valid job."""
+"""Tests that a list of values for a setting creates several SAEs, each equal to that of a valid single job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
 class RoundSettings(ArchitectureSettings, frozen=True):
-    """An architecture that shares k with others, and also has a number, a switch and a list."""
+    """An architecture that has the common setting k, and its own number, switch and list."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32
     roundness: Annotated[float, about("How round.", gt=0)] = 0.5
@@ -152,7 +152,7 @@ rates = st.lists(st.one_of(st.floats(1e-6, 1, exclude_min=True), st.just("auto")
 
 @st.composite
 def sweeps(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw job tables with lists in some settings, in any order."""
+    """Draw a job table with lists of values for some settings, in any order."""
     architectures = draw(st.lists(st.sampled_from(["topk", "round"]), min_size=1, max_size=2, unique=True))
     sae = {"k": draw(values), "d_sae": draw(values), "architecture": architectures}
     if "round" in architectures:

@@ -1,4 +1,4 @@
-"""Tests for opening the stores: each failure is one clear sentence, and concurrent processes are safe."""
+"""Tests for opening a store: every failure is reported in one sentence, and several processes may open it at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Return the error message of a store action, which is a single line."""
+    """Return the error message of a failed action on a store, which must be a single line."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -54,13 +54,13 @@ def message(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
-    """Create a control store and close it."""
+    """Create an empty control store."""
     return copy_store("control", tmp_path / "control.db")
 
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a control store of the first version, with one job."""
+    """Create a control store of the first version with one job."""
     path = tmp_path / "control.db"
     with monkeypatch.context() as before:
         before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
@@ -213,8 +213,8 @@ def test_a_reader_creates_no_file(tmp_path: Path) -> None:
 
 
 def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -> None:
-    # POSIX drops all of a process's locks on a file when the process closes any descriptor of it. Another process could
-    # then delete the WAL.
+    # POSIX releases all locks of a process on a file as soon as the process closes any descriptor of that file. Another
+    # process could then delete the WAL.
     first = Control(made)
     assert first.jobs() == []
     second = Control(made)
@@ -225,7 +225,7 @@ def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -
     def elsewhere(query: str) -> str:
         """Return the result of a query in another process.
 
-        If that process saw no lock of ours, it would close the store as its last user.
+        If that process did not see our lock, it would assume that it is the last user of the store and delete the WAL.
         """
         return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
 
@@ -308,7 +308,7 @@ def test_a_locked_store_is_reported_and_works_after_its_release(
             f", which is halted; `kill -CONT {pid}` continues it"
         )
         holder.process.send_signal(signal.SIGCONT)
-        assert control.jobs() == []  # readers of a WAL do not wait
+        assert control.jobs() == []  # Readers of a WAL never wait for a lock
         holder.finish()
         control.request(1, "stop")
         assert control.open_requests(1) == {"stop"}
@@ -416,7 +416,7 @@ def test_a_store_that_cannot_be_used_is_closed(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         open_writer(path, "control")
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert caught.value.__traceback__ is not None  # its frames would keep the connection open
+    assert caught.value.__traceback__ is not None  # its frames could keep the connection open
     assert str(path) not in links
 
 
@@ -446,12 +446,12 @@ def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_pa
 
 
 def read_only_connect(connect):
-    """Return a connect function that behaves as if on a read-only file system."""
+    """Return a connect function that behaves as on a read-only file system."""
     return lambda uri: connect(uri.replace("mode=rw", "mode=ro"))
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kill a writer in a transaction after it has written pages to the file, on a file system without WAL support."""
+    """Leave a partial write: kill a writer that has changed pages of the file in an open transaction, without a WAL."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:

@@ -1,4 +1,4 @@
-"""Tests for following a store that is deleted, replaced, truncated, unreadable or locked while real processes write."""
+"""Tests for following a store while real processes write, delete, replace, damage or lock the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.metrics_store import MetricRow, SeriesReader, SeriesWriter
 
-# For each input line, this writes that number of steps and prints the last step.
+# For each input line, this program writes that number of steps and prints the last step.
 WRITER = """
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Followed:
-    """Follows a run's metrics and records the last step of each read."""
+    """A follower of a run's metrics that records the last step of each read."""
 
     def __init__(self, path: Path) -> None:
         self.follower = StoreFollower(path, SeriesReader)
@@ -83,7 +83,7 @@ def write(path: Path, *steps: int) -> None:
 
 
 def replacement(path: Path, copy_store: Callable[..., Path], *steps: int) -> Path:
-    """Create another store with these steps, ready to replace the one at `path`."""
+    """Create a store with the given steps, which will replace the store at `path`."""
     other = copy_store("metrics", path.with_name("other.db"))
     write(other, *steps)
     return other
@@ -134,7 +134,7 @@ def test_a_replaced_store_is_read_from_the_start(
     for suffix in database.BESIDE:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     other.rename(path)
-    # The writer continues in the deleted file.
+    # The writer still writes to the deleted file.
     writer.tell(1)
     assert writer.hear() == "4"
     assert followed.poll()
@@ -148,7 +148,7 @@ def test_a_new_file_with_the_same_inode_is_read_from_the_start(path: Path, follo
     copy = path.with_name("copy.db")
     write(path, 2)
     shutil.copy(path, copy)
-    # Write in place, so that the inode stays the same.
+    # The content is written in place, so that the inode stays the same.
     path.write_bytes(copy.read_bytes())
     assert followed.poll()
     assert followed.seen == [1, 2]

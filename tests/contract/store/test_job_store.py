@@ -1,4 +1,4 @@
-"""Tests for the control store: jobs, exclusive GPU leases, ranks, requests and events."""
+"""Tests for the control store, which holds jobs, exclusive GPU leases, ranks, requests and events."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_same_gpu_index_on_another_host_is_another_gpu(control: Control, que
     assert [lease.host for lease in control.leases()] == ["a", "b"]
 
 
-# No job changes to "imported", since it is recorded in that state.
+# An imported SAE is recorded as "imported" from the start, so no job changes to that state.
 @pytest.mark.parametrize("end", [state for state in JobState if state.is_final and state != JobState.IMPORTED])
 def test_the_end_of_a_job_frees_only_its_own_gpus(control: Control, queued: MakeJob, end: JobState) -> None:
     ending, going_on = (recorded(control, queued()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Tests for the metrics of a run, which one process writes while others read."""
+"""Tests for the metrics of a run, which are written by one process and read by others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.rows import Event
 
 
 class Store:
-    """A writer and a reader of the same file."""
+    """A writer and a reader of the same metrics file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Open one store for many examples, each of which uses a new name."""
+    """Open one store for all examples of a test; each example uses a new metric name."""
     with contextlib.closing(Store(tmp_path_factory.mktemp("series") / "metrics.db")) as opened:
         yield opened
 
@@ -100,7 +100,7 @@ flushes = st.lists(
 
 
 def naive_history(values: dict[int, float], most: int) -> list[Point]:
-    """Compute the expected result of `history` from all values together."""
+    """Return the expected result of `history`, computed from all values at once."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(finite) <= most:
         return [Point(step, finite[step]) for step in sorted(finite)]
@@ -279,7 +279,7 @@ def test_a_reader_follows_a_writing_process_without_gaps(
         heartbeat = reader.heartbeat()
         new = reader.points("loss", after=len(values_read) - 1)
         values_read.extend(point.value for point in new)
-        assert len(values_read) % 10 == 0  # each flush is visible in full
+        assert len(values_read) % 10 == 0  # Each flush becomes visible as a whole
         assert heartbeat is None or heartbeat.step < len(values_read)
         assert len(reader.points("fvu")) >= len(values_read)
         return len(values_read) > 3000

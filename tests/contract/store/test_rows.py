@@ -1,4 +1,4 @@
-"""Tests for the rows of the control store: every field survives a write and a read."""
+"""Tests that every field of a row of the control store survives a write and a read."""
 
 from __future__ import annotations
 
