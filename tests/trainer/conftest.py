@@ -1,4 +1,4 @@
-"""Fixtures: tiny language models, activations, jobs, trainers in this process, and ranks as real processes."""
+"""Fixtures for the trainer's tests: tiny language models, activations, jobs, trainers and rank processes."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _foreign_formats() -> Iterator[None]:
-    """Read shards of every format, as the commands of the trainer do."""
+    """Allow shards of every format, as the commands of the trainer do."""
     with inspecting_by(foreign.inspect):
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that creates a tiny model of a family once, and returns its folder."""
+    """Return a function that creates the tiny model of a family at the first call, and returns its folder."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda family: make_model(root / family, family))
 
 
 class Kept(RunProgress):
-    """A `RunProgress` that stores everything a trainer reports."""
+    """A `RunProgress` that stores everything that a trainer reports."""
 
     def __init__(self) -> None:
         self.reported: list[MetricRow] = []
@@ -76,7 +76,7 @@ class Kept(RunProgress):
 
 @pytest.fixture(autouse=True)
 def answers_as_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check all JSON output of commands in this process against the trainer's schemas."""
+    """Check that all JSON output of commands in this process matches the trainer's schemas."""
     for module, name in ((cli, "_say"), (foreground_extraction, "show_text")):
         monkeypatch.setattr(module, name, functools.partial(_check_and_tell, getattr(module, name)))
 
@@ -89,9 +89,9 @@ def _check_and_tell(tell: Callable[[str], None], text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed the random numbers and use one thread, since threads wait for each other by spinning.
+    """Seed the random numbers and use one thread.
 
-    On a busy machine, spinning makes small products 20 times slower.
+    Threads wait for each other by spinning, which makes small matrix products 20 times slower on a busy machine.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def activations(tmp_path: Path) -> Path:
-    """Write 3,000 tokens in two shards of different dtypes; each token combines a few of 40 directions."""
+    """Write 3,000 tokens in two shards of different dtypes; each token is a sum of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, D_IN, generator=generator)
     used = torch.rand(3000, 40, generator=generator) * (torch.rand(3000, 40, generator=generator) < 0.1)
@@ -114,7 +114,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """Return a function that creates a small job; its keyword arguments are sections with changed keys."""
+    """Return a function that creates a small job. Its keyword arguments are the changed settings of each section."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {
@@ -160,7 +160,7 @@ def kept() -> Kept:
 
 
 class Ranks:
-    """The rank processes of one attempt, and the files that they share."""
+    """The rank processes of one attempt, with the spec that they share."""
 
     def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, prepare: Prepare | None) -> None:
         self.spec = spec
@@ -181,9 +181,9 @@ class Ranks:
 
 @pytest.fixture
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Return a function that starts a job's ranks; ranks that are alive after the test are killed.
+    """Yield a function that starts the ranks of a job, and kill all remaining ranks after the test.
 
-    Without `command`, ranks are forked from a process that has torch loaded, and each calls `prepare`.
+    Without `command`, each rank is forked from a process that has imported torch, and calls `prepare` first.
     """
     started: list[Ranks] = []
 
@@ -220,7 +220,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Return a function that waits for a condition and fails on a timeout."""
+    """Return a function that waits until a condition is true and fails after a timeout."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,7 @@
-"""Tests kernels on rows that start 2³¹ elements into a matrix, so that offsets need 64 bits.
+"""Tests kernels on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
 
-`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. Only the last programs of a launch run: they process the
-last row, the only row that is not 0. Each result must equal that of a matrix with this row alone.
+`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. Only the last row of each matrix is not 0, and only the
+last programs of a launch, which process this row, are run. Each result must equal that of a matrix with this row alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, tr
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# The shapes of a matrix whose last row needs 64-bit offsets, and of one with levels.
+# The shape of a matrix whose last row needs 64-bit offsets, and that of a tensor with levels.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
 N_LEVELS, LEVEL_WIDTH, N_TOKENS = 8, 2**8, 2**20 + 1
 
 
 @pytest.fixture(autouse=True)
 def last_programs(programs: Programs) -> Iterator[None]:
-    """Run only the last programs of each launch, on matrices without memory."""
+    """Run only the last programs of each launch, on matrices that take no memory."""
     programs.only_last = True
     with VirtualMemory():
         yield
@@ -40,7 +40,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 
 def below(n_rows: int, row: Tensor) -> Tensor:
-    """Return a matrix of `n_rows` rows that ends with `row` [1, ...]."""
+    """Return a matrix of `n_rows` rows whose last row is `row` [1, ...]."""
     whole = torch.empty(n_rows, *row.shape[1:], dtype=row.dtype)
     whole[-1:] = row
     return whole
@@ -79,7 +79,7 @@ def test_the_largest_values_of_rows_are_marked() -> None:
 
 
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
-    """Return three activations, all of the last latent in the last bag."""
+    """Return three activations of the last latent in the last bag."""
     places = Places(torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64))
     return SparseActs(numbers(3, seed=3), places, d_sae)
 
@@ -97,7 +97,7 @@ def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
 def test_sums_and_products_of_latents_are_computed(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One program handles all columns.
+    # A single program then handles all columns.
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 2**40)
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     acts = last_active(n_rows, n_rows)
@@ -119,7 +119,7 @@ def summed(sums: Sums) -> tuple[Tensor, ...]:
 
 
 def given(n_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an offset, a target whose last row alone is not 0, and the mean of targets."""
+    """Return an offset, targets of which only the last row is not 0, and the mean of the targets."""
     return numbers(width, seed=4), below(n_tokens, numbers(1, width, seed=5)), numbers(width, seed=6)
 
 

@@ -1,4 +1,4 @@
-"""Tests that training is identical for all storage formats and for data larger than memory."""
+"""Tests that training is identical with every storage format, and works on data larger than memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def write(x: torch.Tensor, form: str, folder: Path) -> None:
-    """Write rows as two shards in the same format."""
+    """Write the rows in a storage format, as two shards."""
     folder.mkdir()
     for name, rows in (("a", x[:1700].clone()), ("b", x[1700:].clone())):
         file = folder / f"{name}.{form}"
@@ -59,7 +59,7 @@ def test_training_on_any_format_gives_the_same_bits(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# RLIMIT_DATA limits a process's private memory, but not mapped file pages.
+# RLIMIT_DATA limits a process's private memory, but not the pages of mapped files.
 UNDER_A_LIMIT = """
 import resource, sys, threading
 from pathlib import Path

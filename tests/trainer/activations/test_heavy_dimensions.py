@@ -1,4 +1,4 @@
-"""Tests for finding dimensions that hold most of the variance: the fewest, and only if they are few."""
+"""Tests for finding the dimensions that hold most of the variance, which are reported only if they are few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for mixing several sources exactly by weight, in an order that can be resumed from a position alone."""
+"""Tests that several sources are mixed exactly by weight, in an order that a run resumes from its position alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_held_out_rows_and_the_sample_come_from_each_source_in_proportion() -> N
     split = MixedSplit([1000, 3000], [3, 1], 200, 0)
     assert [len(one.held_out) for one in split.splits] == [150, 50]
     assert (split.sample(400, 0) < 1000).sum() == 300
-    # Two sources of equal length hold out different rows.
+    # Two sources of the same length hold out different rows.
     first, second = MixedSplit([1000, 1000], None, 200, 0).splits
     assert first.held_out.tolist() != second.held_out.tolist()
 
@@ -111,7 +111,7 @@ def test_numbers_are_divided_by_weight_up_to_what_is_available(
 
 @pytest.fixture(name="folders")
 def _folders(activations: Path, tmp_path: Path) -> list[str]:
-    """Move the two shards of the activations into separate folders."""
+    """Move each of the two shards into a separate folder, and return the folders."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (activations / f"{name}.safetensors").rename(tmp_path / name / "x.safetensors")

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trainer.activations.outliers import LeftOut, Outliers
 
-# The reason why a row of this norm is dropped, or "" if it is kept.
+# Maps the norm of a row to the reason why the row is dropped, or to "" if the row is kept.
 REASONS = {1.0: "", 100.0: "outliers", float("nan"): "not_finite", float("inf"): "not_finite", 0.0: "zero"}
 
 
 def rows_of_norm(norms: list[float]) -> Tensor:
-    """Return rows [n, 3] with these norms, each in a different direction."""
+    """Return rows [n, 3] with the given norms, each in a different direction."""
     directions = torch.nn.functional.normalize(torch.randn(len(norms), 3, generator=torch.Generator().manual_seed(0)))
     return directions * torch.tensor(norms)[:, None]
 

@@ -1,4 +1,4 @@
-"""Tests that Parquet files are valid shards, decoded by pyarrow."""
+"""Tests that Parquet files, which pyarrow decodes, are valid shards."""
 
 from __future__ import annotations
 

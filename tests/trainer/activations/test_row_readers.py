@@ -1,4 +1,4 @@
-"""Tests that ranks that each read a shard of a batch train on the same bits as ranks that read full batches."""
+"""Tests that training is bit-identical if each rank reads a shard of every batch instead of the full batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 class Plan(NamedTuple):
-    """A batch of `n_tokens` rows from a source of this kind, width and dtype, starting at a position."""
+    """A batch of `n_tokens` rows from position `start` of a source with the given kind, width and dtype."""
 
     kind: str
     d_in: int
@@ -62,7 +62,7 @@ PLANS = st.builds(
 
 
 def folder_of(place: Path, n: int, width: int, dtype: torch.dtype, scale: float = 1.0, bad: int = 13) -> str:
-    """Write rows in two shards and return the folder. Some rows are zero or far too long; every `bad`th is NaN."""
+    """Write rows in two shards and return the folder. Some rows are zero or huge, and every `bad`th is NaN."""
     folder = place / f"{n}-{width}-{dtype}-{scale}"
     if not folder.exists():
         folder.mkdir()
@@ -96,7 +96,7 @@ def open_batches(source: IndexedSource, plan: Plan, readers: Group, *, outliers:
 
 
 def batches_of(plan: Plan, place: Path, readers: Group) -> tuple[list[list[Pair]], list[Tensor]]:
-    """Return some batches of all hooks with outliers replaced, and the counts of dropped rows per hook."""
+    """Return several batches of all hooks with outliers replaced, and the number of dropped rows of each hook."""
     source = source_of(plan, place)
     samples = [source.of_hook(hook).pairs(range_of(60)) for hook in range(source.n_hooks)]
     outliers = [Outliers(x.float(), x.float() if y is x else y.float(), 5.0, drops_zero=True) for x, y in samples]
@@ -127,7 +127,7 @@ def test_every_rank_gets_the_bits_that_a_single_reader_would_get(tmp_path: Path,
 
 
 class Counted(Shards):
-    """Counts the rows that are read."""
+    """Shards that count the rows that are read."""
 
     n_read = 0
 
@@ -152,7 +152,7 @@ def test_each_rank_reads_only_its_share_of_a_batch(size: int, n_each: int, activ
 
 
 class Late(Threads):
-    """Fills gathered tensors only when a rank waits for them, and records the calls."""
+    """A group that fills gathered tensors only when a rank waits for them, and records the calls."""
 
     def __init__(self, group: Threads) -> None:
         super().__init__(group._meeting, group.size, group.index)
@@ -251,7 +251,7 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_data(
     assert slow_data_s > fast_data_s
 
 
-# The number of ranks, the mode, and the number of ranks with different tokens.
+# Each value is the number of ranks, the mode, and the number of ranks that read different tokens.
 GRIDS = {
     "tensor-2": (2, "tensor", 1),
     "tensor-3": (3, "tensor", 1),
@@ -264,7 +264,7 @@ OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
 
 
 def left_by(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the finished SAEs and of the latest checkpoint, and all metrics except times."""
+    """Return the tensors of the exported SAEs and of the latest checkpoint, and all metrics except times."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         curves = {
             name: [(one.step, one.value) for one in reader.points(name, rank)]
@@ -289,7 +289,7 @@ def same_files(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.fixture
 def awkward_data(tmp_path: Path) -> dict[str, Any]:
-    """Return the settings of data with outliers, non-finite rows and an odd width, in two dtypes."""
+    """Return the settings of data in two dtypes with outliers, non-finite rows and an odd width."""
 
     def folder(n: int, width: int, dtype: torch.dtype) -> str:
         return folder_of(tmp_path, n, width, dtype, bad=400)
@@ -311,7 +311,7 @@ TRAIN = {
     "checkpoint_every": 4,
     "report_card": False,
 }
-# Measured shares would vary, and a different summation order would give different bits.
+# Measured shares would vary between runs, and another summation order would change the bits.
 STEADY = {"shares": "even", "rebalance": False}
 SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 240, "resample_every_tokens": 240}
 
@@ -337,7 +337,7 @@ def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return one set per rank: the numbers of rows that it read at a time."""
+    """Return the set of read sizes, in rows, of each rank."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

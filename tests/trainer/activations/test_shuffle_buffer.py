@@ -15,7 +15,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace
 
 
 class Counting(StreamSource):
-    """A stream whose row j is [j] with target [-j]; calls alternately return `chunk` rows and no rows."""
+    """A stream whose row j is [j] with target [-j]; every second call returns no rows."""
 
     d_in, d_out = 1, 1
 
@@ -31,7 +31,8 @@ class Counting(StreamSource):
         first = self._place["next"]
         if first >= self._n_rows:
             return None
-        # Modify the state that was returned before, so that no caller can rely on it.
+        # The stream modifies a state that it has already returned, so the test fails if a caller did not copy that
+        # state.
         self._place["is_empty"] = not self._place["is_empty"]
         last = min(first + self._chunk, self._n_rows) if self._place["is_empty"] else first
         self._place["next"] = last

@@ -1,4 +1,4 @@
-"""Tests for holding out texts, blocks and rows: no text is on both sides of a split."""
+"""Tests that no text has both training rows and held-out rows, whether texts, blocks or rows are held out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeJob = Callable[..., JobConfig]
 
 @st.composite
 def shards_of_texts(draw: st.DrawFn) -> list[np.ndarray]:
-    """Return the text numbers of the rows of several shards, with any lengths, in any order."""
+    """Draw the text number of each row of several shards, with texts of any length in any order."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=4, max_size=30))
     names = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=len(lengths), max_size=len(lengths), unique=True))
     rows = np.repeat(np.array(names), lengths)
@@ -64,7 +64,7 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
     assert grown.held_out.tolist() == before.held_out.tolist()
-    # All rows of later shards that have no recorded texts are used for training.
+    # All rows of later shards without recorded texts are used for training.
     unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
     without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
     assert without.left_out.tolist() == before.held_out.tolist()
@@ -84,7 +84,7 @@ def test_blocks_have_exactly_the_requested_number_of_rows_in_many_places(
     assert (held_out < n).all()
     if wanted > 8 * BLOCK:
         of_blocks = np.bincount(held_out // BLOCK)
-        # Nearly all blocks are held out either completely or not at all.
+        # Nearly every block is held out either completely or not at all.
         assert (of_blocks[of_blocks > 0] >= BLOCK // 2).mean() > 0.8
 
 
@@ -93,7 +93,7 @@ def test_the_number_of_held_out_rows_is_close_to_the_request() -> None:
     of_rows = np.repeat(np.arange(500), lengths)
     splits = [Split(len(of_rows), 2000, seed, hold_out="texts", texts=Texts([of_rows])) for seed in range(20)]
     assert all(2000 <= len(one.held_out) < 2200 for one in splits)
-    # Other seeds hold out other texts.
+    # Each seed holds out different texts.
     assert len({tuple(one.held_out) for one in splits}) == 20
 
 
@@ -102,7 +102,7 @@ def test_texts_longer_than_the_request_are_held_out_only_if_there_are_no_shorter
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
     assert held_out.max() < 1000
-    # One of ten texts of 100 rows is held out, although fewer rows are requested.
+    # One of ten texts of 100 rows each is held out, although only 50 rows are requested.
     assert len(Split(1000, 50, 0, hold_out="texts", texts=Texts([np.repeat(np.arange(10), 100)])).held_out) == 100
 
 
@@ -130,16 +130,17 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
 
 
 def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts() -> None:
-    # Numbers restart at 0 in each shard, or for each process that wrote several shards.
+    # The text numbers restart at 0 in each shard, or in each process that wrote several shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
-    # An extraction numbers its texts across shards.
+    # An extraction continues its text numbers across shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # A text continues in the next shard; shards of two processes alternate; numbers are unordered.
+    # In these cases a text continues in the next shard, the shards of two processes alternate, and numbers are
+    # unordered.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
-    # Rows are shuffled across all shards.
+    # The rows are shuffled across all shards.
     assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
@@ -148,7 +149,7 @@ def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
     texts = [Texts([one]) for one in of_rows]
     split = MixedSplit([1200, 2000], None, 160, 3, hold_out="texts", texts=texts)
     assert split.hold_out == "texts"
-    # The same text number in two folders means two different texts.
+    # The same text number in two folders stands for two different texts.
     names = np.concatenate([of_rows[0], of_rows[1] + 1000])
     trained = MixedOrder(split, 3).token_slice(0, split.n_train)
     assert sorted([*trained, *split.held_out]) == list(range(3200))
@@ -157,7 +158,7 @@ def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
 
 
 def with_documents(activations: Path) -> None:
-    """Assign the rows of both shards to documents of 50 rows each."""
+    """Assign every 50 consecutive rows to one document, across both shards."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -216,7 +217,7 @@ def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_lack_texts(
     with_documents(activations)
     job = make_job()
     before, record = split_by(job), record_of(job.hooks.values())
-    # The last text continues in the new shard.
+    # The last text of the old shards continues in the new shard.
     more = {"activations": torch.randn(500, 16)}
     documents = {"document": (2990 + torch.arange(500)) // 50} if knows_texts else {}
     save_file(more | documents, activations / "c.safetensors")
@@ -232,7 +233,7 @@ def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_lack_texts(
 def test_added_shards_move_no_held_out_row_to_another_half_or_cluster(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
-    # Text numbers restart in each shard.
+    # The text numbers restart in each shard.
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
         save_file({"activations": rows, "document": torch.arange(len(rows)) // 50}, file)
@@ -268,7 +269,7 @@ def test_ranks_agree_on_halves_of_full_texts_and_do_not_read_shards_again(
             of_half.setdefault(half, set()).update(own[rows.of_half(half)].tolist())
     assert of_half[0] | of_half[1] == {*held_out.tolist()}
     assert {row // 50 for row in of_half[0]}.isdisjoint(row // 50 for row in of_half[1])
-    # Reading a truncated part of a mapped file would kill the process.
+    # Reading the missing part of a truncated mapped file would kill the process.
     for file in activations.glob("*.safetensors"):
         os.truncate(file, 64)
     assert sorted(np.concatenate([rows.of_half(half) for half in HALVES]).tolist()) == list(range(len(own)))

@@ -1,4 +1,4 @@
-"""Tests that files from torch.save are valid shards; a file that would run code or contains no rows is refused."""
+"""Tests that files from torch.save are valid shards, unless loading would run code or the file has no rows."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_file_without_rows_or_with_code_is_refused(value: object, reason: str,
 
 
 class Evil:
-    """Creates a file when its pickle is loaded."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -111,7 +111,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [saved(rows(3, 4), _use_new_zipfile_serialization=False), pickle.dumps([1]), saved(rows(3, 4))[:-30]],
-    # Without ids, pytest would name cases after the bytes, which differ between processes.
+    # Without these ids, pytest would use the bytes as test names, which differ between processes.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
 def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:

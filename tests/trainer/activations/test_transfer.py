@@ -1,4 +1,4 @@
-"""Tests for transferring batches to a GPU during training, with a lane that makes each copy as late as possible."""
+"""Tests for transferring batches during training to a simulated GPU, which makes each copy as late as possible."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CPU = torch.device("cpu")
 
 
 class LateLane:
-    """Makes a copy only when a thread waits for it, like a GPU that is busy with other copies."""
+    """A simulated GPU that makes a copy only when a thread waits for it, as if it were busy with other copies."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
         self.n_begun, self.pinned_bytes = 0, 0
-        # Both the reading thread and the training thread wait.
+        # The reading thread and the training thread both wait for copies, so the queue needs a lock.
         self.lock = threading.Lock()
 
     def pinned(self, n_bytes: int) -> Tensor:
@@ -65,7 +65,7 @@ class Mark:
 
 
 def batches_of(source: IndexedSource, n: int, lane: LateLane | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return the first n batches of 64 rows, transferred through a lane or read directly."""
+    """Return the first n batches of 64 rows, transferred through `lane` or, if it is None, read directly."""
     transfer = Overlapped(CPU, lane) if lane else None
     opened = Batches(IndexedData(source, 0, 0, Group()), Cut(64), start=0, device=CPU, transfer=transfer)
     with contextlib.closing(opened) as batches:
@@ -87,7 +87,7 @@ def test_the_read_ahead_thread_uses_the_gpu_of_its_rank(activations: Path, monke
 
 
 class Unaware(Shards):
-    """A source that reads into memory that it allocates itself."""
+    """Shards that ignore the given buffer and allocate memory for their rows."""
 
     def rows(self, indices: Indices) -> Tensor:
         return super().rows(indices)
@@ -102,7 +102,7 @@ def test_late_copies_arrive_unchanged(kind: type[Shards], activations: Path) -> 
         assert y is x
         assert torch.equal(x, expected)
     assert lane.n_begun >= 60
-    # There are two buffers for the rows of a batch, which are reused.
+    # The lane has two buffers for the rows of a batch and reuses both.
     row_bytes = source.rows(np.arange(1)).nbytes
     assert lane.pinned_bytes == 2 * 64 * row_bytes
 
@@ -140,7 +140,7 @@ def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
     for number in range(5):
         rows = transfer.begin()(3, 2, torch.float32).fill_(number)
         sent.append(transfer.send((rows, rows)))
-        # Only the copies that free the next buffer have been made.
+        # Only the copies out of the buffer that is needed next have been made.
         assert len(lane.waiting) == min(number + 1, 2)
     for number, one in enumerate(sent):
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3

@@ -1,4 +1,4 @@
-"""Tests for the report cards that a finished run writes: correct, cheap, and never a reason for the run to fail."""
+"""Tests that a finished run writes correct report cards at little cost, and that an error never fails the run."""
 
 from __future__ import annotations
 
@@ -104,17 +104,17 @@ def test_measured_rows_are_a_small_share_and_come_from_all_parts(
     job = make_job()
     cards_of(trained(make_trainer, job, kept), job, kept).write()
     card = json.loads((tmp_path / "sae" / "card.json").read_text())
-    # These are every fourth of 150 rows.
+    # Every fourth of the 150 rows is measured.
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # All held-out rows come from the same texts, so their error is the same.
+    # All held-out rows come from the same texts, so both FVUs have the same standard error.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 
 
 def tell_tokens(activations: Path) -> None:
-    """Add the origin of each row: its token, its position, and a document for every 50 tokens."""
+    """Add a token id, a position and a document to each row; each document has 50 tokens."""
     names = [f" w{number}" for number in range(40)]
     (activations / "tokens.json").write_text(json.dumps(names))
     for file in activations.glob("*.safetensors"):
@@ -132,7 +132,7 @@ def test_contexts_are_found_if_the_data_has_tokens(
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
     features = Features(tmp_path / "sae" / "features.safetensors")
-    # This is the number of rows that a report card uses; activations have the scale of the training.
+    # A report card uses 1,024 rows, with activations scaled as in training.
     assert features.n_rows == 1024
     ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
     with learner.evaluating():

@@ -1,4 +1,4 @@
-"""Tests that an evaluation updates a report card, keeping parts that it does not measure and earlier versions."""
+"""Tests that an evaluation updates a report card, but keeps the parts that it does not measure and earlier versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return a finished run on data with tokens, with an earlier checkpoint and an evaluation on its rows."""
+    """Return the folder of a finished run on data with tokens, with an earlier checkpoint and an evaluation on rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Write parts to the report card like an evaluation of only these parts."""
+    """Update the report card as an evaluation that measures only the given parts would."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -73,11 +73,11 @@ def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: 
         assert [one.text for one in latent.promoted] == [" w1", " w2"]
         assert latent.contexts
         assert features.search("w7")
-    # Only the first evaluation has measured the rows again.
+    # Only the first of the two evaluations measures the rows again.
     assert after.parts[ROWS].measured > before.parts[ROWS].measured
     evaluate(run, "--keep-rows")
     assert card_of(sae).parts[ROWS] == after.parts[ROWS]
-    # An evaluation of the folder alone does not know the step, so the report card keeps it.
+    # An evaluation of the SAE's folder does not know the step, so the report card keeps its step.
     assert main(["eval", str(sae), "--device", "cpu"]) == 0
     assert card_of(sae).step == before.step
     assert card_of(sae).spliced == before.spliced
@@ -135,7 +135,7 @@ def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
     spliced = msgspec.convert(SPLICED, PatchedModel)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
-    # A report card that another evaluation wrote in the meantime becomes a version.
+    # A report card that another evaluation has written meanwhile becomes a version.
     write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
     assert [one.card.step for one in versions(sae)] == [22, 21, 20]
 

@@ -1,4 +1,4 @@
-"""Tests for max-activating examples against naive loops over the rows in text order."""
+"""Tests for max-activating examples, compared with naive loops over the rows in text order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sparse(x: Tensor) -> Acts:
 
 
 def text(lengths: list[int], seed: int, first_document: int = 0) -> TokenRows:
-    """Return documents with these lengths, concatenated."""
+    """Return the rows of concatenated documents with the given lengths."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
@@ -86,7 +86,7 @@ def features(found: list[TokenRows], folder: Path, acts_of=dense, outliers: Outl
 
 
 def naive_contexts(found: list[TokenRows], latent: int) -> list[tuple[float, str]]:
-    """Return the largest activation in each document with the words around it, largest first."""
+    """Return the largest activation in each document with the words around its token, largest activation first."""
     best: dict[int, tuple[float, str]] = {}
     for one in found:
         acts, origin = dense(one.x).dense()[:, latent], one.origin
@@ -205,7 +205,7 @@ def test_the_rows_of_an_extraction_are_read_in_text_order(tmp_path: Path) -> Non
             told[document] = told.get(document, "") + words[token]
     assert sum(map(len, told.values())) > 100
     for document, said in told.items():
-        # The first token of a document is skipped, and the last document may be truncated.
+        # The rows omit the first token of each document, and the last document may be truncated.
         assert said.strip() in texts[document]
 
 
@@ -245,7 +245,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     model = make_model(tmp_path / "model", "gpt2")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in SPREAD_TEXTS))
-    # All rows are kept, because a skipped row could be part of a character.
+    # All rows are kept, because a dropped row could hold part of a character.
     every_row = {"skip_first": 0, "max_norm": 0.0}
     job = extraction_job(
         model, corpus, tmp_path / "rows", n_tokens=200, hooks=["resid_post.1"], context=64, **every_row
@@ -261,7 +261,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     told = {latent: ["".join(one.text for one in context.tokens) for context in read.feature(latent).contexts]
             for latent in read.order()}  # fmt: skip
     assert sum(map(len, told.values())) > 10
-    # A character cut by the end of the model's context is shown as �.
+    # A character that is cut off at the end of the model's context is shown as �.
     assert all(any(text.strip("�") in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
     for words in ("天气", "🎉", "ïve", "the cat sat", "很好，"):
         assert sorted(read.search(words)) == sorted(

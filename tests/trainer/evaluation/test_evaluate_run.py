@@ -1,7 +1,4 @@
-"""Tests for the measurements of a real run on its held-out rows.
-
-They must equal the training's metrics, and are stored with the weights.
-"""
+"""Tests that the evaluation of a real run matches the training's held-out metrics and is stored with the weights."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: object) -> Path:
-    """Train in this process, and write the content of a run's folder."""
+    """Train in this process, and write the files of a run's folder."""
     assert make_trainer(job, kept, checkpoints=folder / "checkpoints", output=folder / "sae").run()
     (folder / "job.toml").write_text(dump_job(job))
     return folder
@@ -58,7 +55,7 @@ def test_a_card_matches_the_held_out_fvu_and_is_written_next_to_the_weights(
 
 
 def tell_texts(activations: Path, n_rows: int = 25) -> None:
-    """Store a text index with each row of both shards; each text has `n_rows` rows."""
+    """Store a text number with each row of both shards; each text has `n_rows` rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -81,7 +78,7 @@ def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # Rows of zeros equal each other: 2 of these 150 have copies.
+    # All rows of zeros are equal, so 2 of the 150 held-out rows have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
@@ -89,7 +86,7 @@ def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
     assert len(sums.errors) == 6
     assert (run / "sae" / SUMS).stat().st_mode & 0o777 == 0o600
     assert read_sums(run / "sae", 2 * card["figures"]["fvu"]) is None
-    # The sums of another SAE refer to the same rows only if it was measured on the same rows.
+    # The sums of another SAE are comparable only if both SAEs were measured on the same rows.
     for number, (seed, split_seed) in enumerate([(1, 0), (0, 1)]):
         job = make_job(train={"seed": seed}, data={"split_seed": split_seed})
         other = finished_run(job, make_trainer, tmp_path / f"other{number}", kept)
@@ -227,8 +224,8 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     assert not exported["W_dec"][:, 3].any()
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
-    # Computed from the tensors alone in float64: the top k latents of raw rows, with the error weighted by the
-    # training's dimension scales.
+    # These values are computed from the exported tensors in float64: the top k latents of raw rows, and errors weighted
+    # by the training's dimension scales.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])
@@ -313,7 +310,7 @@ def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(
     assert may_tell_tokens(job.hooks.values())
     told = evaluate(folder, best=False, device="cpu")
     assert len(told) == 2
-    # The text is read once for all SAEs of a hook, and its rows are deleted.
+    # The text is read once for all SAEs of a hook, and the temporary rows are deleted.
     assert len(read) == 1
     assert not read[0].exists()
     for one in told:

@@ -1,4 +1,4 @@
-"""Tests for who may evaluate a run, and for remote code in a run, which requires consent."""
+"""Tests for reading the job of a run to evaluate: remote code needs consent, and other users' files are not trusted."""
 
 from __future__ import annotations
 

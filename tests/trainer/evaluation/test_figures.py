@@ -1,4 +1,4 @@
-"""Tests for the metrics of an SAE against naive loops in float64 and SAELens' evaluation of the same SAE."""
+"""Tests for the metrics of an SAE, compared with naive loops in float64 and with SAELens' evaluation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def w_dec() -> Tensor:
 @pytest.fixture(scope="module")
 def acts(rows: Tensor) -> Tensor:
     wanted = torch.rand(N, F, generator=torch.Generator().manual_seed(3))
-    # Latent 0 never fires, latent 1 always, latent 2 on a fifteenth of the rows, and latent 3 once.
+    # Latent 0 never fires, latent 1 always fires, latent 2 fires on a fifteenth of the rows, and latent 3 fires once.
     share = torch.full((F,), 0.3)
     share[:3] = torch.tensor([0.0, 1.1, 1 / 15])
     fires = wanted < share
@@ -98,7 +98,7 @@ def test_figures_that_saelens_also_computes_are_equal(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a cat sat")
     stream = ModelStream(model=str(model), hook="resid_post.1", text=str(tmp_path / "text.txt"), context=16)
     stream.begin(0, 1, CPU)
-    # 128 latents on rows far from the origin; some of them never fire.
+    # The SAE has 128 latents, some of which never fire, and the rows are far from the origin.
     sae = made("standard", x_scale=0.1, y_scale=0.1)
     sae.b_enc.copy_(torch.linspace(-8, 1, 128))
     export_sae(sae, tmp_path / "sae", origin(stream.meta))
@@ -141,7 +141,7 @@ def test_the_clustered_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
     jackknife = math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
     by_text = [by_label(text, torch.from_numpy(one)) for one in (error, spread)]
     assert ratio_error(*by_text) == pytest.approx(jackknife, rel=0.02)
-    # If rows counted as independent, the error would be less than half as large.
+    # If the rows were treated as independent, the standard error would be less than half as large.
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
@@ -158,7 +158,7 @@ def test_the_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
 
 
 def test_the_share_of_rare_latents_needs_enough_rows() -> None:
-    """Check that a minimum is required, since with fewer rows any latent that fires at all is above the threshold."""
+    """Check that too few rows give None, since a single activation would exceed the threshold for rare latents."""
     fires = torch.zeros(LEAST_ROWS_FOR_RARE, 4)
     fires[:9, 0] = 1
     fires[:, 1] = 1

@@ -1,4 +1,4 @@
-"""Tests for k-sparse probing with latents known to separate two classes, and against plain scikit-learn."""
+"""Tests for k-sparse probing with latents known to separate two classes, compared with scikit-learn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTEXT = 16
 
 
 def labelled(seed: int, told_by: Tensor) -> LabelledRows:
-    """Return noise rows [N, D_IN]; `told_by` [D_IN] is added to the rows of class 1."""
+    """Return noise rows [N, D_IN], with the direction `told_by` [D_IN] added to the rows of class 1."""
     generator = torch.Generator().manual_seed(seed)
     labels = [0] * (N // 2) + [1] * (N // 2)
     rows = torch.randn(N, D_IN, generator=generator) + torch.tensor(labels)[:, None] * told_by
@@ -147,7 +147,7 @@ def load(folder: Path, *, whole: bool = False) -> LanguageModel:
 
 
 def alone(folder: Path, text: str) -> torch.Tensor:
-    """Return the output of the second block for the last token of a text, [d]."""
+    """Return the second block's output for the last token of a text that is read alone, [d]."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     ids = tokenizer(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""Tests for chat templates, programs by the model's author: each failure is one sentence, none takes long."""
+"""Tests that chat templates, which are programs, fail with one sentence and cannot take much time or memory."""
 
 from __future__ import annotations
 

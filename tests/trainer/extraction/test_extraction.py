@@ -1,4 +1,4 @@
-"""Tests that extractions write the same bytes for the same job despite interruptions, and account for each row."""
+"""Tests that a job writes the same bytes despite interruptions, and that each row is stored or counted as dropped."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_sta
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
-# This token occurs in most documents.
+# A token id that occurs in most documents.
 COMMON = 261
 
 
 def digests(job: ExtractJob) -> dict[str, str]:
-    """Return the SHA-256 of each file in a job's output except the lock."""
+    """Return the SHA-256 of each file in a job's output, except for the lock."""
     output = Path(job.extract.output)
     files = [file for file in output.rglob("*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def tensors(job: ExtractJob, hook: str) -> dict[str, Tensor]:
-    """Return the concatenated tensors of all shards of a hook."""
+    """Return the tensors of a hook, each concatenated over all shards."""
     shards = [load_file(file) for file in sorted(job.folder(hook).glob("*.safetensors"))]
     return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -56,7 +56,7 @@ def meta(job: ExtractJob, hook: str) -> dict[str, Any]:
 
 
 def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
-    """Return an event, and a callback that sets it after `n` batches to stop an extraction."""
+    """Return an event and a callback; the callback sets the event after `n` batches to stop an extraction."""
     stop, seen = threading.Event(), []
 
     def advance(rows: int) -> None:
@@ -69,7 +69,7 @@ def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
 
 @pytest.fixture(scope="module")
 def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, ExtractionResult]:
-    """Return an extraction of 300 rows from Llama hooks into three shards, the last one partly filled."""
+    """Return an extraction of 300 rows from three Llama hooks, with a last shard that is partly filled."""
     hooks = ["resid_post.1", "mlp_out.0", "layers.1.mlp"]
     job = extraction_job(tiny("llama"), corpus, tmp_path_factory.mktemp("example"), hooks=hooks)
     return job, run(job)
@@ -148,14 +148,14 @@ def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
     results = [run(job) for job in (first, second, other)]
     assert results[0].left_out == results[1].left_out == results[2].left_out
     assert digests(first) == digests(second)
-    # Another seed puts the same rows into each shard in a different order.
+    # With another seed, each shard has the same rows in a different order.
     shuffled = {name: digest for name, digest in digests(first).items() if not name.endswith("tokens.json")}
     assert all(digests(other)[name] != digest for name, digest in shuffled.items())
     one, another = (tensors(job, "mlp_out.0")["activations"][:128].sum(1) for job in (first, other))
     assert torch.equal(one.sort()[0], another.sort()[0])
 
 
-# Shards contain several batches, and batches span several shards.
+# With these sizes, a shard holds several batches or a batch fills several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:
@@ -188,7 +188,7 @@ def test_an_extraction_killed_just_before_its_end_gives_the_same_files(make: Mak
 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
-    """Return the numbers of tokens and document pieces in the contexts of a text."""
+    """Return the number of tokens in all contexts of a text, and the number of document pieces."""
     contexts = list(
         pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
     )
@@ -198,7 +198,7 @@ def n_read_of(job: ExtractJob) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "settings", "special", "first"),
     [
-        # Llama's pieces begin with a special token, which is their first token.
+        # The first token of each document piece of Llama is a special token.
         ("llama", {}, 1, 0),
         ("gpt2", {}, 0, 1),
         ("llama", {"keep_special": True}, 0, 0),
@@ -236,7 +236,7 @@ def test_the_rows_of_an_encoder_belong_to_its_text_and_not_to_padding(make: Make
 
 @pytest.fixture
 def changed(tiny, tmp_path: Path) -> Callable[[float], Path]:
-    """Return a function that copies GPT-2 and multiplies the embedding of a common token by a factor."""
+    """Return a function that copies GPT-2 and scales the embedding of a common token by a factor."""
 
     def copy(factor: float) -> Path:
         folder = Path(shutil.copytree(tiny("gpt2"), tmp_path / f"gpt2-{factor}"))
@@ -323,7 +323,7 @@ def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) 
     job = make()
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
-    # The state that a GPU would have written.
+    # The test stores the dtype that a GPU would have used.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     with pytest.raises(
         UsageError, match=r"^extract.output: the shards in .* hold bfloat16, and this device gives float32; continue"
@@ -374,7 +374,7 @@ def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.1])
 def test_reading_ahead_gives_the_same_bytes(make: Make, max_norm: float) -> None:
-    """Simulate a GPU: the rows of a batch are awaited only after the next batch was read."""
+    """Simulate a GPU: the extraction waits for the rows of a batch only after it has read the next batch."""
     whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
     run(whole)
     stop, advance = stop_after(4)
@@ -397,7 +397,7 @@ def fill_disk() -> Iterator[Callable[[int], None]]:
 def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
     whole, job = make(name="whole", n_tokens=900), make(n_tokens=900)
     run(whole)
-    # Either a shard or the extraction's state could not be written.
+    # The file that could not be written is either a shard or the extraction's state.
     with pytest.raises(UserError, match=r"^[^\n]* could not be written: [^\n]* and try again$"):
         run(job, advance=lambda _: fill_disk(stored_state(job).n_stored))
     fill_disk(0)

@@ -1,4 +1,4 @@
-"""Tests for `sae-train extract`: its output, its exit codes, and the same files despite any interruption."""
+"""Tests for `sae-train extract`: its output, its exit codes, and bit-identical files despite any interruption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Restore the signal handlers that a command replaces."""
+    """Restore the signal handlers that the command replaced."""
     numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -39,7 +39,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def job_file(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write the job of an extraction in the working folder."""
+    """Write an extraction's job file into the working folder."""
     monkeypatch.chdir(tmp_path)
     table = {
         "kind": "extract",
@@ -86,12 +86,12 @@ def test_each_hook_is_listed_with_its_transformer_lens_and_module_names(job_file
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(f"resid_post.1: {tmp_path}/activations/resid_post.1")
     assert lines[at + 1] == "  also called blocks.1.hook_resid_post and h.1"
-    # A hook given by module path has no other names.
+    # A hook given as a module path has no other names.
     assert lines[at + 2 : at + 4] == [f"h.0.mlp: {tmp_path}/activations/h.0.mlp", lines[-2]]
 
 
 class Gate(BaseHTTPRequestHandler):
-    """A hub on which all models are gated."""
+    """A server like the Hugging Face hub, on which all models are gated."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)
@@ -103,7 +103,7 @@ class Gate(BaseHTTPRequestHandler):
     do_GET = do_HEAD
 
     def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        """Log nothing."""
 
 
 def test_a_gated_model_is_reported_with_its_licence_page_and_the_login(job_file: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_training_runs_on_the_folder_of_a_hook(job_file: Path, tmp_path: Path,
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file except the lock and hidden files, which a killed process leaves for an hour."""
+    """Return the SHA-256 of each file, except for the lock and for temporary files left by a killed process."""
     files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

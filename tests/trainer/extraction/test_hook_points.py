@@ -1,4 +1,4 @@
-"""Tests that a hook returns the activations of the unmodified model."""
+"""Tests that a hook returns the same activations as the unmodified model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
 BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
-# The module by family and site; mlp_in is a module's input. For Gemma's branches it is the output of their norms.
+# The module path of each site, by family. `mlp_in` is the input of its module; for Gemma, `mlp_out` and `attn_out` are
+# the outputs of the norms after the MLP and attention.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
     "bert": {
@@ -56,7 +57,7 @@ MODULES["gemma3"] = MODULES["llama"] | {
 
 
 def reference(folder: Path, family: str) -> dict[str, Tensor]:
-    """Read the batch with the model as transformers loads it; return rows by our hook names."""
+    """Return the rows of each hook, read with the unmodified model of transformers."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     rows: dict[str, Tensor] = {}
     for layer in range(N_BLOCKS):
@@ -71,7 +72,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
             module.register_forward_hook(hook)
     with torch.inference_mode():
         states = model(input_ids=torch.from_numpy(IDS), output_hidden_states=True).hidden_states
-    # The last hidden state follows the model's final norm, so it is not a block's output.
+    # The last hidden state follows the model's final norm, so it is not the output of a block.
     before = {f"resid_pre.{layer}": states[layer].flatten(0, 1) for layer in range(N_BLOCKS)}
     after = {f"resid_post.{layer}": states[layer + 1].flatten(0, 1) for layer in range(N_BLOCKS - 1)}
     assert all(torch.equal(rows[name], of_hook) for name, of_hook in after.items())
@@ -80,7 +81,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return a function that returns the rows of all hooks of a family: as we read them, and a reference."""
+    """Return a function that returns the rows of a family's hooks, read by `LanguageModel` and by the reference."""
 
     @functools.cache
     def read(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -104,7 +105,7 @@ def test_rows_equal_the_activations_of_the_unmodified_model_bit_for_bit(both, fa
 def test_branch_outputs_add_up_to_the_change_of_the_residual_stream(both, family: str) -> None:
     rows, _ = both(family)
     added = rows["resid_pre.1"] + rows["attn_out.1"] + rows["mlp_out.1"]
-    # BERT normalises the sum, twice.
+    # BERT normalises the residual stream twice in each block, so the branch outputs do not add up to its change.
     assert torch.allclose(added, rows["resid_post.1"], atol=1e-4) == (family not in ENCODERS)
 
 
@@ -131,7 +132,7 @@ def test_only_the_requested_rows_are_returned(tiny, both) -> None:
 
 
 class Mixed(nn.Module):
-    """Two blocks of four experts each, like early mixture-of-experts models."""
+    """A model with two blocks of four experts each, like early mixture-of-experts models."""
 
     def __init__(self) -> None:
         super().__init__()

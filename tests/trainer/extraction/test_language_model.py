@@ -1,4 +1,4 @@
-"""Tests that documents in one context are isolated, and that an unreadable model is refused in one sentence."""
+"""Tests that documents in one context do not affect each other, and that invalid models are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
 
 
 def rows_of(model: LanguageModel, batch: ContextBatch) -> Tensor:
-    """Return the rows of the first hook for each token of a batch, [n_contexts, n_tokens, d]."""
+    """Return the first hook's rows for each token of a batch, [n_contexts, n_tokens, d]."""
     return model.rows(batch, torch.arange(batch.ids.size))[0].reshape(*batch.ids.shape, -1)
 
 
 def alone(folder: Path, ids: np.ndarray) -> Tensor:
-    """Return the output of the unmodified model's last block for a single document."""
+    """Return the output of the unmodified model's last block for a document that is read alone."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     outputs: list[Tensor] = []
@@ -52,7 +52,7 @@ def alone(folder: Path, ids: np.ndarray) -> Tensor:
 
 
 def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBatch]) -> list[int]:
-    """Check that each document piece gives the same rows as it does alone; return the lengths of the pieces."""
+    """Check that each document piece has the same rows as if read alone; return the lengths of the pieces."""
     lengths = []
     for batch in made:
         for ids, numbers, rows in zip(batch.ids, batch.documents, rows_of(model, batch), strict=True):
@@ -67,7 +67,7 @@ def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBat
 def test_a_packed_document_is_read_as_if_alone(tiny: Callable[[str], Path], family: str) -> None:
     model = load(tiny(family))
     assert model.packs
-    # The last context is shorter than the others, so it gets its own batch.
+    # The last context is shorter than the others, so it forms a separate batch.
     made = list(batches(pack(model.tokenizer.tokens(sentences(6)), 32), 2, fills=False))
     assert made[-1].ids.shape < (1, 32) < made[0].ids.shape == (2, 32)
     lengths = require_like_alone(tiny(family), model, made)
@@ -107,7 +107,7 @@ def test_a_model_that_isolates_documents_only_in_single_batches_is_not_packed(
 
 @pytest.fixture
 def copy(tiny, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies a model, so that a test can damage it."""
+    """Return a function that copies the tiny model of a family, so that a test can damage the copy."""
     return lambda family: Path(shutil.copytree(tiny(family), tmp_path / family))
 
 
@@ -139,7 +139,7 @@ def test_a_model_with_missing_weights_is_refused_and_not_initialised(copy) -> No
     save_file({name: one for name, one in weights.items() if name not in lacking}, file, {"format": "pt"})
     sentence = "model.path: its files have no weights for layers.1.mlp.down_proj.weight and 2 more"
     require_refused(sentence, folder)
-    # The block whose weights are missing is not needed.
+    # The hook of block 0 does not need the block whose weights are missing.
     load(folder, "resid_post.0")
 
 
@@ -316,7 +316,7 @@ def test_special_tokens_around_a_text_are_in_each_packed_piece(tiny) -> None:
 
 @pytest.fixture
 def load_whole(tiny: Callable[[str], Path]) -> Load:
-    """Return a function that loads a tiny model of a family, with hooks in its first and last blocks."""
+    """Return a function that loads the tiny model of a family with a hook in its first and in its last block."""
     hooks = ["mlp_in.0", f"resid_post.{N_BLOCKS - 1}"]
     return lambda family: LanguageModel(extraction_job(tiny(family), Path("text"), Path("rows"), hooks=hooks), CPU)
 
@@ -348,7 +348,7 @@ def test_rows_are_the_same_if_modules_move_their_inputs_between_devices(load_who
     model, ids = load_whole(family), np.arange(24).reshape(2, 12)
     batch = ContextBatch(ids, np.tile(np.arange(12), (2, 1)), np.repeat([[0], [1]], 12, axis=1))
     before = model.rows(batch, torch.arange(24))
-    # Accelerate wraps the forward pass of each module, even if all are on one device.
+    # Accelerate wraps the forward pass of each module, even if all modules are on one device.
     modules = {name: torch.device("cpu") for name, part in model._model.named_modules() if not [*part.children()]}
     dispatch_model(model._model, modules, force_hooks=True)
     assert any(hasattr(part, "_hf_hook") for part in model._model.modules())

@@ -1,4 +1,4 @@
-"""Tests for the hashes in the metadata that identify models and tokenizers independently of their location."""
+"""Tests that the hashes in metadata identify a model or tokenizer independently of its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for documents in contexts: no token is lost, contexts are full, and each piece starts like a separate text."""
+"""Tests that packing documents loses no token, fills each context, and starts each piece like a new text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import PADDING, ContextBatch, Tokenizer, Tokens, batches, pack, separate
 
-# The tokens that the tokenizer puts around a text; no other tokens have these ids.
+# The special tokens that the tokenizer puts before and after a text; no other token has these ids.
 BEFORE, AFTER = 900, 901
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
-    """Draw documents with their surrounding tokens, and a context length with space for these and one more token."""
+    """Draw documents with special tokens around each, and a context length with space for at least one more token."""
     around = draw(st.sampled_from([([], []), ([BEFORE], []), ([BEFORE], [AFTER]), ([BEFORE] * 2, [AFTER])]))
     documents = draw(st.lists(st.lists(st.integers(0, 800), max_size=40), max_size=8))
     length = draw(st.integers(len(around[0]) + len(around[1]) + 1, 24))
@@ -27,7 +27,7 @@ def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
 
 
 def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]]]:
-    """Return the pieces of documents as number, ids and positions; each document has one piece per context."""
+    """Return the document number, ids and positions of each piece; a piece is the part of a document in one context."""
     laid = []
     for ids, positions, documents in contexts:
         rows = zip(documents[0].tolist(), ids[0].tolist(), positions[0].tolist(), strict=True)
@@ -59,7 +59,7 @@ def test_positions_restart_and_each_piece_has_the_surrounding_tokens(lay, text) 
             assert ids[: len(document.before)] == document.before
             assert ids[len(ids) - len(document.after) :] == document.after
         else:
-            # At the end of a context, no text fits into the remaining space.
+            # At the end of a context, a piece may consist of surrounding tokens only.
             assert ids == (document.before + document.after)[: len(ids)]
 
 

@@ -1,4 +1,4 @@
-"""Tests that several ranks extract the same rows as one rank, and exactly as many, despite interruptions."""
+"""Tests that several ranks together extract the same rows as one rank, and the same number, despite interruptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.extraction.state import STATE, stored_state
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
-# This is more tokens than the text has.
+# More tokens than the text has, so the entire text is extracted.
 ALL = 10**6
 
 
@@ -38,7 +38,7 @@ def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
 
 
 def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
-    """Return the rows of a hook by document, position and token; a split document has several rows under a key."""
+    """Return the rows of a hook by document, position and token; a document in several pieces may repeat a key."""
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for file in sorted(job.folder(hook).glob("*.safetensors")):
         shard = load_file(file)
@@ -49,14 +49,14 @@ def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], l
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file except locks and hidden files."""
+    """Return the SHA-256 of each file, except for locks and hidden files."""
     files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.fixture(scope="module")
 def n_rows(tiny: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Return the number of rows that the entire text gives."""
+    """Return the number of rows that an extraction of the entire text stores."""
     from support.extractions import extraction_job
 
     return run(extraction_job(tiny("gpt2"), corpus, tmp_path_factory.mktemp("all") / "rows", n_tokens=ALL)).n_tokens
@@ -141,7 +141,7 @@ def test_an_extraction_continues_only_with_the_same_number_of_ranks(make: Make, 
     undisturbed = make(name="undisturbed", n_tokens=1400, shard_rows=64)
     run_ranks(undisturbed, 2, tmp_path / "undisturbed-meet")
     assert digests(Path(job.extract.output)) == digests(Path(undisturbed.extract.output))
-    # A finished extraction is not repeated, for any number of ranks.
+    # A finished extraction is not repeated, whatever the number of ranks.
     assert stored_state(job, 1).is_finished
 
 

@@ -1,4 +1,4 @@
-"""Tests for reading ahead: the same items in the same order, a bounded number in advance, and a thread that ends."""
+"""Tests for reading ahead: items keep their order, only a limited number is read in advance, and the thread ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests training at several hooks: each SAE equals one trained at its hook alone, and the model reads the text once."""
+"""Tests that training at several hooks gives the same SAEs as training at each hook alone, and reads the text once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]
-# One hook name in our own format and one in TransformerLens's.
+# One hook name in this project's notation and one in TransformerLens's.
 HOOKS = ["resid_post.0", "blocks.1.hook_resid_post"]
 LABELS = ["hook=L0", "hook=L1"]
 TRANSCODERS = ["mlp.0", "mlp.1"]
@@ -72,7 +72,7 @@ def table_of(data: dict[str, Any], n_steps: int = 40, **train: Any) -> dict[str,
 
 
 def streamed(job: ExtractJob, text: Path, hook: Any) -> dict[str, Any]:
-    """Return the settings of data streamed from the model of an extraction."""
+    """Return the settings of data streamed from the model of an extraction job."""
     sizes = {"context": 32, "batch_tokens": 256, "shuffle_tokens": 500}
     return {"source": "model", "model": job.model.path, "hook": hook, "text": str(text)} | sizes
 
@@ -95,7 +95,7 @@ def hook_name(folder: Path) -> str:
 
 @pytest.fixture
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the contexts that models read; return a function that returns the count and resets it."""
+    """Count the contexts that models read, and return a function that returns the count and resets it."""
     n_read = [0]
     read = LanguageModel.rows
 
@@ -113,7 +113,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture
 def stored(make: Make, long_text: Path) -> Path:
-    """Store the rows of both hooks, and of other hooks that not all tests use."""
+    """Store the rows of both hooks and of four MLP inputs and outputs, and return the output folder."""
     ends = [f"mlp_{end}.{layer}" for layer in (0, 1) for end in ("in", "out")]
     job = make(n_tokens=3000, text=long_text, hooks=[*HOOKS, *ends], shard_rows=1000)
     run(job)
@@ -301,7 +301,7 @@ def test_an_outlier_at_one_hook_is_kept_at_the_other(
     of_first, of_second = (torch.cat(seen[hook]) for hook in (0, 1))
     assert of_first.shape == of_second.shape == (20 * 64, 16)
     assert of_first.norm(dim=1).max() < 100
-    # If nothing was replaced, both rows belong to the same token.
+    # Unless the row of the first hook was replaced, the rows of both hooks belong to the same token.
     places = {tuple(row): place for place, row in enumerate(second.tolist())}
     tokens = torch.tensor([places[tuple(row)] for row in of_second.tolist()])
     own = torch.tensor([token % 40 != 0 for token in tokens.tolist()])
@@ -377,7 +377,7 @@ def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Mak
 
     one, two, three = (work(hook) for hook in ("resid_post.2", ["resid_post.0", "resid_post.2"], "resid_post.0-2"))
     more, most = (estimate(work).activations for work in (two, three))
-    # The buffer, the rows of a forward pass twice, and one batch.
+    # The memory grows by the rows in the shuffle buffer, two times the rows of a forward pass, and one batch.
     assert most - more >= 4 * D_IN * (500 + 2 * 256 + 64)
     assert estimate(two).weights - estimate(one).weights == estimate(three).weights - estimate(two).weights
     speeds = assumed_speeds(CPU_PROCESS, "fp32")

@@ -1,4 +1,4 @@
-"""Tests for documents in local files: the content of each format, and one sentence for each unreadable file."""
+"""Tests for reading documents from local files, and for the one-sentence error for each file that cannot be read."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_data_saved_by_the_datasets_library_is_read(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
-    # No request is sent to the hub, because this is not a valid name.
+    # The name is invalid, so no request is sent to the hub.
     with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
         list(documents(TextSettings(dataset="no//name")))
 

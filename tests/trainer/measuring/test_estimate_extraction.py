@@ -1,4 +1,4 @@
-"""Tests for `estimate` on an extraction, whose model is not loaded."""
+"""Tests for `estimate` on an extraction job, which does not load the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for `inspect` on stored activations, against numpy in float64 and on data with one fault each."""
+"""Tests for `inspect` on stored activations, compared with NumPy in float64 and on data with a single fault each."""
 
 from __future__ import annotations
 
