@@ -1,4 +1,4 @@
-"""Compares the estimated GPU memory with torch's count for a real step, on tensors without memory."""
+"""Compares the estimated GPU memory with torch's count for a real step, on tensors that take no memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 
 
 class SparseKernels:
-    """A stand-in for the kernels of sparse products that merely allocates their results."""
+    """A stand-in for the kernels of sparse products; it only allocates their results."""
 
     SumBuffers = triton_sparse.SumBuffers
 
@@ -67,7 +67,7 @@ class SparseKernels:
 
 
 class DeadLatentKernels:
-    """A stand-in for the kernels of AuxK's candidates."""
+    """A stand-in for the kernels that find AuxK's candidates."""
 
     fits = staticmethod(triton_dead_latents.fits)
 
@@ -79,13 +79,13 @@ class DeadLatentKernels:
 
     @staticmethod
     def rows(*arguments: object) -> None:
-        """Write to existing tensors."""
+        """Do nothing, since the kernel writes to existing tensors."""
 
     add = rows
 
 
 class TopKKernels:
-    """A stand-in for the top-k kernels."""
+    """A stand-in for the top-k kernels; it only allocates their results."""
 
     fits, fits_whole = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_whole)
     fits_all = staticmethod(triton_top_k.fits_all)
@@ -114,7 +114,7 @@ class TopKKernels:
 
 
 class EntryKernels:
-    """A stand-in for the kernel that sorts entries."""
+    """A stand-in for the kernel that moves chosen entries to the front."""
 
     @staticmethod
     def chosen_first(
@@ -126,7 +126,7 @@ class EntryKernels:
 
 
 class ErrorKernels:
-    """A stand-in for the kernels of the reconstruction error."""
+    """A stand-in for the kernels that compute reconstruction errors."""
 
     fits = staticmethod(triton_errors.fits)
 
@@ -169,20 +169,20 @@ class ErrorKernels:
 
 
 class UpdateKernels:
-    """A stand-in for the kernels of an optimizer update."""
+    """A stand-in for the kernels of an optimizer update, which allocate nothing."""
 
     Matrix, Vector, Constants = triton_update.Matrix, triton_update.Vector, triton_update.Constants
     fits, n_parts = staticmethod(triton_update.fits), staticmethod(triton_update.n_parts)
 
     @staticmethod
     def measure(*arguments: object) -> None:
-        """Write to existing tensors."""
+        """Do nothing, since the kernel writes to existing tensors."""
 
     measure_vector = measure
 
     @staticmethod
     def step(*arguments: object) -> None:
-        """Change weights and moments in place."""
+        """Do nothing, since the kernel changes weights and moments in place."""
 
     step_vector = step
 
@@ -202,14 +202,14 @@ def fake() -> Iterator[None]:
 
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
-    """Return the peak bytes of the second step, in which the optimizer has its state."""
+    """Return the peak memory in bytes in the second step, when the optimizer already has its state."""
     others = OtherInterpreter(n_ranks) if n_ranks > 1 else None
     groups = {"world": others, "data" if job.parallel.mode == "ddp" else "latents": others}
     parallel = Parallel(CPU, **groups)
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
     tracker = MemTracker()
     for learner in learners:
-        # Pretend that no latent has fired for this long, so that AuxK is active.
+        # Pretend that some latent has not fired for a long time, so that AuxK is active.
         learner.sae._longest_since_fired = 10**12
         tracker.track_external(learner.sae)
         whole = set(map(id, learner.sae.parameters()))
@@ -236,7 +236,7 @@ def take_step(
 
 
 def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, int]]:
-    """Yield the settings of SAE and training, input and target widths, and the number of ranks sharing latents."""
+    """Yield the SAE and training settings, the input and target widths, and the number of ranks that share latents."""
     for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
         yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
     for name, (n_ranks, precision), (sae, d_in, batch) in itertools.product(
@@ -262,7 +262,7 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
 
 
 def marked() -> Iterator[Any]:
-    """Yield the cases; `make test` runs those of one shape."""
+    """Yield all cases; those of all shapes but one are marked as slow, so `make test` skips them."""
     for case in cases():
         yield pytest.param(*case, marks=() if case[2] == SHAPES[1][1] else pytest.mark.slow)
 

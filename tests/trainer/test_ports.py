@@ -1,4 +1,4 @@
-"""Tests for the sockets that a running job opens on this machine, and for the data that it unpickles."""
+"""Tests that a running job opens only the expected sockets on this machine, and unpickles no data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import dump_job
 MakeJob = Callable[..., JobConfig]
 TESTS = Path(__file__).parents[1]
 MODES = {"single": 1, "ddp": 2, "tensor": 2, "hybrid": 4, "dp": 2, "sweep": 2}
-# Abstract Unix sockets with random names; ranks check the user of the connecting process.
+# These are abstract Unix sockets with random names. Ranks check the user of each connecting process.
 OURS = {"bind unix @sae-ranks-", "listen unix @sae-ranks-"}
 
 
@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make every program started from now on record what it binds, listens on and unpickles; return the file."""
+    """Make programs started from now on record the sockets that they open and what they unpickle; return the file."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))
@@ -41,7 +41,7 @@ def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def lines(file: Path) -> list[tuple[int, str]]:
-    """Return (pid, text) of each recorded line, without the random part of socket names."""
+    """Return the pid and text of each recorded line, without the random part of socket names."""
     entries = file.read_text().splitlines() if file.exists() else []
     pairs = [line.split(" ", 1) for line in entries]
     return [(int(pid), what.split("sae-ranks-")[0] + "sae-ranks-" * ("sae-ranks-" in what)) for pid, what in pairs]
@@ -63,7 +63,7 @@ def test_sockets_and_unpickled_data_are_recorded(written_down: Path) -> None:
     bound, listened, *unpickled = (what for _, what in lines(written_down))
     assert bound.startswith("bind inet 0.0.0.0 ")
     assert listened.startswith("listen inet 0.0.0.0 ")
-    # There is one entry for the bytes, and one for the class that is looked up by name.
+    # There is one entry for the bytes, and one for the class that is found by its name.
     assert len(unpickled) == 2
     assert all(what.startswith("unpickle __main__") for what in unpickled)
 

@@ -1,4 +1,4 @@
-"""Tests that default settings recover a known dictionary; jobs set only the width and, if there is one, k."""
+"""Tests that default settings, except for the width and any k, recover a known dictionary."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 
-# 256 features in 64 dimensions, 5 of them active, are hard enough: random directions reach only 0.37.
+# The task has 256 features in 64 dimensions, of which 5 are active. Random directions score only 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
-# TopK scores 0.99 after 300 steps; the small levels of a Matryoshka mix features for longer. BatchTopK scores 0.96
-# after 600 steps, ± 0.01 depending on the seed or the last bit of a sum, so the mean over seeds is tested.
+# TopK scores 0.99 after 300 steps. A Matryoshka SAE takes longer, since its small levels mix features at first.
+# BatchTopK scores 0.96 after 600 steps, ± 0.01 depending on the seed or the last bit of a sum, so the mean over seeds
+# is tested.
 N_STEPS = {"topk": 300, "batch_topk": 600}
 SEEDS = {"batch_topk": (0, 1, 2)}
 
 
-# Two architectures that differ in how they select latents; the others take 70 core-seconds.
+# These two architectures differ in how they select latents. The others take 70 core-seconds.
 FAST = ("topk", "jumprelu")
 
 
@@ -40,7 +41,7 @@ def test_the_true_features_are_recovered(architecture: str) -> None:
 
 
 def recovered(architecture: str, seed: int) -> float:
-    """Train on known features and return their mean max cosine similarity (MMCS) with the decoder, 0 to 1."""
+    """Train on synthetic features, and return their mean max cosine similarity (MMCS) with the decoder, from 0 to 1."""
     has_k = "k" in catalog.ARCHITECTURES[architecture].settings.__struct_fields__
     sae = {"architecture": architecture, "d_sae": 512} | ({"k": 5} if has_k else {})
     n_steps = N_STEPS.get(architecture, 800)

@@ -1,4 +1,4 @@
-"""Tests for `sae-train resume`: what is resumed, what is refused, and the history of the run."""
+"""Tests for `sae-train resume`: which runs it resumes, which it refuses, and how it continues the run's metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.fixture
 def run_dir(make_job: MakeJob, tmp_path: Path) -> Path:
-    """Write the files of a run whose second attempt ended at step 10 of 20."""
+    """Write the files of a run whose second attempt stopped at step 10 of 20."""
     folder = tmp_path / "run"
     spec = RankSpec(run_dir=folder, output_dir=folder / "sae", attempt=2, world_size=1, device="cpu")
     write_spec(spec)
@@ -119,7 +119,7 @@ def test_a_run_keeps_its_tokens_per_step_although_auto_would_choose_others(run_d
     (run_dir / "job.toml").write_text(dump_job(job))
     plan = Plan("single", 1, 1, 512, 512, 1, step_s=0.1, needs_bytes=0)
     for tokens, expected in ((512, 512), (4096, 4096)):
-        # An attempt that died early has no plan.
+        # An attempt that fails early writes no plan, so the plan of the first attempt is used.
         write_json(run_dir / "attempt1" / "plan.json", msgspec.structs.replace(plan, tokens_per_step=tokens))
         for overrides in ([], ["train.n_tokens=25_600_000"]):
             was, longer = stored_job(run_dir, []), stored_job(run_dir, overrides)
@@ -150,7 +150,7 @@ def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused
     assert main(again) == EXIT_USAGE
     assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
     shutil.rmtree(run_dir / "checkpoints")
-    # Both commands suggest a fix that works.
+    # The fix that each command suggests must work.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
@@ -188,7 +188,7 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 
 
 def record_data(run_dir: Path) -> None:
-    """Rewrite the run's checkpoint with a record of its data."""
+    """Replace the run's checkpoint by one that records the data."""
     record = sampled(record_of(load_job(run_dir / "job.toml").hooks.values()))
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 
@@ -217,12 +217,12 @@ def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir:
     assert note.startswith("data.path: has grown by 1,700 rows in 0.safetensors; ")
 
 
-# the lock of a run folder
+# Tests of the lock of a run folder.
 
 
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds the lock of a run, as a rank does."""
+    """Start a process that holds a run's lock, like a rank."""
     code = "import sys, pathlib; from trainer.contract.runs.lock import hold; hold(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -253,7 +253,7 @@ def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> No
         first.share()
         with pytest.raises(UserError, match="still going"):
             RunLock(run_dir)
-        # The ranks of the holder can share the lock.
+        # The ranks of the process that holds the lock can share it.
         hold(run_dir / "run.lock")
 
 
@@ -267,7 +267,7 @@ def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypat
     hold(run_dir / "run.lock")
 
 
-# the next attempt
+# Tests of the next attempt.
 
 
 def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_attempt_killed_before_it_began_is_skipped(run_dir: Path, written: by
 
 @pytest.fixture
 def launched(run_dir: Path, tmp_path: Path) -> Path:
-    """Move the run to the folder of job 7 in the app's data folder."""
+    """Move the run to the folder of job 7 in the data folder of the app."""
     data = tmp_path / "data"
     (data / "runs").mkdir(parents=True)
     folder = run_dir.rename(data / "runs" / "7")
@@ -379,7 +379,7 @@ def test_a_step_keeps_its_number_of_tokens_in_another_mode(make_job: MakeJob) ->
     assert notes[0].startswith("parallel.mode: changed; a step stays 512 tokens")
 
 
-# the history
+# Tests of the history.
 
 
 def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
@@ -390,7 +390,7 @@ def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
         }
 
 
-# end to end
+# End-to-end tests.
 
 
 def run_trainer(*arguments: object) -> tuple[dict[str, Any], str]:
@@ -432,7 +432,7 @@ def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
     assert configs[0] == configs[1]
     again = read(tmp_path / "run" / "metrics.db")
     assert again["loss/0"] == history["loss/0"]
-    # Every attempt reports the expected time of a step.
+    # Every attempt reports the expected time of a step once, so this series has more points.
     once_each = {"expected_step_ms/0"}
     lengths, wanted = (
         {name: len(p) for name, p in curves.items() if name not in once_each} for curves in (again, history)
@@ -448,7 +448,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
-    # The files of a copied run, or of another user's run, may name such an output folder.
+    # In a run copied from another user, the spec may name such an output folder.
     (precious := run_dir.parent / "precious").mkdir()
     (precious / "thesis.tex").write_text("mine")
     write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))

@@ -1,4 +1,4 @@
-"""Tests training on a stream: each row is read once, in shuffled order; kills lose no rows; bad rows are reported."""
+"""Tests of training on a stream: each row is read once in shuffled order, even if ranks are killed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ N_STEPS, BATCH, KILLED_AT = 30, 64, 23
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
-    # This is small enough for a short resumed run to read quickly.
+    # The sample is so small that a short resumed run reads it quickly.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 600)
 
 
 def toy_table(**sections: dict[str, Any]) -> dict[str, Any]:
     table: dict[str, dict[str, Any]] = {
-        # A run goes through three blocks of the shuffle buffer.
+        # A run reads three blocks of the shuffle buffer.
         "data": {"source": "toy", "shuffle_tokens": 500, "held_out_tokens": 100},
         "sae": {"d_sae": 64, "k": 4, "dead_after_tokens": 400, "resample_every_tokens": 500},
         "train": {"batch_size": BATCH, "n_steps": N_STEPS, "lr": 3e-3, "log_every": 5, "checkpoint_every": 10},
@@ -54,16 +54,16 @@ def toy_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 class Attempts:
-    """The attempts of a run; their ranks are forked from this process, which has registered the toy source."""
+    """The attempts of a run, whose ranks are forked from this process because it has registered the toy source."""
 
     def __init__(self, job: JobConfig, run_dir: Path, world_size: int = 1) -> None:
         self.job, self.run_dir, self.world_size = job, run_dir, world_size
         self._number = 0
 
     def go(self, world_size: int | None = None, killed_at: int = 0) -> list[int]:
-        """Run the next attempt from the latest checkpoint and return the exit codes.
+        """Run the next attempt from the latest checkpoint, and return the exit codes of the ranks.
 
-        Rank 0 kills itself after step `killed_at`, unless that is 0.
+        If `killed_at` is not 0, rank 0 kills itself after that step.
         """
         self._number += 1
         self.run_dir.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def be_rank(spec: RankSpec, rank: int, killed_at: int) -> None:
             if killed_at and step == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    # The rank reads this class from the module when it starts.
+    # The rank takes this class from the module when it starts.
     import trainer.reporting.progress as progress
 
     progress.StoredProgress = Killed
@@ -147,7 +147,7 @@ def test_ranks_that_share_the_latents_read_the_same_rows_as_one_rank(tmp_path: P
         assert together.curve(name) == pytest.approx(one.curve(name), rel=1e-3), name
 
 
-# rows that are not finite
+# Tests of rows that are not finite.
 
 
 def test_a_non_finite_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kept: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_run_fails_and_names_a_row_if_too_many_rows_are_not_finite(
     assert what in str(caught.value)
 
 
-# settings and estimates of a stream
+# Tests of the settings and estimates of a stream.
 
 
 def test_a_job_on_a_stream_without_a_length_is_refused() -> None:

@@ -1,6 +1,6 @@
-"""Compares the kernel that sums metrics with torch; `test_triton_interval.py` runs this in a separate process.
+"""Compares the kernel that sums metrics with torch; `test_triton_interval.py` runs this file in a separate process.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+With TRITON_INTERPRET=1, the kernel runs on a CPU; otherwise it needs a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def test_numbers_are_added_only_if_all_are_finite(n: int, bad: float | None) -> 
     numbers = torch.randn(n, generator=generator).to(DEVICE)
     if bad is not None and n:
         numbers[n // 2] = bad
-    # The kernel must not change the second row.
+    # The kernel must not change the second row of the sums.
     total = torch.randn(2, n, generator=generator, dtype=torch.float64).to(DEVICE)
     by_kernel, by_torch = total.clone(), total.clone()
     triton_interval.add_if_finite(by_kernel[0], numbers)

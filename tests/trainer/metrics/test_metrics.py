@@ -26,7 +26,7 @@ D_SAE = 10
 
 
 def as_sparse(dense: Tensor) -> SparseActs:
-    """Return every value as an entry, including inactive ones."""
+    """Return activations with an entry for every value, including inactive ones."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
     places = Places(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
@@ -49,7 +49,7 @@ def observation(
 
 
 def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
-    """Return an interval with only this metric, called "it", that has observed these batches."""
+    """Return an interval with a single metric, named "it", that has observed the given batches."""
     entry = MetricEntry(f"{metric.__module__}:{metric.__name__}", "", Series("it"))
     interval = Interval(entries={"it": entry})
     for one in seen:
@@ -58,7 +58,7 @@ def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
 
 
 def sums_of(metric: type[Metric], *seen: Observation) -> Tensor:
-    """Return the sums of one rank after these batches."""
+    """Return the sums of a metric on one rank after the given batches."""
     return interval_with(metric, *seen).sums(Latents(D_SAE))["it"]
 
 
@@ -67,7 +67,7 @@ def measured(metric: type[Metric], *seen: Observation) -> float:
 
 
 def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return targets of very different sizes, and reconstructions with a constant and a random error."""
+    """Return targets of very different norms, and reconstructions with a constant and a random error."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(n, 5, generator=generator) * torch.linspace(1, 9, n)[:, None] + 3
     return y, y + torch.randn(n, 5, generator=generator) + torch.arange(5)
@@ -79,14 +79,14 @@ def fvu_of(y: Tensor, x_hat: Tensor) -> float:
 
 
 def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
-    """Compute scikit-learn's explained_variance_score with multioutput="variance_weighted"."""
+    """Compute the same value as scikit-learn's explained_variance_score with multioutput="variance_weighted"."""
     y, x_hat = y.double(), x_hat.double()
     scores = 1 - (y - x_hat).var(dim=0, correction=0) / y.var(dim=0, correction=0)
     weights = y.var(dim=0, correction=0)
     return float((scores * weights).sum() / weights.sum())
 
 
-# each metric
+# Tests of single metrics.
 
 
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
@@ -137,7 +137,7 @@ def test_l0_l1_and_dense_latents_match_a_loop(kind: str) -> None:
 
 
 def test_whether_a_latent_is_dense_depends_on_the_tokens_of_all_ranks() -> None:
-    # The latent is dense by the tokens of the first rank alone, but not by all tokens.
+    # The latent is dense among the tokens of the first rank, but not among the tokens of both ranks.
     ranks = []
     for n_tokens, n_active in ((100, 30), (900, 30)):
         dense = torch.zeros(n_tokens, D_SAE)
@@ -162,7 +162,7 @@ def test_a_ratio_is_the_same_from_one_rank_or_three(metric: type[Metric], expect
         assert metric().value(sums_of(metric, observation(y)) * ranks) == pytest.approx(expected)
 
 
-# the interval
+# Tests of log intervals.
 
 
 def terms_of(seen: Observation) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def test_sums_restart_after_every_log_and_are_exact_over_a_long_interval() -> No
             interval.observe(observed, terms_of(observed))
         sums.append(interval.sums(Latents(D_SAE)))
     for name, once in sums[0].items():
-        # The dead fraction is the one at the end of the interval.
+        # The dead fraction is the value at the end of the interval, not a sum.
         assert torch.equal(sums[1][name], once if name == "dead_fraction" else 1000 * once), name
 
 
@@ -211,7 +211,7 @@ def test_counts_and_sums_of_a_pass_are_reused() -> None:
 
 
 def with_a_nan(n: int = 50) -> Observation:
-    """Return a batch of far larger values, with a NaN in one row of the data and of its activations."""
+    """Return a batch with far larger values, and with a NaN in one row of its targets and activations."""
     y, x_hat = random_batch(n, seed=1)
     y[7, 2] = torch.nan
     acts = three_active(n)
@@ -242,11 +242,11 @@ def test_an_interval_of_only_nan_batches_has_nan_values() -> None:
         assert math.isnan(values[name]), name
 
 
-# the pace
+# Tests of the measured pace.
 
 
 class Waiting(Parallel):
-    """A single rank that reports `waited` seconds of waiting for others."""
+    """A single rank that reports `waited` seconds of waiting for other ranks."""
 
     waited = 0.0
 
@@ -257,7 +257,7 @@ class Waiting(Parallel):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the clock with a list that contains only the time in seconds."""
+    """Replace the clock with a list whose only element is the time in seconds."""
     now = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
@@ -337,7 +337,8 @@ def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> N
 
 def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Shares of the time in intervals of 4 s. A wait of more than 10 % over 10 s is lasting; less than 5 % ends it.
+    # Each value is the share of a 4-s interval that was spent waiting for data. More than 10 % over 10 s is a lasting
+    # wait, which ends below 5 %.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]
     assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

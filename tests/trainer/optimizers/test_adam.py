@@ -20,7 +20,7 @@ def made(state: str, **settings: float) -> tuple[Adam, list[nn.Parameter]]:
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Return gradients of rare and frequent latents; a fifth of the latents have none at this step."""
+    """Return gradients of rare and frequent latents; a fifth of the latents have a zero gradient in each step."""
     generator = torch.Generator().manual_seed(step)
     sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
     active = sizes * (torch.rand(300, generator=generator) < 0.8)
@@ -38,7 +38,7 @@ def trained(state: str, n_steps: int, **settings: float) -> tuple[Adam, list[nn.
 
 
 def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
-    """Run Algorithm 1 of the paper in float64."""
+    """Return the weights after `n_steps` of the Adam paper's Algorithm 1, in float64."""
     weights = [parameter.detach().double().numpy() for parameter in made("fp32")[1]]
     m, v = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(n_steps):
@@ -59,7 +59,7 @@ def test_the_weights_match_the_algorithm_of_the_paper(beta1: float) -> None:
 
 def test_a_step_in_tiles_equals_the_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, "bf16", CODECS["fp32"])
-    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # so that every matrix has several tiles
+    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # every matrix then has several tiles
     for one, other in zip(trained("bf16", 20)[1], trained("fp32", 20)[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -107,7 +107,8 @@ def test_moments_take_the_configured_number_of_bytes(state: str, n_bytes: int) -
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> None:
-    # The moment decays by a thousandth per step, less than half the distance between two stored numbers.
+    # In each step the moment decays by a thousandth, which is less than half the distance between two representable
+    # numbers.
     optimizer, parameters = trained(state, 20)
     before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
     for parameter in parameters:
@@ -122,7 +123,7 @@ def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> No
 
 
 def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
-    """Return the second moment, decoded to fp32."""
+    """Return the second moment of a parameter, decoded to fp32."""
     state = {name: value for name, value in optimizer.state[parameter].items() if name != "step"}
     for name, value in state.items():
         if name.endswith("scale") and len(value) < len(parameter):
@@ -178,7 +179,7 @@ def test_a_rank_without_latents_still_counts_its_step(state: str) -> None:
 
 
 def test_compiled_updates_get_no_float64_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A kernel would compute in float64 for each weight, on many GPUs at 1/64 of the speed.
+    # On many GPUs, a kernel with a float64 argument would compute each weight in float64, at 1/64 of the speed.
     given: list[object] = []
     monkeypatch.setattr(tiled, "_update", lambda *arguments: given.extend(tree_leaves(arguments)))
     trained("int8", 2)

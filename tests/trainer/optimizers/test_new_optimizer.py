@@ -1,4 +1,4 @@
-"""Tests that a new optimizer needs one file and one line to be checked, estimated, trained with and resumed."""
+"""Tests that one new file and one line add an optimizer that is checked, estimated, trained with and resumed."""
 
 from __future__ import annotations
 

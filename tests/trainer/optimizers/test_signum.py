@@ -14,14 +14,14 @@ def target(step: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(weight: Tensor, step: int) -> Tensor:
-    """Return a gradient that is 0 for some latents."""
+    """Return a gradient that is 0 for some of the latents."""
     difference = weight - target(step, tuple(weight.shape)).to(weight)
     difference[..., step % weight.shape[-1]] = 0
     return difference
 
 
 def naive(start: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Compute x and y of Defazio et al.'s equations in float64, with each step weighted by the square of its rate."""
+    """Compute x and y of Defazio et al. in float64, with each step weighted by the square of its learning rate."""
     x = z = start.double()
     total = 0.0
     for step, rate in enumerate(RATES):
@@ -63,7 +63,7 @@ def test_the_size_of_a_gradient_does_not_matter() -> None:
 
 
 def test_the_average_has_less_noise_than_the_stepped_weights() -> None:
-    # The minimum is at 0, but the stepped weights remain a step's length away from it.
+    # The minimum is at 0, but the stepped weights stay about one step length away from it.
     weight = nn.Parameter(torch.full((500,), 0.3))
     optimizer = Signum([weight], 0.05, momentum=0.95)
     for step in range(400):

@@ -1,6 +1,6 @@
-"""Compares the kernels of an update with float64 and the passes they replace; `test_triton_update.py` runs this.
+"""Compares the kernels of an update with float64 and with the passes that they replace.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+`test_triton_update.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from trainer.training.following import Following
 from trainer.training.learner import Learner, RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# Variants of an update: tied updates or not, rows of any length, other parameters, dtypes of moments.
+# The variants of an update, with and without tied updates, unit-length rows and other parameters, and the moments'
+# dtypes.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "topk"}, "fp32"),
     ({"architecture": "topk"}, "bf16"),
@@ -44,7 +45,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def always_triton() -> Iterator[None]:
-    """Use the kernels even for tensors that are not on a GPU."""
+    """Use the kernels on every device, not only on GPUs."""
     with use_kernels({OPTIMIZER_STEPS: triton_update}):
         yield
 
@@ -58,7 +59,7 @@ def rows(n: int, d: int, seed: int) -> Tensor:
 def test_measured_norms_and_dot_products_match_float64(width: int, size: float) -> None:
     grad, weight = rows(5, width, 1), nn.functional.normalize(rows(5, width, 2))
     grad[2] = 0
-    # This gradient lies almost entirely along its row.
+    # This gradient is almost parallel to the weight's row.
     grad[3] = weight[3] + size * grad[3]
     squares, dots = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
     triton_update.measure(grad, weight, squares, dots)
@@ -93,7 +94,7 @@ def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
 
 
 class Twin(Group):
-    """Two replicas; the other one always has the same values as this one, and updates nothing."""
+    """A group of two replicas. The other replica always has the same values, and updates no weights."""
 
     size = 2
 
@@ -104,7 +105,7 @@ class Twin(Group):
 def learners(
     sae: dict[str, Any], d_out: int | None = None, data: Group | None = None, **train: Any
 ) -> tuple[Learner, Learner]:
-    """Return the same SAE twice: updated by the kernels, and by passes over entire matrices."""
+    """Return two learners of the same SAE: one updated by kernels, the other by passes over entire matrices."""
     settings = {"batch_size": 16, "precision": "fp32", "lr": 1e-2, "grad_clip": 0.05} | train
     job = job_of({"d_sae": 6, "k": 3} | sae, settings, {"mode": "ddp"} if data else None)
     by_rows, by_passes = (Learner(job, 72, d_out, Parallel(DEVICE, data=data, world=data)) for _ in range(2))
@@ -118,7 +119,7 @@ def learners(
 
 
 def step(one: Learner, number: int, bad: float | None = None) -> None:
-    """Take a step; if `bad` is given, set one value of the gradient to it."""
+    """Take a step; if `bad` is given, one value of the gradient is replaced by it."""
     one.begin_step(number)
     x = rows(16, 72, number)
     one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
@@ -134,12 +135,12 @@ def state(one: Learner) -> dict[str, Tensor]:
 def assert_alike(one: Learner, other: Learner) -> None:
     found, expected = state(one), state(other)
     assert found.keys() == expected.keys()
-    # The change from a step of 1e-2 if its moment is rounded to the neighbouring code.
+    # A moment that is rounded to the neighbouring code changes a step of 1e-2 by this much.
     off = 3e-7 if found["optimizer.exp_avg.W_enc"].dtype == torch.float32 else 2e-4
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
         if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
-            # If a number lies halfway between two codes, its last digits decide.
+            # The last digits of a number halfway between two codes decide which code it gets.
             codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
             different = (codes.int() - others.int()).abs()
             assert int(different.max()) <= 1, name
@@ -157,7 +158,7 @@ def test_steps_match_whole_passes(sae: dict[str, Any], moments: str) -> None:
         step(by_rows, number)
         step(by_passes, number)
         torch.testing.assert_close(by_rows.grad_norm, by_passes.grad_norm, rtol=1e-4, atol=0)
-    # Do not compare the loss scale, which the other SAE does not have.
+    # The loss scale is not compared, since the other learner has none.
     by_rows.loss_scale.enabled = False
     assert_alike(by_rows, by_passes)
 
@@ -184,7 +185,7 @@ def test_steps_of_replicas_with_sharded_latents_match_whole_passes() -> None:
 @pytest.mark.parametrize(("moments", "bad"), [("fp32", torch.nan), ("bf16", torch.nan), ("int8", torch.inf)])
 def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
     one, _ = learners({"architecture": "topk"}, state=moments)
-    step(one, 0, bad)  # before there is any state
+    step(one, 0, bad)  # before the optimizer has any state
     step(one, 1)
     before = state(one)
     step(one, 2, bad)
@@ -196,7 +197,7 @@ def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
 
 
 class Measuring:
-    """Wraps the kernels and records the rows of each measured gradient, or None for all rows."""
+    """A wrapper of the kernels that records the rows of each measured gradient, or None for all rows."""
 
     def __init__(self) -> None:
         self.asked: list[list[int] | None] = []
@@ -212,14 +213,14 @@ class Measuring:
 
 @pytest.fixture
 def measuring() -> Iterator[Measuring]:
-    """Sum gradients with kernels too, and record the rows that are measured again."""
+    """Use kernels for gradient sums too, and record the rows that are measured again."""
     kernels = Measuring()
     with use_kernels({OPTIMIZER_STEPS: kernels, SPARSE_PRODUCTS: triton_sparse}):
         yield kernels
 
 
 def assert_measured(one: Learner) -> None:
-    """Assert that the gradient statistics of a step match a float64 reference."""
+    """Assert that the gradient norms and dot products of a step match a float64 reference."""
     (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
     torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
@@ -255,7 +256,7 @@ def test_gradients_are_measured_while_they_are_summed(
     x = rows(16, 72, 0)
     one.accumulate(x, x)
     assert_measured(one)
-    # Only rows that windows of 20 entries split are measured again.
+    # Only rows whose entries are split into several windows of 20 are measured again.
     assert len(measuring.asked) == 2
     assert all(some is not None and len(set(some)) <= 3 for some in measuring.asked)
 
@@ -301,7 +302,7 @@ def copies(one: Learner) -> dict[Tensor, NarrowCopy]:
 
 @pytest.mark.parametrize(
     ("sae", "moments", "dtype"),
-    # In the interpreter the dtypes take turns.
+    # The interpreter is slow, so it tests only about half of the combinations of variant and dtype.
     [(*way, dtype) for n, way in enumerate(WAYS) for m, dtype in enumerate(NARROW) if ALL or n == 0 or (n + m) % 2],
     ids=str,
 )
@@ -331,7 +332,7 @@ def test_a_step_is_the_same_with_16_bit_copies_of_the_last_step_or_new_ones() ->
 def test_a_step_is_the_same_if_replicas_exchange_copies_or_fp32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Behave as if the kernels of sparse products worked.
+    # Pretend that the kernels of sparse products work.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
     monkeypatch.setattr(Learner, "_may_exchange_narrow", lambda *_: True)
     one, _ = learners({"architecture": "topk"}, data=Twin(), precision="bf16")
@@ -386,7 +387,8 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # Steps are bit-identical, so they depend neither on the shards nor on the order of programs.
+    # A latent's step is bit-identical for any set of other latents, so it depends neither on the shards nor on the
+    # order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)
@@ -441,13 +443,13 @@ def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: f
     exact = vector.detach().double()
     m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
     for number in range(7):
-        # Sizes differ by orders of magnitude, as for rare and frequent latents.
+        # The gradients differ by orders of magnitude, like those of rare and frequent latents.
         vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
         grad, is_bad = vector.grad.double() / 3, number in (0, 4)
         optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)
         optimizer.grad_scale = torch.full((), 3.0, device=DEVICE)
         before = vector.detach().clone()
-        # The last step is without kernels.
+        # The last step uses torch instead of the kernels.
         if number < 6:
             by_rows.measure()
             by_rows.step(1 - optimizer.found_inf)

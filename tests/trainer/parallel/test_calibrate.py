@@ -1,4 +1,4 @@
-"""Tests measuring the speed of ranks with very little memory: real processes with a real limit."""
+"""Tests for measuring speeds on ranks with very little memory, which are real processes with a memory limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel.threads import on_all
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that trains on `world_size` ranks, the last one with only `mib` MiB of spare memory.
+    """Return a function that trains on `world_size` ranks; the last rank has only `mib` MiB of free memory.
 
     The function returns the stored measurements and the plan.
     """
@@ -43,18 +43,18 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# Memory for the entire copy, for a quarter of it, and for none of it.
+# The free memory holds the entire copy that is measured, a quarter of it, or none of it.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(
     world_size: int, mib: int, is_kept: bool, run: Callable[..., Any]
 ) -> None:
     box, plan = run(world_size, mib)
-    # Speeds that are measured with less data, or assumed, are not stored for this machine.
+    # A speed that is assumed, or measured with less data, is not stored for this machine.
     assert (CPU in box.devices) == is_kept
     assert plan.ranks == world_size
     if not is_kept:
-        # An assumed speed is no reason to give one rank a larger share than another.
+        # An assumed speed is no reason to give ranks different shares.
         assert len(set(plan.token_shares)) == len(set(plan.latent_shares)) == 1
 
 
@@ -84,7 +84,7 @@ def test_smaller_measurements_are_tried_until_memory_suffices() -> None:
 
     def work(parts: int) -> str:
         tried.append(parts)
-        # More bytes than any address space holds.
+        # No address space holds this many bytes.
         torch.empty(2**60 if parts < 4 else 1)
         return "measured"
 

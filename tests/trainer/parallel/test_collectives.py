@@ -1,7 +1,7 @@
-"""Tests that all ranks make the same `torch.distributed` calls in the same order, in real processes.
+"""Tests that all ranks, which are real processes, make the same `torch.distributed` calls in the same order.
 
-The calls are those made by the groups: packed, sharded and started together. The code path of a GPU runs over gloo
-here, too.
+The calls are those of the ranks' groups, which pack, shard and overlap tensors. The code path of a GPU runs over gloo
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.parallel import group
 
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor", "hybrid")
-# Two ranks cannot be a hybrid. Within the groups, the CPU path makes the same calls on any number of ranks.
+# Two ranks cannot form a hybrid. On the CPU path, the calls within a group are the same for any number of ranks.
 USUAL = [
     Case(size, path, {"architecture": kind}, {"mode": mode})
     for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
@@ -31,7 +31,8 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # The latents do not divide evenly over replicas, nor the tokens over ranks that share latents.
+    # Here the latents do not divide evenly over the replicas, and the tokens do not divide evenly over the ranks that
+    # share latents.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]
@@ -70,7 +71,7 @@ def test_rows_are_exchanged_between_the_exchanges_of_steps(
 ) -> None:
     number = USUAL.index(Case(8, "gpu", {"architecture": "topk"}, {"mode": "tensor"}))
     of_rows = [at for at, call in enumerate(calls[0][number]) if "uint8" in " ".join(call.arguments)]
-    # Ranks exchange rows twice before the first step, and once before the second.
+    # The ranks exchange rows twice before the first step and once before the second step.
     first, second, third = of_rows
     assert second == first + 1
     assert third > second + 1

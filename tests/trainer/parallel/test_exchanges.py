@@ -1,6 +1,6 @@
 """Tests that all ranks make the same exchanges in the same order, on the code paths of a CPU and of a GPU.
 
-The GPU path runs on CPU tensors that claim to be on a GPU.
+The GPU path runs on CPU tensors that pretend to be on a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.saes.kernels import dead_latents
 
-# No latent is dead in the first step, but some are in the second.
+# No latent is dead in the first step, but some latents are dead in the second.
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
-# The exchanges of the GPU path do not depend on values. The CPU path is tested on fewer ranks.
+# The exchanges of the GPU path do not depend on values, so they are tested on up to 8 ranks.
 SIZES = {"cpu": (2, 4), "gpu": (2, 4, 8)}
 
 
@@ -55,7 +55,8 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # In the other architectures, some pre-activation always lies at the bound, and rounding decides on which side.
+        # In the other architectures, some pre-activation is always so close to the bound that rounding decides whether
+        # it is active.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 
@@ -64,7 +65,7 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
 def test_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
     path: str, data: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let each rank find the candidates among its own latents and order them by id, as the kernel does."""
+    """Let each rank find the AuxK candidates among its own latents, and order them by id, as the kernel does."""
     (alone,) = trained(job("topk", 1, 1), data, 1, 1, N_STEPS)
     n_found = []
 

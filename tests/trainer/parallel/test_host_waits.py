@@ -1,6 +1,7 @@
-"""Tests that with several GPUs the host waits for its GPU only in steps that log; other steps read no device values.
+"""Tests that with several GPUs, the host waits for its GPU only in steps that log.
 
-Exchanges therefore cannot depend on values either, which might differ between ranks.
+Other steps read no values from the GPU. Therefore their exchanges cannot depend on values, which might differ between
+ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
-# The number of ranks with different tokens, and the number of ranks that share the latents.
+# Each value is the number of ranks with different tokens, and the number of ranks that share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
-# Parallel and training settings by name; hybrids have both kinds of groups.
+# The parallel and training settings of each case.
 SETTINGS: dict[str, Settings] = {
     "usual": ({}, {"precision": "bf16"}),
     "unusual": ({"zero": False, "gradients": "bf16"}, {"precision": "fp16", "accumulate": 2}),
@@ -30,7 +31,7 @@ CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "u
 
 def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
     ranks, mode = one_of_ranks(*GRIDS[grid])
-    # k is small enough relative to a rank's latents that every architecture uses sparse products.
+    # k is so small compared with a rank's latents that every architecture uses sparse products.
     sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
     return recorded_step(job_of(sae, {"batch_size": 32} | train, mode | parallel), 16, dead=True, parallel=ranks)
 

@@ -1,4 +1,4 @@
-"""Tests that every mode learns the same as one process does from the same global batches."""
+"""Tests that training in every mode gives the same result as one process on the same global batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = (
     "heldout_fvu",
     "heldout_l0",
 )
-# The number of ranks, the mode's settings, and the number of ranks with different tokens.
+# Each value is the number of ranks, the mode's settings, and the number of ranks with different tokens.
 MODES = {
     "dp-2": (2, {"mode": "dp"}, 2),
     "ddp-2-not-dealt": (2, {"mode": "ddp", "zero": False}, 2),
@@ -45,9 +45,9 @@ MODES = {
     "tensor-3": (3, {"mode": "tensor"}, 1),
     "hybrid-4": (4, {"mode": "hybrid"}, 2),
 }
-# Latents soon count as dead, so that AuxK and the counters are active.
+# Latents become dead after few tokens, so that AuxK and the counters are active.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
-# With these rows, some latents die early enough to be resampled.
+# With these held-out rows, some latents die early enough to be resampled.
 ROWS = {"hold_out": "rows"}
 
 
@@ -57,13 +57,13 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the weights that a run exported; a TopK transcoder is in the format of sparsify."""
+    """Return the weights that a run exported, which for a TopK transcoder are in the format of sparsify."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
 
 def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
-    """Require the same curves of all metrics, and the same final weights."""
+    """Require that all metrics have the same curves and that the final weights are the same."""
     at = f"@{label}" if label else ""
     for name in NAMES:
         assert curve(run_dir, name + at) == pytest.approx(kept.curve(name + at), rel=1e-3, abs=1e-5), name + at
@@ -85,7 +85,7 @@ def test_all_modes_learn_the_same_as_one_process_with_every_architecture(
     assert set(ranks.wait()) == {EXIT_FINISHED}
     for label in alone.learners:
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
-    # The ranks exchanged candidates of dead latents too.
+    # Dead latents must occur, so that the ranks also exchange AuxK candidates.
     assert max(kept.curve("auxk@architecture=topk")) > 0
 
 
@@ -119,7 +119,8 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
     make_trainer(make_job(data=data, sae=sae, train=train)).run()
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    # Resume each run in the next mode: one process, a grid of four ranks, three that share the latents, two replicas.
+    # Each run resumes in the next mode: one process, a grid of four ranks, three ranks that share latents, two
+    # replicas.
     start = tmp_path / "checkpoints" / "step-00000010"
     for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
         own = train | {"batch_size": batch_size}
@@ -190,18 +191,18 @@ def test_a_checkpoint_resumes_in_another_mode_with_the_same_result(
     own_tokens = {"batch_size": BATCH // 2} if mode != "tensor" else {}
     job = make_job(sae=SAE, train=train | own_tokens, parallel={"mode": mode} | parallel)
 
-    # Resume a checkpoint of one process on several ranks ...
+    # Several ranks resume from a checkpoint of one process.
     from_one = tmp_path / "checkpoints" / "step-00000010"
     ranks = start_ranks(job, n_ranks, resume_from=from_one)
     assert ranks.wait() == [EXIT_FINISHED] * n_ranks
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
     alike(load_file(ranks.spec.run_dir / "sae" / "sae_weights.safetensors"), expected)
-    # ... whose own checkpoint equals that of one process, tensor by tensor ...
+    # The checkpoint of several ranks equals that of one process, tensor by tensor.
     last = "step-00000020"
     one, several = (folder / "checkpoints" / last for folder in (tmp_path, ranks.spec.run_dir))
     alike(load_file(several / "tensors.safetensors"), load_file(one / "tensors.safetensors"), atol=2.0)
 
-    # ... and a checkpoint of several ranks in one process.
+    # One process resumes from a checkpoint of several ranks.
     whole = start_ranks(job, n_ranks, run_dir=tmp_path / "again")
     assert whole.wait() == [EXIT_FINISHED] * n_ranks
     start = whole.spec.run_dir / "checkpoints" / "step-00000010"
@@ -210,7 +211,7 @@ def test_a_checkpoint_resumes_in_another_mode_with_the_same_result(
 
 
 def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-3) -> None:
-    """Require equal states; `atol` allows an 8-bit moment to be rounded to the neighbouring code."""
+    """Require that states are the same; `atol` lets an 8-bit moment be rounded to the neighbouring code."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         slack = atol if "optimizer" in name else 1e-3
@@ -232,7 +233,7 @@ def test_saes_of_a_sweep_spread_over_ranks_learn_the_same_as_in_one_process(
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         messages = sorted(event.message for event in reader.events() if event.kind == "resampled")
     assert messages == sorted(message for kind, _, message in kept.events if kind == "resampled")
-    # One checkpoint contains all SAEs, and one process can resume it.
+    # One checkpoint contains all SAEs, and a single process can resume from it.
     start = ranks.spec.run_dir / "checkpoints" / "step-00000010"
     one = load_file(tmp_path / "checkpoints" / "step-00000010" / "tensors.safetensors")
     alike(load_file(start / "tensors.safetensors"), one)

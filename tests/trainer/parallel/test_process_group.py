@@ -1,4 +1,4 @@
-"""Tests for how ranks connect: their rendezvous, network interface, backend and timeouts."""
+"""Tests for how ranks connect: the rendezvous, the network interface, the backend and the timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for exchanges between real processes: through shared memory, and as between machines."""
+"""Tests for exchanges between real processes, which use shared memory or pretend to be on different machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks and return the tensors that each has saved; a killed rank has none."""
+    """Run `size` ranks, and return the tensors that each rank has saved; a killed rank has saved none."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -50,7 +50,7 @@ def test_exchanges_give_the_same_correct_values_on_all_ranks(size: int, apart: b
 
 
 def check_sums(ranks: list[dict[str, Tensor]]) -> None:
-    """Require bit-identical sums on all ranks, and gathered values that equal those of each rank."""
+    """Require that sums are bit-identical on all ranks, and that gathered values equal the values of each rank."""
     size = len(ranks)
     names = ["matrix", "tiny", "none", "half", "double", "odd", "even", "uneven", "pair's matrix", "pair's vector"]
     for name in names:
@@ -68,14 +68,14 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
         for index, rank in enumerate(ranks):
             assert float(rank[name]) == (sum(members) if index in members else index)
-    # There are more bytes than a connection's buffer can hold; only the first rank collects them.
+    # The data is larger than a connection's buffer. Only the first rank collects it.
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
     assert "collected" not in ranks[1]
 
 
 def check_parts(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that each rank gets its rows of a sum, in fp32 for 16-bit inputs, and that nothing else changes."""
+    """Require that each rank gets its rows of a sum, in fp32 even for 16-bit inputs."""
     for name in ("even", "uneven", "half"):
         parts = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0).tensor_split(len(ranks))
         for rank, part in zip(ranks, parts, strict=True):
@@ -84,14 +84,14 @@ def check_parts(ranks: list[dict[str, Tensor]]) -> None:
 
 
 def check_owned(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that owners get the rows of all ranks, and that each rank gets back the results for its own rows."""
+    """Require that owners get their rows from all ranks, and that each rank gets back the results for its own rows."""
     for name in ("alike", "unlike"):
         of_all = torch.stack([rank[f"own {name}"] for rank in ranks])
         parts = of_all.tensor_split(len(ranks), dim=1)
         for rank, part in zip(ranks, parts, strict=True):
             assert torch.equal(rank[f"owned {name}"], part)
             assert torch.equal(rank[name], rank[f"own {name}"])
-    # There are fewer rows than ranks.
+    # Here there are fewer rows than ranks.
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 
@@ -102,11 +102,11 @@ def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -
 
 
 def test_ranks_can_wait_for_large_file_descriptors() -> None:
-    # A process whose data has many shards keeps this many files open.
+    # A process whose data has many shards keeps about 2,000 files open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()
-    # This is longer than the first rank polls before it sleeps.
+    # The first rank stops polling and sleeps before these 0.1 s have passed.
     late = threading.Timer(0.1, far.send, [b"."])
     try:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
@@ -119,7 +119,7 @@ def test_ranks_can_wait_for_large_file_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# There are more connections than the listen queue can hold.
+# This program opens more connections than the listen queue can hold.
 KNOCKS = """
 import os, socket, sys
 os.setuid(65534)

@@ -1,4 +1,4 @@
-"""Tests for how ranks on GPUs agree to stop or to save; the tests decide when each GPU processes its queue."""
+"""Tests for how ranks agree to stop or to save, with simulated GPUs whose queues run when a test says so."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ zeros = torch.zeros
 
 
 class Gpu(threading.local):
-    """The GPU of each thread: its queued work, and how often the host had to wait for it."""
+    """A simulated GPU for each thread: its queued work, and how often the host had to wait for the GPU."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
         self.waits = 0
 
     def catch_up(self) -> None:
-        """Run all queued work."""
+        """Run all the work in the queue."""
         while self.queue:
             self.queue.popleft()()
 
 
 class Event:
-    """A position in the queue; an event that was never recorded counts as passed."""
+    """An event in the queue of a GPU; an event that was never recorded is treated as reached."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._n_ahead = gpu, 0
@@ -51,7 +51,7 @@ class Event:
 
 
 class Pinned:
-    """Host memory that a GPU writes when it reaches the copy in its queue."""
+    """Host memory that a GPU writes only when it reaches the copy in its queue."""
 
     def __init__(self, gpu: Gpu, n: int) -> None:
         self._gpu, self._values = gpu, zeros(n)
@@ -87,7 +87,7 @@ def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(ra
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
         parallel.__dict__["_requests"] = CudaRequests()
         for own in requests:
-            # While the host was queuing this step, the GPU finished all earlier work.
+            # By the time the host queues this step, the GPU has finished all earlier work.
             gpu.catch_up()
             agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
         return agreed, gpu.waits
@@ -104,6 +104,6 @@ def test_a_gpu_that_lags_behind_gives_the_same_answers_in_the_same_steps(gpu: Gp
         answers.append(prompt.read(torch.tensor(total)))
     assert not gpu.waits
     assert [late.read(torch.tensor(total)) for total in totals] == answers == [NOTHING, NOTHING, SAVE, STOP]
-    # The host waited for the GPU, but never for the step that was just queued.
+    # The host waited for the GPU three times, but never for the step that it had just queued.
     assert gpu.waits == 3
     assert len(gpu.queue) == 2

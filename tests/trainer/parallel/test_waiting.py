@@ -9,7 +9,7 @@ from trainer.parallel.waiting import CudaWaiting
 
 
 class Event:
-    """A GPU event, which has passed if its number is at most `done`; events are recorded one second apart."""
+    """A simulated GPU event. It has been reached if its number is at most `done`; events are one second apart."""
 
     done, recorded = 0, 0
 

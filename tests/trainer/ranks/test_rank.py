@@ -72,7 +72,8 @@ def test_two_ranks_learn_the_same_as_one_from_the_same_global_batches(
     kept,
     tmp_path: Path,
 ) -> None:
-    # Latents soon count as dead, so that AuxK and the counters over all ranks are active; 40 × 256 tokens are 3 epochs.
+    # Latents become dead after few tokens, so that AuxK and the counters over all ranks are active. The 40 steps of 256
+    # tokens are more than three epochs.
     sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
     alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)
     alone.run()
@@ -168,7 +169,7 @@ def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
     )
     assert len(job) == len(first) == len(second) == 4
     for of_job, *of_ranks in zip(job, first, second, strict=True):
-        # A rank's own rate excludes the time that it waited.
+        # The rate of a rank excludes the time that it waited for other ranks.
         assert 0.9 * of_job < sum(of_ranks) < 3 * of_job
     assert max(first + second) < 5 * min(first + second)
 
@@ -261,7 +262,7 @@ def test_a_waiting_rank_ends_with_its_supervisor_not_with_the_supervisors_thread
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # The rank has received the signal about the death of its supervisor's thread.
+        # The kernel has already sent the rank the signal that the thread that started the rank has died.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -294,7 +295,7 @@ def test_a_rank_in_a_hanging_exchange_ends_with_its_supervisor_and_rank_0(
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # The rank has received the signal about its supervisor's death, and waits for rank 0.
+        # The rank has already received the signal that its supervisor died, and waits for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()
@@ -344,7 +345,7 @@ def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
     ("n_ranks", "rank", "name", "refusal"),
     [
         (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a MIG slice, and NCCL cannot connect slices"),
-        # CUDA shows only one slice to a process, even if there are several.
+        # CUDA shows a process a single slice, even if several are available.
         (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a MIG slice, and NCCL cannot connect slices"),
         (1, 0, "NVIDIA H200 MIG 3g.71gb", "begun"),
         (2, 0, "NVIDIA H200", "begun"),
@@ -375,7 +376,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     ("n_visible", "rank", "spec", "index"),
     [
         (8, 3, {}, 3),
-        # srun --gpus-per-task=1 shows each rank one GPU, for any SLURM_LOCALID.
+        # With `srun --gpus-per-task=1`, each rank sees one GPU, whatever its SLURM_LOCALID is.
         (1, 3, {"by_files": True}, 0),
         (1, 3, {"on_one_host": False}, 0),
         (1, 0, {"gpu_uuids": ("GPU-1",)}, 0),

@@ -1,4 +1,4 @@
-"""Tests for ranks under torchrun: two agents on the loopback interface act as two hosts."""
+"""Tests for ranks started by torchrun, with two agents on the loopback interface that act as two hosts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ MakeJob = Callable[..., JobConfig]
 def on_two_hosts(
     job_file: Path, out: Path, *overrides: str, module: str = "trainer", shares_store: bool = True, **variables: str
 ) -> list[str]:
-    """Run both agents to their end, and return their outputs.
+    """Run both torchrun agents until they end, and return their outputs.
 
-    With `shares_store`, the first agent hosts the store through which the ranks meet; otherwise rank 0 does.
+    With `shares_store`, the first agent hosts the store through which the ranks find each other; otherwise rank 0 hosts
+    it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -101,7 +102,7 @@ def test_two_hosts_train_like_one_and_the_same_command_resumes_the_run(
     assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
     with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
         assert [point.value for point in reader.points("loss")] == pytest.approx(kept.curve("loss"), rel=1e-3)
-    # A stop request for the previous attempt does not stop this one.
+    # A stop request for an earlier attempt does not stop the next attempt.
     RunPaths(out).stop_file(1).touch()
     again, _ = on_two_hosts(job_file, out, "train.n_steps=30")
     assert "resumed from" in again
@@ -150,7 +151,7 @@ def test_variables_that_pytorch_reads_once_are_set_before_it_is_loaded(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loaded(Exception):
-        """Raised when torch would be loaded."""
+        """Raised instead of importing torch."""
 
     def load() -> None:
         raise Loaded

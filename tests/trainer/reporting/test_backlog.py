@@ -40,7 +40,7 @@ def test_no_item_is_lost_or_doubled_between_two_threads() -> None:
     steps: list[int] = []
     while not done.is_set() or backlog:
         taken = backlog.take(100)
-        # Half of the attempts fail.
+        # Half of the attempts fail and put their items back.
         if len(taken) % 2:
             backlog.put_back(taken)
             taken = backlog.take(1)

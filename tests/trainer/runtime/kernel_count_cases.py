@@ -1,4 +1,4 @@
-"""Counts the kernels that the trials of all modules would compile on a GPU, as the interpreter runs them."""
+"""Counts the kernels that all trials would compile on a GPU, while Triton's interpreter runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.M
 
     def begin(*, key: str, fn, **_) -> bool:
         begun.add((fn.name, key))
-        return True  # so that it is not compiled
+        return True  # prevents the compilation
 
     driver.set_active(NoGpu())
     monkeypatch.setattr(*_hook_of_triton(), begin)
@@ -34,6 +34,6 @@ def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.M
         before = len(begun)
         assert try_all(torch.device("cpu"), torch.bfloat16, [one]) == {}
         found[one.module] = len(begun) - before
-    # Versions of Triton specialise kernels a little differently.
+    # The number depends slightly on the version of Triton.
     assert abs(sum(found.values()) - n_kernels()) <= 2
     assert {module: n for module, n in found.items() if abs(n - KERNELS[module].n) > 1} == {}

@@ -38,13 +38,13 @@ def test_host_copies_keep_the_values_from_when_they_were_made() -> None:
 
 
 class OnSecondGpu(torch.Tensor):
-    """A CPU tensor that claims to be on the second GPU."""
+    """A CPU tensor that pretends to be on the second GPU."""
 
     device = torch.device("cuda:1")
 
 
 class Event:
-    """Records the queue of each event; the default is the current queue, which belongs to the first GPU."""
+    """A GPU event that records its queue, which is by default the current queue, that of the first GPU."""
 
     recorded: ClassVar[list[str]] = []
 
@@ -91,7 +91,7 @@ def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyP
     made.hold(torch.device("cuda:2"))
     assert Event.recorded == ["queue of cuda:1"]
     assert [queue for queue, _ in held] == ["queue of cuda:2"]
-    # Work on a CPU is complete when the call returns.
+    # An operation on a CPU is complete when the call returns, so there is no queue to hold.
     moment(CPU).hold(torch.device("cuda:2"))
     assert len(held) == 1
 

@@ -1,4 +1,4 @@
-"""Tests that errors that mean a lack of memory are recognised, from all libraries."""
+"""Tests that every error that means a lack of memory is recognised, whichever library raises it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     first, second = random_topk(), random_topk()
     x = batch(60)
     fired = fired_in(first(x[:20], x[:20])) | fired_in(first(x[20:30], x[20:30])) | fired_in(second(x[30:], x[30:]))
-    # Simulate the exchange between ranks.
+    # Simulate the exchange of sums between two ranks.
     first.step_sums.add_(second.step_sums)
     assert float(first.n_tokens_in_step()) == 60
     first.end_step(first.n_tokens_in_step())

@@ -24,7 +24,7 @@ def random_batch_topk(*shape: int, **settings: Any) -> BatchTopK:
 
 
 def largest_of_batch(pre_acts: Tensor, k: int) -> Tensor:
-    """Zero all but the k · n_tokens largest values, and the negative ones among these, one by one."""
+    """Keep the k · n_tokens largest pre-activations, one by one and only if they are positive; zero all others."""
     acts = torch.zeros_like(pre_acts)
     for place in pre_acts.flatten().argsort(descending=True)[: k * len(pre_acts)].tolist():
         token, latent = divmod(place, pre_acts.shape[1])
@@ -64,8 +64,8 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
     # Both classes agree if decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and the activations
-    # of dead latents are positive. SAELens' AuxK is a plain squared error, and its threshold starts at 0: a rate of 1
-    # compares just the averaged values.
+    # of dead latents are positive. SAELens' AuxK is a plain squared error. SAELens' threshold starts at 0, so a rate of
+    # 1 is used to compare only the averaged values.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 
@@ -113,11 +113,11 @@ def test_a_batch_without_any_activation_works() -> None:
     torch.testing.assert_close(output.x_hat, sae.b_dec.expand(len(x), -1))
 
 
-# the threshold
+# Tests of the threshold.
 
 
 def learn(sae: BatchTopK, x: Tensor) -> float:
-    """Run a step without an update, and return the smallest active value of its batch."""
+    """Run a step without a weight update, and return the smallest active value of its batch."""
     values = sae(x, x).acts.values
     sae.end_step(sae.n_tokens_in_step())
     return values[values > 0].min().item()
@@ -136,7 +136,7 @@ def test_the_threshold_of_micro_batches_and_ranks_is_weighted_by_their_tokens() 
     first, second = random_batch_topk(), random_batch_topk()
     first(parts[0], parts[0])
     second(parts[1], parts[1])
-    # Simulate the exchange between ranks.
+    # Simulate the exchange of sums between two ranks.
     first.step_sums.add_(second.step_sums)
     first.end_step(first.n_tokens_in_step())
     assert float(first.threshold) == pytest.approx(0.25 * alone[0] + 0.75 * alone[1])
@@ -159,7 +159,7 @@ def test_a_skipped_step_leaves_the_threshold_unchanged() -> None:
 def test_in_evaluation_exactly_the_latents_above_the_threshold_are_active() -> None:
     sae, x = random_batch_topk().eval(), batch(200)
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
-    # A value equal to the threshold is inactive, as in SAELens' JumpReLU.
+    # As in SAELens' JumpReLU, a value equal to the threshold is inactive.
     sae.threshold.copy_(pre_acts.detach().flatten().topk(100).values[-1])
     output = sae(x, x)
     assert isinstance(output.acts, SparseActs)
@@ -181,7 +181,7 @@ def test_the_threshold_is_compared_in_fp32_under_bf16_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         pre_acts = torch.addmm(sae.b_enc, x - sae.b_dec, sae.W_enc)
         highest = pre_acts.float().max()
-        # Closer to the largest value than bf16 can resolve.
+        # The threshold differs from the largest value by less than bf16 can represent.
         sae.threshold.copy_(highest * (1 - 1e-4))
         assert sae.threshold.bfloat16() == highest
         assert int((sae(x, x).acts.values > 0).sum()) == 1

@@ -1,4 +1,4 @@
-"""Per-dimension scales: what training learns on scaled dimensions is folded exactly into the exported weights."""
+"""Tests that per-dimension scales, which are used in training, are folded exactly into the exported weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [(None, False), (7, False), (7, True)]
 
 @torch.no_grad()
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
-    """Make a random float64 SAE with zero weights at dimensions of scale 0, whose means it stores."""
+    """Create a random float64 SAE. Its weights are zero at dimensions with scale 0, whose means it stores."""
     kind_class, own, _ = KINDS[kind]
     sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), scales_dimensions=True, **own)
     if skip:
@@ -40,7 +40,7 @@ def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scal
 
 
 def by_hand(sae: Sae, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute activations and reconstructions from exported tensors, as SAELens does."""
+    """Compute activations and reconstructions from exported tensors, in the same way as SAELens."""
     product = (x if sae.is_transcoder else x - weights["b_dec"]) @ weights["W_enc"]
     if "r_mag" in weights:
         acts = (product * weights["r_mag"].exp() + weights["b_mag"]).relu() * (product + weights["b_gate"] > 0)

@@ -1,4 +1,4 @@
-"""A new architecture takes one file and one line to be checked, estimated, trained, resumed and exported."""
+"""Tests that adding an architecture takes one file and one line, after which it is checked, trained and exported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_loudest(activations: Path) -> MakeJob:
-    """Return a function that makes a job of the new architecture; its keyword arguments are settings of `[sae]`."""
+    """Return a function that creates a job with the new architecture; its keyword arguments are settings of `[sae]`."""
 
     def make(**settings: Any) -> JobConfig:
         sae = {"architecture": "loudest", "d_sae": 64, "n_loudest": 4} | settings

@@ -1,4 +1,4 @@
-"""Standard, gated and JumpReLU SAEs: losses, gradients, and the weight of the penalty."""
+"""Tests of standard, gated and JumpReLU SAEs: losses, gradients, and the weight of the sparsity penalty."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ CAN_TRANSCODE = [kind for kind in KINDS if kind != "gated"]
 
 
 def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> Any:
-    """Make a random SAE in which half of the latents fire, for dense products, or few of them, for sparse products."""
+    """Create a random SAE in which half of the latents fire, or only a few with `is_sparse`."""
     kind_class, own = KINDS[kind]
     sae = random_sae(kind_class, *shape, **(PENALISED | own | settings))
-    # Vary the lengths of decoder rows: only some kinds keep them at 1.
+    # Decoder rows have different lengths, since only some kinds of SAE keep them at 1.
     sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
     if kind.startswith("jumprelu"):
         sae.threshold.data.abs_()
@@ -52,9 +52,9 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
 
 
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Compute loss terms, activations and x_hat token by token and latent by latent, in plain autograd.
+    """Compute the losses, activations and x_hat token by token and latent by latent, with plain autograd.
 
-    A surrogate that is linear in the window replaces the gradient of a jump.
+    The gradient of a jump is replaced by that of a function that is linear in a window around the jump.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []
@@ -78,7 +78,7 @@ def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, Tensor]:
-    """Return a latent's activation and its sparsity cost."""
+    """Return the activation of a latent and its sparsity cost."""
     norm = sae.W_dec[latent].norm()
     if isinstance(sae, Standard):
         return z.relu(), z.relu() * norm
@@ -88,7 +88,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value has the jump; the gradient is that of `slope`, for the threshold and, with a tanh penalty, for z.
+    # The value of `act` has a jump. Its gradient is that of `slope`, for the threshold and, with a tanh penalty, for z.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -118,8 +118,9 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
-    # In SAELens the gate's reconstruction also moves the decoder, which the paper forbids, so only the encoder's
-    # gradients are compared for it. SAELens multiplies the gate's penalty by the rows' norms; ours keeps them at 1.
+    # In SAELens, the reconstruction from the gate also moves the decoder, which the paper forbids. For this loss, only
+    # the gradients of the encoder are compared. SAELens multiplies the gate's penalty by the norms of decoder rows,
+    # which are always 1 here.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()
     if kind == "gated":
@@ -160,16 +161,16 @@ def saelens_twin(kind: str, sae: Any) -> Any:
     settings = {"jumprelu_bandwidth": 0.5, "jumprelu_sparsity_loss_mode": mode}
     settings |= {"l0_coefficient": 1.0, "jumprelu_ste_to_input": kind == "jumprelu_tanh"}
     twin = peers_twin(jumprelu_sae.JumpReLUTrainingSAE, jumprelu_sae.JumpReLUTrainingSAEConfig, sae, **settings)
-    # SAELens keeps its threshold in fp32, which is not precise enough for sums over hundreds of tokens.
+    # SAELens' threshold is in fp32, which is not precise enough for sums over hundreds of tokens.
     twin.threshold = torch.nn.Parameter(sae.threshold.detach().clone())
     return twin
 
 
-# pitfalls
+# Tests of known pitfalls.
 
 
 def test_latents_far_below_their_threshold_have_no_penalty() -> None:
-    # With a sigmoid instead of the jump, dead latents added to L0, and its gradient killed the other latents.
+    # With a sigmoid instead of a jump, dead latents would add to L0, and the gradient of L0 would kill other latents.
     for kind in ("jumprelu", "jumprelu_tanh"):
         sae, x = made(kind), batch()
         sae.threshold.data[:] = 1e3
@@ -187,7 +188,7 @@ def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
-    # Adam on the threshold's logarithm would move a threshold in proportion to its size: barely from 1e-3.
+    # If Adam updated the logarithm of a threshold, a threshold of 1e-3 would hardly move.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
@@ -198,7 +199,7 @@ def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
 
 
 def test_bf16_arithmetic_leaves_threshold_and_its_gradient_in_fp32() -> None:
-    # A step of 1e-3 on a threshold of 1 would be rounded away in bf16.
+    # In bf16, a step of 1e-3 on a threshold of 1 would be rounded away.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = 1.0
     with torch.autocast("cpu", torch.bfloat16):
@@ -220,7 +221,7 @@ def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
 
 
 def test_negative_thresholds_are_clamped_to_0() -> None:
-    # Below 0 the window would still have a gradient, but the activation has no jump there.
+    # A threshold below 0 would still have a gradient in its window, although the activation has no jump there.
     sae = made("jumprelu")
     sae.threshold.data[:3] = -0.5
     thresholds = sae.threshold.detach().clone()[3:]
@@ -237,7 +238,7 @@ def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
     torch.testing.assert_close(sae(x, x).acts.dense(), trained.acts.dense())
 
 
-# as on a GPU: the host does not know how many values are above the bound
+# Tests on the code path of a GPU, where the host does not know how many values are above the bound.
 
 
 @pytest.fixture
@@ -273,7 +274,7 @@ def test_losses_and_gradients_with_presized_buffers_match_dense_products(
     torch.testing.assert_close(sparse.x_hat, dense.x_hat)
     assert_same(sparse.losses, dense.losses)
     for name, loss in dense.losses.items():
-        # A gradient of 0 may be a sum that does not cancel exactly.
+        # A gradient of 0 may be a sum whose terms do not cancel exactly.
         tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
         assert_same(gradients(sae, sparse.losses[name]), gradients(sae, loss), **tolerance)
     assert not sae.has_overflowed()
@@ -291,7 +292,7 @@ def rows(seed: int, n_tokens: int = 128) -> Tensor:
 
 
 def take_cut(one: Learner, number: int, x: Tensor, n_passes: int) -> None:
-    """Take step `number` in `n_passes` passes."""
+    """Take step `number` with its tokens split into `n_passes` passes."""
     take_step([one], ALONE, number, [Batch([(part, part)], len(part)) for part in x.tensor_split(n_passes)])
 
 
@@ -322,13 +323,13 @@ def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_one_succeeds(
     kind: str, precision: str, n_passes: int, make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
     one = learner(make_job, kind, precision=precision, accumulate=n_passes)
-    # A scale at which no gradient overflows 16 bits.
+    # With a loss scale of 1, no gradient overflows in 16 bits.
     one.loss_scale.factor.fill_(1.0)
     foreseeing(one.sae)
     for step in range(buffer_sizer.MEMORY):
         take_cut(one, step, rows(step), n_passes)
     before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
-    # Rows ten times as large activate more latents than the buffer holds.
+    # Rows that are ten times as large activate more latents than the buffer can hold.
     many = rows(9)
     many[-64:] *= 10
     take_cut(one, 9, many, n_passes)
@@ -350,7 +351,7 @@ def test_all_ranks_skip_a_step_that_overflows_the_buffer_of_one_rank(
             one.begin_step(step)
             x = rows(2 * step + rank) * (10 if step == buffer_sizer.MEMORY and rank else 1)
             one.accumulate(x, x)
-        # Simulate the exchange between ranks.
+        # Simulate the exchange of sums between the ranks.
         for mine, others in zip(*(of_all(one.tensors_to_exchange()) for one in ranks), strict=True):
             mine.add_(others)
             others.copy_(mine)
@@ -377,7 +378,7 @@ def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
     assert skips(one) == (1, 1, 0)
 
 
-# the weight of the penalty
+# Tests of the weight of the penalty.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -408,7 +409,7 @@ def test_the_weight_reacts_at_once_and_more_the_longer_l0_is_off_target() -> Non
     steered = penalty()
     assert float(steered.weight) == 2
     assert steer(steered, 10) == pytest.approx(2)
-    # 0.5 · 4 · (1 + gain · 1 + integral)
+    # The expected weight is 0.5 · 4 · (1 + gain · 1 + integral).
     assert steer(steered, 10 * e) == pytest.approx(2 * (1 + 2 + 0.1))
     assert steer(steered, 10 * e) == pytest.approx(2 * (1 + 2 + 0.2))
     assert steer(steered, 10) == pytest.approx(2 * (1 + 0.2))
@@ -460,7 +461,7 @@ def test_the_weight_depends_on_the_sum_over_micro_batches_and_ranks() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
+    """A dispatch mode that records the size of the largest tensor returned by any operation."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""Resampling of dead latents: which tokens they get, and their new weights."""
+"""Tests for the resampling of dead latents: which tokens they are assigned, and which weights they get."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tokens_are_drawn_by_their_squared_loss() -> None:
     x[0, 0], x[1, 1], x[2, 2] = 1.0, 2.0, 3.0
     for seed in range(400):
         sae = with_dead()
-        # No latent is active, so a token's loss is its squared norm: 1, 4 and 9.
+        # No latent is active, so the loss of each token is its squared norm: 1, 4 or 9.
         sae.b_enc.data[:] = -1e6
         sae.b_dec.data[:] = 0
         sae.n_tokens_since_fired[DEAD[1:]] = 0
@@ -137,7 +137,7 @@ def test_revived_latents_fire_again_and_have_no_optimizer_state(
 
 
 def moments(learner: Learner) -> list[tuple[str, Tensor]]:
-    """Return the optimizer's moments of the parameters that have a part for each latent."""
+    """Return the optimizer's moments of all parameters that have one part per latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
     states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]

@@ -1,4 +1,4 @@
-"""The skip connection of a transcoder, with every architecture that supports transcoders."""
+"""Tests of a transcoder's skip connection, with every architecture that supports transcoders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D_OUT = 7
 
 
 def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
-    """Make a transcoder for data with a non-zero mean, with AuxK if its architecture has it."""
+    """Create a transcoder for data with a nonzero mean, with AuxK if its architecture supports it."""
     kind_class, settings, _ = KINDS[kind]
     own = {"auxk_alpha": 1 / 32, "k_aux": 4} if "auxk_alpha" in settings else {}
     sae: Sae = random_sae(kind_class, 12, 40, D_OUT, **(settings | own | changes))
@@ -30,7 +30,7 @@ def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
 
 
 def of_skip(sae: Sae, x: Tensor) -> Tensor:
-    """Return the output of a skip connection, computed entry by entry."""
+    """Return the output of the skip connection, computed entry by entry."""
     assert sae.W_skip is not None
     part = torch.zeros(len(x), D_OUT, dtype=torch.float64)
     for i in range(12):
@@ -60,7 +60,7 @@ def test_the_gradient_of_the_skip_matches_finite_differences(kind: str) -> None:
     assert sae.W_skip is not None
     gradient = gradients(sae, sae.objective(sae(x, y).losses))["W_skip"]
     differences = torch.zeros_like(gradient)
-    # The loss is quadratic in W_skip, so finite differences are exact.
+    # The loss is quadratic in W_skip, so central differences are exact.
     for i in range(12):
         for j in range(D_OUT):
             ends = []
@@ -97,7 +97,7 @@ def test_a_revived_latent_writes_what_the_skip_leaves_unexplained() -> None:
 @pytest.mark.parametrize("kind", TRANSCODERS)
 def test_the_skip_learns_the_linear_part_of_the_data(kind: str) -> None:
     torch.manual_seed(0)
-    # The data has a mean far from 0 and a scale other than 1.
+    # The mean of the data is far from 0, and its scale is not 1.
     x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
     data = [(rows, rows @ map_ + 3) for rows in x.split(500)]
     settings = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}

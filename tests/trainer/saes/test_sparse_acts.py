@@ -4,7 +4,7 @@ import torch
 
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
-# Tokens 0 and 2 have two entries each, token 1 none; one entry is inactive.
+# Tokens 0 and 2 have two entries each, and token 1 has none. The last entry is inactive.
 DENSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
 PLACES = Places(torch.tensor([3, 1, 0, 2]), torch.tensor([0, 0, 2, 2]), torch.tensor([0, 2, 2]))
 SPARSE = SparseActs(torch.tensor([1.0, 2.0, 3.0, 0.0]), PLACES, 4)

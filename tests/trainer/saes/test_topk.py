@@ -26,7 +26,7 @@ def run(sae: TopK, x: Tensor) -> Any:
 
 
 def k_largest(pre_acts: Tensor, k: int) -> Tensor:
-    """Zero all but the k largest values of each token, and the negative ones among these, token by token."""
+    """Keep the k largest pre-activations of each token, but only if they are positive; zero all others."""
     acts = torch.zeros_like(pre_acts)
     for token, row in enumerate(pre_acts):
         for latent in row.argsort(descending=True)[:k]:
@@ -35,7 +35,7 @@ def k_largest(pre_acts: Tensor, k: int) -> Tensor:
 
 
 def naive_losses(sae: TopK, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Compute loss terms and x_hat by dense products and plain autograd, with AuxK over all dead latents."""
+    """Compute the losses and x_hat with dense products and plain autograd, with AuxK over all dead latents."""
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
     x_hat = k_largest(pre_acts, sae.k) @ sae.W_dec + sae.b_dec
     losses = {"mse": (x - x_hat).square().sum(), "auxk": torch.zeros((), dtype=x.dtype)}
@@ -70,9 +70,9 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
-    # Both classes agree if decoder rows have length 1 (SAELens ranks by act · ‖W_dec‖), at most k_aux = d_in / 2
-    # latents are dead, and the activations of dead latents are positive, since SAELens has no ReLU there. Its AuxK is a
-    # plain squared error, ours is divided by the residual's variance.
+    # Both classes agree under three conditions: decoder rows have length 1, since SAELens ranks by act · ‖W_dec‖; at
+    # most k_aux = d_in / 2 latents are dead; and the activations of dead latents are positive, since SAELens applies no
+    # ReLU to them. SAELens' AuxK is a plain squared error, whereas ours is divided by the residual's variance.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
 
@@ -174,7 +174,7 @@ def test_a_step_updates_the_residual_variance_and_a_skipped_step_does_not() -> N
 def test_k_falls_linearly_over_the_first_part_of_a_run() -> None:
     sae = random_topk(k=4, k_anneal_fraction=0.5)
     counts = []
-    # Out of order: a resumed run begins in the middle.
+    # The order is not ascending, since a resumed run starts in the middle.
     for progress in (0.75, 0.0, 0.25, 0.5, 0.375):
         sae.begin_step(progress)
         counts.append(run(sae, batch(3)).acts.values.numel() / 3)

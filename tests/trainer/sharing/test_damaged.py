@@ -1,4 +1,4 @@
-"""Tests that damaged or different files from other tools are either read or refused in one sentence."""
+"""Tests that damaged or unexpected files from other tools are either read or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool,
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an SAE of each kind in its format, and rows with which to import it."""
+    """Write an SAE of each kind in its format, and rows for importing it."""
     root = tmp_path_factory.mktemp("damaged")
     (root / "acts").mkdir()
     save_file({"activations": torch.randn(200, D_IN)}, root / "acts" / "a.safetensors")
@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_or_refused(folder: Path, world: Path) -> None:
-    """Read an SAE, run it and import it; fail unless this works or ends in a one-sentence error."""
+    """Read an SAE, run it and import it. Each use must either work or fail with a one-sentence error."""
     for use in (_run, lambda folder: _import(folder, world)):
         try:
             sae = use(folder)
@@ -77,7 +77,7 @@ def _run(folder: Path) -> SharedSae:
 
 
 def _import(folder: Path, world: Path) -> SharedSae:
-    """Return the SAE that the run has exported."""
+    """Import an SAE, and return the SAE that the new run exports."""
     sets = [f"data.target_path={world / 'acts'}"] if "transcode" in (folder / "kind").read_text() else []
     import_sae(folder, folder / "run", str(world / "acts"), sets)
     output = folder / "run" / "sae"
@@ -168,7 +168,8 @@ def test_damaged_bytes_are_read_or_refused(
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in places:
-            # Most bytes of a file are numbers, which its head and its tail describe.
+            # Most bytes of a file are numbers, so the test mostly changes the beginning and the end, which describe the
+            # numbers.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 

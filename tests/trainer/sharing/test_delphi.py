@@ -1,4 +1,4 @@
-"""Tests that delphi itself, which `make model` fetches, can read a cache."""
+"""Tests that delphi, which `make model` downloads, can read the caches written for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORIGIN = {"model_name": "gpt2", "dataset_path": "a-text"}
 
 
 def firings(d_sae: int = D_SAE, largest: float = 3.0) -> Firings:
-    """Create activations of the latents below `d_sae` in 5 contexts of 64 tokens."""
+    """Create random activations of `d_sae` latents in 5 contexts of 64 tokens."""
     generator = torch.Generator().manual_seed(0)
     acts = torch.rand(5, 64, d_sae, generator=generator) * largest
     acts[acts < 0.9 * largest] = 0
@@ -36,7 +36,7 @@ def write(of: Firings, folder: Path) -> list[str]:
 
 
 def dense(folder: Path) -> Tensor:
-    """Read a cache like delphi's loader: latents in a file count from the first one in its name."""
+    """Return the activations in a cache, in which latent ids are relative to the first id in the file's name."""
     acts = torch.zeros(5, 64, D_SAE)
     for file in folder.glob("*.safetensors"):
         split = load_file(file)
@@ -93,7 +93,7 @@ def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
 
 
 def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # delphi imports these packages but does not need them to read a cache.
+    # delphi imports these packages, but does not need them for reading a cache.
     peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
     loader = peer(monkeypatch, "delphi.latents.loader")

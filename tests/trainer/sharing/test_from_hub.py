@@ -1,4 +1,4 @@
-"""Tests that SAEs named on the hub are read from its cache; missing ones are first downloaded into the cache."""
+"""Tests that an SAE on the hub is read from the hub's cache, and downloaded to the cache first if it is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.sharing.from_hub import parse
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Start a hub with the SAEs of two layers, and an empty cache."""
+    """Start a fake hub with an SAE for each of two layers, and use an empty cache."""
     hub = Hub()
     for name, value in hub.environment(str(tmp_path / "home")).items():
         monkeypatch.setenv(name, value)
@@ -49,7 +49,7 @@ def test_an_sae_of_the_hub_is_downloaded_once_with_only_its_own_files(
     assert found.reader.read(found.place).metadata["model_name"] == "gpt2-small"
     assert not (found.place.parent / "layers.12").exists()
     assert "ada/saes: file 1 of 3, " in capsys.readouterr().err
-    # The second time, the hub gets no request.
+    # The second read sends no request to the hub.
     hub.asked.clear()
     assert find(Path("hf:ada/saes/layers.3")).place == found.place
     assert hub.asked == []

@@ -1,4 +1,4 @@
-"""Tests that SAEs from other tools are read correctly in every layout that these tools have used."""
+"""Tests that an SAE from another tool is read correctly from every file layout that the tool has used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def given_by(flags: tuple[str, ...]) -> Given:
 
 
 def written(layout: Layout, folder: Path) -> tuple[Reference, SharedSae]:
-    """Write an SAE, then read it as an import does."""
+    """Write an SAE in a layout, and read it as an import does; return the reference implementation and the SAE."""
     reference = layout.write(folder)
     found = find(folder / layout.place)
     assert found.form == layout.form
@@ -80,7 +80,7 @@ def _of_sparsify(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, _: str
     coder = module.SparseCoder.load_from_disk(place)
     top = coder.encode(x)
     acts = torch.zeros(len(x), D_SAE).scatter(1, top.top_indices, top.top_acts)
-    # sparsify's decoder uses a GPU-only kernel if Triton is installed.
+    # If Triton is installed, sparsify's decoder uses a kernel that only runs on GPUs.
     monkeypatch.setattr(module, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
     return acts, coder(x).sae_out
 
@@ -125,7 +125,8 @@ def test_another_tool_computes_the_same_from_the_same_files(
     clear = reference(x)[2]
     theirs, their_x_hat = ORACLES[layout.form](monkeypatch, tmp_path / layout.place, x, layout.oracle)
     acts, x_hat = ExportedSae(sae, CPU).reconstruct(x)
-    # With a threshold below 0, circuit-tracer passes on negative activations, while Gemma Scope's own code has a ReLU.
+    # With a threshold below 0, circuit-tracer returns negative activations, while Gemma Scope's own code applies a
+    # ReLU.
     theirs = theirs.relu()
     torch.testing.assert_close(acts.values[clear], theirs[clear], rtol=1e-4, atol=1e-4)
     if layout.oracle != "load_gemma_scope_transcoder" and layout.oracle != "load_gemma_scope_2_transcoder":
@@ -133,7 +134,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
 
 
 GEMMA_SCOPE = ("1: res", "1: transcoder", "2: transcoder with a skip")
-# The config.yaml of circuit-tracer can contain only these values.
+# The config.yaml of circuit-tracer can store only these metadata values.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 
@@ -307,7 +308,7 @@ def test_an_npz_file_runs_no_code_and_cannot_claim_more_than_it_stores(tmp_path:
 
 
 def _promise(file: Path, arrays: dict[str, Any]) -> None:
-    """Write an array of 2 numbers whose header claims 2^44."""
+    """Write an array of 2 numbers whose header claims 2^44 numbers."""
     import io
     import zipfile
 

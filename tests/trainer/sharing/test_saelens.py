@@ -44,7 +44,7 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @torch.no_grad()
 def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
-    # Raw data has sizes of 1 to 10, so that the trainer's inputs are up to five times smaller or larger.
+    # The raw data has values of about 3, so the trainer's scaled inputs are up to five times smaller or larger.
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")
@@ -126,7 +126,7 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "sae").symlink_to(precious)
     with pytest.raises(UserError, match="sae is a link, which is not followed; remove it"):
         export_sae(made(), tmp_path / "sae", {})
-    # A file that is a link is replaced, and its target is kept.
+    # If a file in the folder is a link, the link is replaced and its target is kept.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cfg.json").symlink_to(precious / "cfg.json")
     export_sae(made(), tmp_path / "other", {})
@@ -142,7 +142,7 @@ def test_an_export_killed_at_any_moment_leaves_a_complete_sae_and_user_files(tmp
         assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
         assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
         token_counts.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
-        # The next export removes what the killed one left behind.
+        # The next export removes the files that the killed export left behind.
         export_sae(made(), folder, {"training_tokens": 3})
         assert not list(tmp_path.glob(f".{moment}.*"))
     assert token_counts == {1, 2}
@@ -239,7 +239,7 @@ def test_saelens_computes_the_same_from_files_of_any_version(name: str, tmp_path
     reference = LAYOUTS[name].write(tmp_path)
     theirs = sae_lens.SAE.load_from_disk(tmp_path)
     x = torch.randn(60, LAYOUTS_WIDTH) * 2
-    # In these rows, rounding cannot change the selected latents.
+    # `clear` marks the rows in which rounding cannot change the selected latents.
     clear = reference(x)[2]
     acts, x_hat = ExportedSae(SaeLens().read(tmp_path), CPU).reconstruct(x)
     others = theirs.encode(x)

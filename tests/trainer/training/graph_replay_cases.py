@@ -1,6 +1,6 @@
-"""Compares captured steps with plain ones, bit by bit, on a CPU that poses as a GPU; `test_graph_replay.py` runs this.
+"""Tests that captured steps are bit-identical to plain steps, on a CPU that pretends to be a GPU.
 
-It sets TRITON_INTERPRET=1, since Triton kernels do the update.
+`test_graph_replay.py` runs this file with TRITON_INTERPRET=1, since Triton kernels compute the update.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ALONE = Parallel(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run a GPU's code path on a CPU, with kernels for errors and the update, and torch's operations for the rest."""
+    """Run the code path of a GPU on a CPU, with Triton kernels for errors and updates and torch for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     # With few tokens, the number of active latents varies widely between batches.
     monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
-    # Triton's interpreter is slow.
+    # Triton's interpreter is slow, so a step is captured after a single plain step.
     monkeypatch.setattr(graph_replay, "PLAIN_STEPS", 1)
     by_torch = SPARSE_PRODUCTS, LATENT_SELECTIONS, DEAD_LATENTS, ENCODER_INPUTS, METRIC_SUMS
     with use_kernels(all_kernels() | dict.fromkeys(by_torch)):
@@ -58,7 +58,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 class Run:
-    """Two runs of the same SAE, one with captured steps."""
+    """Two learners of the same SAE; the steps of one learner are captured."""
 
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
@@ -86,7 +86,7 @@ class Run:
             self.number += 1
 
     def load_again(self) -> None:
-        """Save the state of each run and load it again."""
+        """Save the state of each learner, and load it again."""
         for one in (self.plain, self.captured):
             one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
 
@@ -98,7 +98,7 @@ class Run:
         assert self.captured.sae._longest_since_fired == self.plain.sae._longest_since_fired
 
     def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return both runs' metrics for the log interval that ends here."""
+        """Return both learners' metrics for the log interval that ends here."""
         of = []
         for one in (self.captured, self.plain):
             state = StepState.of(one.take_state())
@@ -120,7 +120,7 @@ class Run:
 def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train: dict[str, Any]) -> None:
     run = Run({"architecture": architecture}, train)
     steps = run.record()
-    # The learning rate rises and falls during these steps.
+    # The learning rate rises and falls within these steps.
     run.take(4)
     found, expected = run.intervals()
     assert found == expected
@@ -219,7 +219,7 @@ def test_a_run_continues_from_the_state_that_captured_steps_saved() -> None:
     steps = run.record()
     run.load_again()
     run.take(3)
-    # Load again, this time between captured steps.
+    # The state is loaded once more, this time between two captured steps.
     n = steps.n_replayed
     run.load_again()
     run.take(1)
@@ -263,7 +263,7 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
     run.assert_alike()
 
 
-# with a penalty: the host sizes the buffer of active latents by the numbers of earlier batches
+# Tests with a penalty, where the host sizes the buffer of active latents by the numbers of earlier batches.
 
 
 PENALISED = [
@@ -273,14 +273,14 @@ PENALISED = [
 
 
 class PlainSteps(GraphReplay):
-    """Decides as early as captured steps do, but runs every step plainly."""
+    """Makes decisions as early as captured steps do, but runs every step plainly."""
 
     def _may_record(self, decided: Any) -> bool:
         return False
 
 
 class LateCopy(HostCopy):
-    """A number that a GPU has only after the step; reading it during the step would stall the GPU."""
+    """A number that a GPU has only after the step. Reading it earlier would stall the GPU."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)
@@ -288,16 +288,16 @@ class LateCopy(HostCopy):
         self._queue = queue
 
     def read(self) -> Tensor:
-        # The last two copies belong to the current step, one for each run.
+        # The last two copies belong to the current step, one for each learner.
         assert self not in self._queue[-2:]
         return super().read()
 
 
 class Penalty(Run):
-    """Two runs with buffers for `capacity` latents per token, as set by the test, from their fourth step on."""
+    """Two learners whose buffers hold `capacity` latents per token, which the test sets, from the fourth step on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
-        # `told` collects the numbers that the host read for earlier batches.
+        # `told` collects the numbers of earlier batches that the host has read.
         self.capacity, self.told = 6, list[float]()
         monkeypatch.setattr(buffer_sizer, "MEMORY", 2)
         monkeypatch.setattr(latent_capacity, "per_token", self._per_token)
@@ -312,7 +312,7 @@ class Penalty(Run):
 
     @property
     def capacities(self) -> list[int | None]:
-        """The capacity per token in each run's last step."""
+        """The capacity per token in the last step of each learner."""
         passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.captured))
         return [one.capacity and one.capacity // one.n_tokens for one in passes]
 
@@ -330,7 +330,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
 ) -> None:
     queue: list[LateCopy] = []
     monkeypatch.setattr(buffer_sizer, "HostCopy", lambda number: LateCopy(number, queue))
-    # The penalty is warmed up and adjusted during these steps.
+    # The penalty is warmed up and adjusted in these steps.
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)
     assert run.steps.n_replayed == 4
@@ -388,7 +388,7 @@ def test_an_overflowing_captured_step_is_skipped_and_dense_steps_follow(
     run.assert_same_intervals()
     before = {name: tensor.clone() for name, tensor in run.captured.state.tensors()}
     for one in (run.plain, run.captured):
-        # Every latent is active.
+        # With this bias, every latent is active.
         one.sae.b_enc.data.add_(100)
     run.take(1)
     for one in (run.plain, run.captured):
@@ -421,7 +421,7 @@ def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monk
             with one.evaluating():
                 evaluated.append(one.forward(*one.normalised(x, x)).x_hat)
     assert torch.equal(*evaluated)
-    # Loading replaces the tensors of the moments.
+    # Loading a state replaces the tensors that hold the moments.
     run.take(3)
     assert run.steps.n_replayed == 2
     run.assert_same_intervals()

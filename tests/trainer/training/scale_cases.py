@@ -1,6 +1,6 @@
-"""Compares the kernel that prepares a step with torch; `test_triton_scale.py` runs this in a separate process.
+"""Compares the kernel that prepares a step with torch; `test_triton_scale.py` runs this file in a separate process.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+With TRITON_INTERPRET=1, the kernel runs on a CPU; otherwise it needs a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests trials of the micro-batch size under a real memory shortage: a rank's address space is limited at its start."""
+"""Tests for trials of smaller micro-batches when memory is really short, since a rank's address space is limited."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.training.learner import Learner
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# The pre-activations of all tokens take 256 MiB. A pass first requests twice that, and 128 MiB for threads.
+# The pre-activations of all tokens take 256 MiB. A pass allocates twice as much, and the threads take 128 MiB.
 TIGHT_MIB = 900
-# Modes with an exchange in the middle of a pass.
+# In these modes, a pass contains an exchange between ranks.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
 
 def shared_job(mode: str, architecture: str, batch_size: object) -> JobConfig:
-    """Create a job with even shares, since measured ones would differ between runs."""
+    """Create a job with even shares, since measured shares would differ between runs."""
     table = {
         "data": {"source": "synthetic", "d_in": 32, "held_out_tokens": 1000},
         "sae": {"d_sae": 8192, "k": 8, "architecture": architecture},
@@ -66,7 +66,7 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
     start_ranks: Callable, tmp_path: Path
 ) -> None:
     fvu = {}
-    # Rank 0 is the only rank, so a limit for rank 1 has no effect.
+    # Rank 0 is the only rank, so a memory limit for rank 1 has no effect.
     for name, starved in {"roomy": 1, "tight": 0}.items():
         (folder := tmp_path / name).mkdir()
         prepare = functools.partial(log_in_little_memory, TIGHT_MIB, starved, folder)
@@ -88,7 +88,7 @@ def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
     mode: str, architecture: str, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = shared_job(mode, architecture, "auto")
-    # Each rank holds half of the matrix that a single rank would hold.
+    # Each rank holds half of the pre-activations that a single rank would hold.
     prepare = functools.partial(log_in_little_memory, TIGHT_MIB // 2, 1, tmp_path)
     ranks = start_ranks(job, 2, run_dir=tmp_path / "tight", prepare=prepare)
     assert ranks.wait() == [EXIT_FINISHED] * 2, ranks.processes[1].stderr.read()
@@ -106,7 +106,7 @@ def test_halving_is_reported_to_change_the_sae_if_latents_are_chosen_per_piece()
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """Return the data, and a learner initialised from random data without exchanges between ranks."""
+    """Return random data, and a learner that was initialised from this data without exchanges between ranks."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with dry_run(learner.sae):

@@ -1,4 +1,4 @@
-"""Tests that a run asked to finish early cools down over its next steps and ends as finished."""
+"""Tests that a run that is asked to finish early cools down in its next steps and ends as finished."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeTrainer = Callable[..., Any]
 
 
 class AtStep(RunProgress):
-    """Sets an event once a certain step is done."""
+    """Sets each event after its step."""
 
     def __init__(self, **events: tuple[int, threading.Event]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
     for step in (0, begin // 2, begin):
         assert after.lr_factor(step) == pytest.approx(before.lr_factor(step))
         assert after.progress(step) == pytest.approx(before.progress(step))
-    # The rate falls linearly from its value at the request to 0 after the last step.
+    # The learning rate falls linearly from its value at the request to 0 after the last step.
     full = before.lr_factor(begin)
     steps = sorted({begin, begin + 1, begin + length // 2, cool_down.end - 1})
     assert [after.lr_factor(step) for step in steps] == pytest.approx(
@@ -80,7 +80,7 @@ def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
 
 @pytest.fixture
 def asked_to_finish(make_job: MakeJob, make_trainer: MakeTrainer) -> Callable[..., tuple[Any, AtStep]]:
-    """Return a function that trains, and asks the run to finish or to stop once the given steps are done."""
+    """Return a function that trains, and asks the run to finish or to stop after the given steps."""
 
     def train(finish: int = 10**9, stop: int = 10**9, **options: Any) -> tuple[Any, AtStep]:
         job = make_job(train={"n_steps": PLANNED, "lr": 0.1, "eval_every": 0})
@@ -128,7 +128,7 @@ def test_a_run_stopped_in_its_cool_down_resumes_to_bit_identical_weights(
 ) -> None:
     whole, _ = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "whole", output=tmp_path / "one")
     cut, _ = asked_to_finish(finish=ASKED - 1, stop=ASKED + 9, checkpoints=tmp_path / "cut", output=tmp_path / "two")
-    # A second request, to stop, ends the cool-down immediately.
+    # A stop request during the cool-down ends the run immediately.
     assert not cut.is_finished
     assert cut.position.step == ASKED + 10
     resumed, _ = asked_to_finish(
@@ -147,7 +147,7 @@ def test_a_run_killed_in_its_cool_down_has_saved_its_new_end(
     states = [read_state(folder) for folder in (tmp_path / "checkpoints").iterdir()]
     assert [state.cool_down_of(PLANNED) for state in states] == [CoolDown(ASKED, END, PLANNED)] * len(states)
     assert ASKED in {state.position.step for state in states}
-    # A run that is given a different length ignores its cool-down.
+    # A run whose length is changed ignores its cool-down.
     assert states[0].cool_down_of(PLANNED + 1) is None
 
 

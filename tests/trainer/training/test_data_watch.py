@@ -1,4 +1,4 @@
-"""Tests for data that changes between a run and its resume, or while the run reads it, in real trainings."""
+"""Tests for data that changes before a run is resumed, or while a run reads it, in real trainings."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def held_out(trainer: Trainer, side: int = 0) -> list[bytes]:
 
 
 def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
-    """Return the row indices of the next five passes over the data."""
+    """Return the row indices of the next five epochs."""
     assert isinstance(trainer.data, IndexedData)
     return trainer.data._order.token_slice(trainer.position.tokens, 5 * trainer.data.split.n_train)
 
 
-# grown between two attempts
+# Tests of data that grew between two attempts.
 
 
 def grown_twice(folders: list[Path]) -> None:
-    """Add shards before, between and after the existing shards of each folder."""
+    """Add shards whose names sort before, between and after the existing shards of each folder."""
     for number, folder in enumerate(folders):
         write(folder / "a.safetensors", 150, 10 + number)
         write(folder / "c.safetensors", 90, 20 + number)
@@ -86,12 +86,12 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
     rows = in_an_epoch(second)
     assert as_set(second._source.rows(np.unique(rows))).isdisjoint(before)
     if "weights" not in data:
-        # The run trains on all new rows and on all old rows that are not held out.
+        # The run trains on all new rows, and on all old rows that were not held out.
         assert len(np.unique(rows)) == second._source.n_tokens - len(before)
     (said,) = [message for kind, _, message in kept.events if kind == "data"]
     assert "has grown by " in said
     second.run()
-    # The next checkpoint has the same held-out rows, although the folder has grown again.
+    # The next checkpoint keeps the same held-out rows, although the folder grows again.
     write(everywhere[0] / "0.safetensors", 10, 30)
     if "target_path" in data:
         write(tmp_path / "x-to" / "0.safetensors", 10, 31)
@@ -101,7 +101,7 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
 
 
 def write_texts(file: Path, texts: range, seed: int) -> None:
-    """Write 25 rows of each text, with the number of the text."""
+    """Write 25 rows of each text, together with the number of the text."""
     write(file, 25 * len(texts), seed)
     document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
     save_file(load_file(file) | {"document": document}, file)
@@ -136,11 +136,11 @@ def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
         make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
 
 
-# changed while a run reads it
+# Tests of data that changes while a run reads it.
 
 
 class AtStep:
-    """Changes the data after a step, as a user might while the run trains."""
+    """Changes the data after a certain step, as a user might while the run trains."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act
@@ -195,9 +195,9 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was truncated to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
-    # The space reserved for the last checkpoint is freed before the save.
+    # The space reserved for the last checkpoint is freed before this save.
     assert was_reserved == [False]
-    # Once the file has been copied again, the run continues.
+    # The run continues after the file has been copied again.
     file.write_bytes(whole)
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
 

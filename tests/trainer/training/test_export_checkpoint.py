@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_run(make_job: Callable[..., JobConfig], make_trainer: Callable, run_dir: Path) -> MakeRun:
-    """Return a function that trains in a run folder, with checkpoints at steps 10 and 20."""
+    """Return a function that trains in the run folder, with checkpoints at steps 10 and 20."""
 
     def make(**sections: Any) -> Trainer:
         job = make_job(**sections | {"train": {"checkpoint_every": 10} | sections.get("train", {})})
@@ -60,7 +60,7 @@ def export(run: Path, out: Path, *flags: str) -> int:
 
 
 def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a folder as sparsify does: return its configuration and its tensors, whose names and shapes must match."""
+    """Read a folder as sparsify does, check the names and shapes of its tensors, and return them with the config."""
     config = json.loads((folder / "cfg.json").read_text())
     tensors = load_file(folder / "sae.safetensors")
     d_in, d_sae = config["d_in"], config["num_latents"]
@@ -70,7 +70,7 @@ def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Reconstruct x as sparsify's documentation describes a TopK coder, in float64."""
+    """Reconstruct x in float64, as sparsify's documentation describes for a TopK coder."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = x.double() if config["transcode"] else x.double() - weights["b_dec"]
     values, latents = (x @ weights["encoder.weight"].T + weights["encoder.bias"]).relu().topk(config["k"], dim=1)
@@ -88,7 +88,7 @@ def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
     config, expected = (json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", run_dir / "sae"))
     measured = {"l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0"}
     expected["metadata"] = {name: value for name, value in expected["metadata"].items() if name not in measured}
-    # A trainer in this process does not store the run's values.
+    # A trainer in this process does not store the values that a run measures.
     assert config == expected
 
 
@@ -126,7 +126,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert "exported as jumprelu" in answer["left_out"][labels[1]]
     assert [note.partition(" is not written: ")[0] for note in answer["notes"]] == labels[1:]
     assert [folder.name for folder in out.iterdir()] == labels[:1]
-    # If no SAE fits, nothing is written, and each reason names its SAE.
+    # If no SAE fits the format, nothing is written, and a reason is given for each SAE.
     none = tmp_path / "none"
     arguments = ["--format", "sparsify", "--only", labels[2], "--only", labels[1]]
     assert export(run_dir, none, *arguments) == EXIT_FAILED
@@ -139,7 +139,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert [folder.name for folder in none.iterdir()] == [labels[1]]
     assert export(run_dir, tmp_path / "third", "--only", "k=3") == EXIT_USAGE
     assert capsys.readouterr().err == f"--only: no SAE is called k=3; the SAEs are {', '.join(labels)}\n"
-    # The model card for the hub lists only the exported SAEs.
+    # The model card for the hub lists only the SAEs that are exported.
     card = hub_card([newest_whole(run_dir / "checkpoints")], "sparsify", "me/sae", labels[:1])
     assert labels[0] in card
     assert labels[1] not in card
@@ -156,7 +156,7 @@ def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun,
         assert (recipe.batch_tokens, recipe.steps, recipe.planned_steps, recipe.tokens) == (192, 20, 20, 3840)
         assert recipe.passes == pytest.approx(3840 / trainer.data.n_train)
         assert (recipe.warmup_fraction, recipe.target_l0) == (0.1, learner.sae.k)
-        # The highest learning rate, between warm-up and decay, equals the rate of the recipe.
+        # The highest learning rate, which is used between warm-up and decay, equals the rate in the recipe.
         decoder, encoder = (learner.optimizer.param_groups[place] for place in (0, 1))
         learner.begin_step(5)
         assert decoder["lr"] == pytest.approx(recipe.lr)
@@ -174,7 +174,7 @@ def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
     def best() -> int:
         return int(export_checkpoint(run_dir, tmp_path / "out", form="saelens", best=True, force=True)["step"])
 
-    assert best() == 20  # here every step improves the SAE
+    assert best() == 20  # every step improves the SAE here
     (checkpoints / "step-00000020" / STATE).write_text("{}")
     assert best() == 15
     (checkpoints / "step-00000015" / "tensors.safetensors").unlink()
@@ -254,7 +254,7 @@ def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_refused(
 
 
 def with_tensors(**changes: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    """Return a function that changes or removes tensors of a checkpoint by their names."""
+    """Return a function that changes or removes the named tensors of a checkpoint."""
 
     def tamper(checkpoint: Path) -> None:
         tensors = load_file(checkpoint / TENSORS)

@@ -1,4 +1,4 @@
-"""Tests that a run that ends on a full disk waits for space, keeps the SAE on another disk, and loses nothing."""
+"""Tests that a run that ends on a full disk waits for space, keeps its SAE on another disk, and loses nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 
-# The file size limit in bytes: enough for settings, too little for any weights.
+# The file size limit in bytes is enough for settings, but too low for any weights.
 SMALL = 4000
 MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create the folder for SAEs that wait for space, which counts as another disk."""
+    """Create the folder, which counts as another disk, for SAEs that wait for space."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -37,7 +37,7 @@ def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Return a function that limits the size of files, so that writes fail as on a full disk.
+    """Yield a function that limits the size of files, so that writes fail as on a full disk.
 
     Python ignores SIGXFSZ. Any user may lower the limit and raise it again.
     """
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """Calls a function once the run waits, in place of a user's action."""
+    """Calls a function while the run waits for space, in place of a user's action."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.heartbeat
@@ -83,7 +83,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     wait = Wait(kept, free)
     job = make_job(train={"n_steps": 3, "report_card": False})
     trainer = make_trainer(job, wait.progress)
-    # The limit is too low for the optimizer's state, and for the weights in the run's folder.
+    # Under this limit, neither the optimizer's state nor the weights in the run's folder can be written.
     export, only_here = trainer._exporter._export_one, tmp_path / "sae"
 
     def where_there_is_room(*arguments, **others) -> None:
@@ -162,7 +162,7 @@ def test_a_write_that_can_never_succeed_is_not_retried_and_the_sae_is_still_writ
     assert space_messages(kept) == []
 
 
-# the reserve
+# Tests of the reserved space.
 
 
 def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(

@@ -1,4 +1,4 @@
-"""Compares the processing of gradients between backward pass and step with torch's clipping and loss scaling."""
+"""Compares how gradients are processed before the update with torch's gradient clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def learner(job: JobConfig) -> Learner:
 def with_gradients(size: float) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 7), (7, 5), (7,), (2,))]
-    for parameter in parameters[:-1]:  # the last one has no gradient
+    for parameter in parameters[:-1]:  # the last parameter has no gradient
         parameter.grad = size * torch.randn(parameter.shape, generator=generator)
     return parameters
 
@@ -71,13 +71,13 @@ def test_a_single_non_finite_value_is_detected(value: float) -> None:
 
 
 def test_a_step_without_tokens_is_skipped() -> None:
-    # The gradient and the share of the expected tokens are both 0.
+    # Both the gradient and the number of tokens are 0.
     parameters = with_gradients(0.0)
     assert prepare(norm_of(parameters), torch.zeros(()), 1.0)[2] == 1
 
 
 def bits(one: Learner) -> dict[str, Tensor]:
-    """Return everything that a step changes, as bytes, so that NaN and the sign of 0 are compared too."""
+    """Return all tensors that a step changes, as bytes, so that NaNs and the sign of 0 are compared too."""
     tensors = dict(one.state.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
@@ -108,7 +108,7 @@ def test_a_batch_with_a_non_finite_value_changes_nothing_and_is_counted(
 
 
 def injected(one: Learner, step: int, name: str, value: float) -> None:
-    """Take a step whose batch is fine but whose gradient is not."""
+    """Take a step with a finite batch but a non-finite gradient."""
     one.begin_step(step)
     one.accumulate(batch(step), batch(step))
     getattr(one.sae, name).grad[..., 1:2] = value
@@ -121,7 +121,7 @@ def injected(one: Learner, step: int, name: str, value: float) -> None:
 def test_a_skipped_step_leaves_no_trace(optimizer: str, name: str, value: float, make_job: MakeJob) -> None:
     job = make_job(train={"optimizer": optimizer})
     hit, spared = learner(job), learner(job)
-    injected(hit, 0, name, value)  # before there is any state
+    injected(hit, 0, name, value)  # before the optimizer has any state
     for step in range(1, 4):
         take_alone(hit, step, batch(step))
         take_alone(spared, step, batch(step))
@@ -176,7 +176,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "LARGEST_SCALE", math.inf)
-    one, first = fp16(make_job), 2.0**70  # squares of gradients overflow fp32 at this scale
+    one, first = fp16(make_job), 2.0**70  # at this scale, squares of gradients overflow fp32
     one.loss_scale.factor.fill_(first)
     for step in range(60):
         take_alone(one, step, batch(step))
@@ -188,7 +188,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
 
 
 def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:
-    # A power of 2 does not change the digits of fp32 gradients, but would change those of fp16 products.
+    # A loss scale that is a power of 2 does not change the digits of fp32 gradients, but it would change fp16 products.
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
     scaled.precision = "fp32"
     for step in range(10):
@@ -207,7 +207,7 @@ def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> Non
 def test_the_norm_of_a_large_gradient_matches_float64(shape: tuple[int, ...]) -> None:
     gradients = [torch.randn(shape), torch.randn(7)]
     if len(shape) == 2:
-        # The tensor resembles the encoder's gradient, in which latents are contiguous.
+        # This tensor has the memory layout of the encoder's gradient, in which latents are contiguous.
         gradients.append(torch.randn(shape).T)
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
     assert float(total_square(gradients)) == pytest.approx(expected, rel=1e-6)

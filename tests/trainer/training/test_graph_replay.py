@@ -1,4 +1,4 @@
-"""Tests for captured steps (CUDA graphs): the cases in Triton's interpreter, and which steps are captured."""
+"""Runs the cases for captured steps (CUDA graphs) in Triton's interpreter, and tests which steps are captured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_captured_steps_equal_plain_ones(among: str) -> None:
 
 
 class Card:
-    """Mimics how torch captures into memory pools: a capture broken by an operation remains active in its pool."""
+    """Simulates torch's captures into memory pools: after a failed operation, a capture remains active in its pool."""
 
     device_index = 0
 
@@ -84,7 +84,7 @@ def test_a_failed_capture_restores_the_gpus_memory_pool_and_stream(
         CudaTape().record(wait)
     assert card.stream is card
     assert not card.under_way
-    # If the capture ended normally, torch frees the pool together with the graph.
+    # If a capture ends normally, torch frees its pool together with the graph.
     assert card.pools == (set() if breaks else {(0, 7)})
 
 
@@ -104,7 +104,7 @@ def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
     assert not pays({}, deterministic=True)
     assert not pays({}, optimizer="signum")
     assert pays({"architecture": "jumprelu"})
-    # With 512 active latents, sparse products are never faster than dense ones.
+    # With 512 active latents, sparse products are never faster than dense products.
     assert not pays({"architecture": "jumprelu", "k": 512})
     assert not pays({"k": [16, 32]})
 

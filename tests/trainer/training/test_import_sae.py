@@ -1,4 +1,4 @@
-"""Tests for `sae-train import`: SAEs from other tools become runs."""
+"""Tests for `sae-train import`, which turns SAEs from other tools into runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def data(tmp_path: Path) -> Path:
 def shared(
     name: str, kind: str, folder: Path, x: Tensor, d_out: int | None = None, *, skip: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Write an SAE in a format; return its activations and reconstructions of raw x."""
+    """Write an SAE in a format; return its activations and reconstructions for raw x."""
     sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     put_bar_into_a_gap(sae, x * SCALE)
     FORMATS[name].load()().write(shared_form(sae, {"training_architecture": kind}, k=8), folder)
@@ -59,7 +59,7 @@ def command(folder: Path, run: Path, data: Path, *flags: str) -> int:
 
 @torch.no_grad()
 def computed(run: Path, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the activations and reconstructions of raw x by the SAE in a run's checkpoint."""
+    """Return the activations and reconstructions for raw x, computed by the SAE in a run's checkpoint."""
     sae = imported(run)
     output = sae(x * sae.x_scale, torch.zeros(len(x), sae.d_out))
     return output.acts.dense() / sae.y_scale, output.x_hat / sae.y_scale
@@ -87,7 +87,7 @@ def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: 
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
-    # The SAE uses the scale of the data instead of the one in its file.
+    # The SAE uses the scale of the data and not the scale in its file.
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
@@ -227,14 +227,14 @@ def test_an_imported_sae_is_evaluated_and_trained_further(
 
 
 class Trap:
-    """Creates a file when its pickle is loaded."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("sprung"),)
 
 
 def replaced(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return a function that replaces `ae.pt` with the result of `change` on its tensors."""
+    """Return a function that replaces `ae.pt` by the result of `change` on its tensors."""
 
     def tamper(folder: Path) -> None:
         tensors = torch.load(folder / "ae.pt", weights_only=True)
@@ -354,7 +354,7 @@ def test_wrong_flags_are_refused_and_nothing_is_overwritten(
 
 @pytest.fixture
 def low_rank(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Write 1,000 rows far from the origin in four directions; return the folder and an exact SAE."""
+    """Write 1,000 rows in four directions around a point far from the origin; return the folder and an exact SAE."""
     basis = torch.linalg.qr(torch.randn(32, 4)).Q
     mean = torch.full((32,), 20.0)
     rows = torch.randn(1000, 4) * 3 @ basis.T + mean
@@ -388,11 +388,11 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # The SAE is for rows scaled to a mean norm of √32, so its b_dec, the mean of the rows, is scaled too.
+    # This SAE expects rows scaled to a mean norm of √32, so its b_dec, which is the mean of the rows, is scaled too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (
-        # The encoder of this SAE takes x, but its settings say x − b_dec.
+        # The encoder of this SAE expects x, although its settings say x − b_dec.
         (
             "bias",
             weights | {"b_enc": -weights["b_dec"] @ weights["W_enc"]},

@@ -45,7 +45,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A host copy that records whether it is read in the same step that made it."""
+    """A host copy that records whether it is read in the step that made it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -58,7 +58,7 @@ class Noted(HostCopy):
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return all tensors that training changes, for every SAE."""
+    """Return all tensors of every SAE that training changes."""
     learners = trainer.learners.items()
     return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.state.tensors()}
 
@@ -78,7 +78,8 @@ def only(trainer: Trainer) -> Learner:
 def test_a_run_resumed_at_step_10_of_20_is_bit_identical(
     sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    # dead_after_tokens is small so that AuxK and the dead counters matter; 20 × 200 tokens reach a second epoch.
+    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter. The 20 steps of 200 tokens
+    # reach a second epoch.
     sae = {"dead_after_tokens": 400, "d_sae": 256} | sae
     job = make_job(train={"batch_size": 200, "checkpoint_every": 10} | train, sae=sae)
     whole = make_trainer(job)
@@ -101,7 +102,7 @@ def test_a_skip_connection_resumes_bit_for_bit(
 
 
 def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """Resume from a checkpoint of `whole`, and require the same weights, states and files at the end."""
+    """Resume from a checkpoint of `whole`, and require that the final weights, states and files are the same."""
     start = tmp_path / "checkpoints" / f"step-{step:08d}"
     resumed = make_trainer(job, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2")
     assert resumed.position.step == step
@@ -123,7 +124,8 @@ def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     whole = make_trainer(job, kept)
     assert whole.run()
     messages = [message for kind, _, message in kept.events if kind == "resampled"]
-    # Every 800 tokens, but not in the second half; already after 4 steps, since some latents never fire.
+    # Latents are resampled every 800 tokens, but not in the second half of the run. The first resampling is already
+    # after 4 steps, since some latents never fire.
     assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
     assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
@@ -154,7 +156,7 @@ def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     assert fvu[0] > 0.4
     assert fvu[-1] < 0.3
     assert fvu == sorted(fvu, reverse=True)
-    # After so few steps, a penalty still adjusts L0, whereas a choice of k is exact.
+    # After so few steps, a penalty is still adjusting L0, whereas choosing k latents gives an exact L0.
     slack = 0.1 if "topk" in architecture else 16
     assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
@@ -175,7 +177,8 @@ def test_reading_values_a_step_late_gives_the_same_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
-    # Log points are followed by a step, a save, an evaluation, another log point and the end of the run.
+    # With these intervals, log points are followed by a step, a save, an evaluation, another log point, or the end of
+    # the run.
     train = {"n_steps": 23, "log_every": 3, "eval_every": 6, "checkpoint_every": 7}
     job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
     for late in (False, True):
@@ -213,7 +216,7 @@ def test_ranks_that_read_late_never_wait_for_the_step_just_queued(
     log_every: int, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(totals, "HostCopy", Noted)
-    # Ranks do wait for evaluations and for the end of the run.
+    # Ranks may wait for evaluations and at the end of the run.
     job = make_job(train={"n_steps": 21, "log_every": log_every, "eval_every": 10}, parallel={"mode": "ddp"})
 
     def rows_of(late: bool) -> list[tuple[str, int, int, float]]:
@@ -290,7 +293,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
-    # There are ten consecutive ones, so that batches of neighbouring rows would have several.
+    # The ten rows are consecutive, so that a batch of neighbouring rows would contain several.
     x[1234:1244, 3] = value
     save_file({"activations": x}, activations / "a.safetensors")
     data = {"held_out_tokens": 0, "max_norm": max_norm}
@@ -302,7 +305,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     left_out = max(kept.curve("not_finite_fraction")[-1], kept.curve("outlier_fraction")[-1])
     assert 0.001 < left_out < 0.01
     messages = [message for kind, level, message in kept.events if kind == "not_finite" and level == "warning"]
-    # A norm of 1e19 is finite: the row is an outlier, not a bad row.
+    # A row with a norm of 1e19 is finite, so it is an outlier and not a bad row.
     assert len(messages) == (value != 1e19)
     assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in messages)
 
@@ -311,7 +314,8 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"]
-    # All these rows have the same direction, like first tokens of texts: easy to learn, and most of the variance.
+    # Like the first tokens of texts, these rows all have the same direction. They are easy to learn and hold most of
+    # the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
     x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")
@@ -320,7 +324,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     ((_, level, message),) = [event for event in kept.events if event[0] == "outliers"]
     assert level == "warning"
     assert "data.max_norm" in message
-    # Reported for the first sample, since a run may end before its first log interval.
+    # Outliers are reported for the first sample, since a run may end before its first log interval.
     assert " % of a sample of 2,000 rows have" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
     rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
@@ -364,7 +368,7 @@ def test_a_skipped_step_changes_no_state(make_job: MakeJob, make_trainer: MakeTr
     before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     take_alone(learner, 2, bad)
     for name, tensor in learner.state.tensors():
-        # Rows of W_dec are normalised once more, which may change their last digit by rounding.
+        # Rows of W_dec are normalised once more, and rounding may change their last digit.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
     assert skips(learner) == (1, 1, 0)
 
@@ -373,7 +377,7 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
-    # As on a GPU, a buffer for a tenth of the expected latents always overflows.
+    # A buffer for a tenth of the expected latents, on the code path of a GPU, always overflows.
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
     monkeypatch.setattr(latent_capacity, "MARGIN", 0.1)
     monkeypatch.setattr(base, "above", only(trainer).sae._buffer_sizer.above)
@@ -390,7 +394,7 @@ def test_a_run_with_many_non_finite_rows_fails_and_names_one(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
-    # The sample is too small to contain a bad row before the first step.
+    # The sample is so small that no bad row is found before the first step.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 2)
     trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
     with pytest.raises(
@@ -459,7 +463,7 @@ def test_a_diverging_sae_does_not_stop_the_other_saes_of_a_sweep(
 
 
 def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
-    # The thresholds have no time to adapt to three large steps of the encoder.
+    # The thresholds cannot adapt to three large steps of the encoder.
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
     assert missed[0] == "warning"
@@ -595,7 +599,7 @@ def test_the_log_lists_the_sae_every_row_and_all_saved_files(
 ) -> None:
     make_trainer(make_job()).run()
     lines = capsys.readouterr().out.splitlines()
-    # The first events report the held-out rows, and copies among these random rows.
+    # The first lines report the held-out rows, and copies among these random rows.
     begin = next(number for number, line in enumerate(lines) if "rank 0 of 1" in line)
     first, *rows, heldout, checkpoint, sae, last = lines[begin:]
     time_stamp = r"\d\d:\d\d:\d\d  "

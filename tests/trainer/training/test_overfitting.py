@@ -1,4 +1,4 @@
-"""Tests that a run that overfits its rows gives a warning and keeps its best checkpoint."""
+"""Tests that a run that overfits its training rows gives a warning and keeps its best checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeJob = Callable[..., JobConfig]
 def test_an_overfitting_run_warns_and_keeps_its_best_checkpoint(
     make_job: MakeJob, make_trainer: Callable[..., Any], kept: Any, tmp_path: Path
 ) -> None:
-    # On noise, a run can only memorise the rows.
+    # The rows are noise, so a run can only memorise them.
     (tmp_path / "noise").mkdir()
     rows = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))
     save_file({"activations": rows}, tmp_path / "noise" / "a.safetensors")

@@ -1,4 +1,4 @@
-"""Runs the cases for the kernel, in Triton's interpreter if there is no GPU."""
+"""Runs `scale_cases.py` on a GPU, or in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 

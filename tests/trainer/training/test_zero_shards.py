@@ -1,4 +1,4 @@
-"""Tests for replicas that each update a share of the latents, and exchange 16-bit copies of the updated weights."""
+"""Tests for replicas that each update a shard of the latents and exchange 16-bit copies of the updated weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 class Late(NamedTuple):
-    """A transfer whose result is NaN until a rank waits for it."""
+    """A transfer whose result is NaN until a rank has waited for it."""
 
     target: Tensor
     result: Tensor
@@ -41,7 +41,7 @@ class Late(NamedTuple):
 
 
 class LateThreads(Threads):
-    """Threads whose asynchronous exchanges deliver their results only once a rank waits for them."""
+    """Threads whose asynchronous exchanges deliver results only when a rank waits for them."""
 
     def finish(self, transfers: list[Any]) -> None:
         for transfer in transfers:
@@ -70,7 +70,7 @@ def share_of(group: Threads, d_sae: int) -> tuple[TopK, SteppedShare]:
 
 
 def stepped(group: Threads, d_sae: int, *, is_narrow: bool) -> dict[str, Tensor]:
-    """Return the weights after steps whose gradients depend on 16-bit copies of all weights."""
+    """Return the weights after three steps whose gradients depend on 16-bit copies of all weights."""
     sae, share = share_of(group, d_sae)
     if is_narrow:
         share.exchange_narrow(torch.bfloat16)
@@ -137,7 +137,8 @@ def test_the_next_pass_uses_replaced_weights() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One thread replaces the attribute for all, and one restores it, since several would restore each other's value.
+    # One thread replaces the attribute for all threads, and one restores it. Several threads would restore each other's
+    # values.
     on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
     on_cpu = threading.Barrier(4, monkeypatch.undo, TIMEOUT_S)
 

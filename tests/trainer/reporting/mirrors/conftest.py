@@ -1,4 +1,4 @@
-"""Fixtures for runs with a mirror, trained by real ranks."""
+"""Fixtures for training with a mirror on real ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Train = Callable[..., Path]
 
 @pytest.fixture
 def train(make_job: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Return a function that trains two SAEs for 20 steps with a mirror and returns the run's folder.
+    """Return a function that trains two SAEs for 20 steps with a mirror, and returns the run's folder.
 
-    The user's own configuration, such as a login, is hidden.
+    The user's own configuration of the mirror's tool, such as a login, is hidden.
     """
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):

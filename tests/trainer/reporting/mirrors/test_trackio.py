@@ -25,7 +25,7 @@ def test_a_run_and_its_resumption_are_one_run_of_a_local_project(train: Callable
 
 
 def curves(key: str) -> dict[str, dict[int, float]]:
-    """Return the curves of a metric by run name."""
+    """Return the curve of a metric in each run, by run name."""
     there: dict[str, dict[int, float]] = {}
     with contextlib.closing(sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "sae-tui.db")) as db:
         for name, step, values in db.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"):

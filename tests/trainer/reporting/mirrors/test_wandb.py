@@ -29,7 +29,7 @@ def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
         assert run["curves"]["fvu"] == pytest.approx(stored(run_dir, f"fvu@{label}"))
         assert run["curves"]["tokens_per_s"] == pytest.approx(stored(run_dir, "tokens_per_s"))
         assert run["config"]["sae"]["k"] == int(label[-1])
-        # The summary in W&B contains the held-out values.
+        # The summary of a W&B run contains only held-out values.
         assert run["sums_up"] == {"heldout_fvu": True, "heldout_l0": True, "fvu": False, "l0": False}
         ids[label] = run["id"], run["group"]
     assert ids["k=2"][0] != ids["k=4"][0]
@@ -46,7 +46,7 @@ def test_a_resumed_run_keeps_its_ids(train: Callable[..., Path]) -> None:
 
 
 def runs(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the files that `wandb sync` uploads."""
+    """Return the content of each run file that `wandb sync` would upload."""
     return [contents(file) for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
 
 
@@ -67,7 +67,7 @@ def contents(file: Path) -> dict[str, Any]:
 
 
 def records(data: bytes) -> Iterator[Record]:
-    """Yield the records of a file: 7 bytes, then LevelDB's log format, whose 32-KiB blocks contain record parts."""
+    """Yield the records of a W&B file: 7 bytes, then LevelDB's log format with 32-KiB blocks of record parts."""
     assert re.match(rb":W&B", data)
     at, whole = 7, b""
     while at + 7 <= len(data):
@@ -77,7 +77,7 @@ def records(data: bytes) -> Iterator[Record]:
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        # 1 means a full record; 4 means the last part of one.
+        # Type 1 is a complete record, and type 4 is the last part of a record.
         if kind in (1, 4):
             yield Record.FromString(whole)
             whole = b""

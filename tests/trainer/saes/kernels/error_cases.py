@@ -1,6 +1,6 @@
-"""Compares the kernels that sum errors with float64; `test_triton_errors.py` runs this in a separate process.
+"""Compares the kernels that sum errors with float64; `test_triton_errors.py` runs this file in a separate process.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# A learner uses none of these, unless a test says otherwise.
+# By default, a learner uses none of these kernels.
 NONE: dict[Kernels, Any] = dict.fromkeys(
     (DEAD_LATENTS, LATENT_SELECTIONS, OPTIMIZER_STEPS, RECONSTRUCTION_ERRORS, SPARSE_PRODUCTS)
 )
@@ -92,7 +92,7 @@ def test_other_dtypes_and_empty_batches_are_left_to_torch() -> None:
 
 
 def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_hat, its squared error, and the summed squared errors of all shorter prefixes, in float64."""
+    """Return x_hat, its squared error, and the summed squared errors of all shorter prefixes, computed in float64."""
     errors = offset[..., None, :] - y.double()[:, None] + parts.cumsum(dim=1)
     return y + errors[:, -1], errors[:, -1].square().sum(), errors[:, :-1].square().sum()
 
@@ -124,7 +124,7 @@ def test_nested_prefixes_and_their_gradients_match_float64(n_levels: int, is_vec
 
 
 def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> SparseActs:
-    """Return activations with `counts` entries per token and level, then `n_beside` entries that do not count."""
+    """Return activations with `counts` entries per token and level, followed by `n_beside` padding entries."""
     generator = torch.Generator().manual_seed(d_sae)
     of_bags = torch.tensor(counts).flatten()
     n = int(of_bags.sum())
@@ -138,7 +138,7 @@ def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> 
 
 
 def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
-    """Return each level's contribution to each token [n_tokens, n_levels, d_out], in float64."""
+    """Return each level's contribution to each token's reconstruction, [n_tokens, n_levels, d_out], in float64."""
     places, n = acts.places, len(acts.values) if acts.places.filled is None else int(acts.places.filled.n)
     added = acts.values[:n, None].double() * rows.double()[places.latents[:n]]
     parts = added.new_zeros(len(places.starts), rows.shape[1]).index_add(0, places.tokens[:n], added)
@@ -181,13 +181,13 @@ def test_errors_of_entries_summed_by_level_match_float64(
         expected[:, :-1].square().sum(),
         *(one for moment in (missed, centred) for one in (moment.square().sum(), moment.sum(dim=0))),
     )
-    # One program handles one token, or all tokens.
+    # Depending on this limit, each program handles a single token or all tokens.
     for full in (10**9, 1):
         monkeypatch.setattr(triton_errors, "_FULL", full)
         found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
         for one, other in zip(all_of(found), exact, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-        # The kernel that reads summed levels gives the same.
+        # The kernel that reads the summed levels gives the same result.
         apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
         for one, other in zip(all_of(found), apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -205,7 +205,7 @@ def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int
     for one, other in zip(numbers_of(found.sums), numbers_of(expected.sums), strict=True):
         assert torch.equal(one, other)
     assert found.narrow.dtype == dtype
-    # The interpreter truncates; a GPU rounds.
+    # The interpreter truncates numbers that a GPU rounds.
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
@@ -220,19 +220,19 @@ def test_the_error_that_dead_latents_leave_has_their_dtype_and_its_square_fp32(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
-    # The error of all levels, strided because the errors of other levels lie in between.
+    # The error of the last level is strided, because the errors of the other levels are stored in between.
     error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
     weight = torch.full((), 0.3, device=DEVICE)
     square, twice = triton_errors.add_and_square(explained, error, weight)
     exact = explained.double() + error
     torch.testing.assert_close(square.double(), 0.3 * exact.square().sum(), rtol=1e-5, atol=0)
     assert twice.dtype == dtype
-    # The interpreter truncates; a GPU rounds.
+    # The interpreter truncates numbers that a GPU rounds.
     torch.testing.assert_close(twice.double(), 2 * exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 class NumbersAreRounded(TorchDispatchMode):
-    """Rounds scalar factors to the dtype of the matrix, as a GPU does and a CPU does not."""
+    """A mode in which scalar factors are rounded to the dtype of the matrix, as on a GPU but not on a CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mul" in func.__name__ and isinstance(args[1], Tensor) and not args[1].dim():
@@ -263,7 +263,7 @@ def test_the_factor_of_a_16_bit_gradient_is_not_rounded() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Triton 3.2 fails like this on GPUs older than sm_80.
+    # Triton 3.2 raises such an error on GPUs older than sm_80.
     def fail(*_: Any) -> Any:
         raise RuntimeError("no bf16")
 
@@ -281,7 +281,7 @@ def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPat
     ("architecture", "products"),
     [
         *((one, triton_sparse) for one in catalog.ARCHITECTURES),
-        # The kernels of errors alone: of one level, of several, and with a penalty.
+        # The error kernels are also tested alone: for one level, for several levels, and with a penalty.
         *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
     ],
     ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
@@ -290,18 +290,18 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    # The interpreter is slow, so the kernels must accept few rows.
+    # The interpreter is slow, so the test has few rows, which the kernels would otherwise reject.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
     some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
     with use_kernels(NONE):
         with_kernels, without = learner(architecture), learner(architecture)
-    # The second step also uses what the first has changed.
+    # The second step also uses the state that the first step has changed.
     for number in range(2):
         x = numbers(24, 20, seed=number)
         for one, kernels in ((with_kernels, NONE | some), (without, NONE)):
             with use_kernels(kernels):
                 one.begin_step(number)
-                # In two micro-batches: the sums of a step cover both.
+                # Each step has two micro-batches, and its sums cover both.
                 for rows in x.split([14, 10]):
                     one.accumulate(rows, rows)
                 one.update()
@@ -323,7 +323,7 @@ def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch:
             one.accumulate(x, x)
         gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
     for name, expected in gradients[1].items():
-        # Equal except for 16-bit rounding in another order.
+        # The gradients differ only because 16-bit numbers are rounded in a different order.
         assert (gradients[0][name] - expected).norm() < 0.01 * expected.norm(), name
 
 
@@ -331,7 +331,7 @@ def learner(architecture: str, precision: str = "fp32") -> Learner:
     job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": precision})
     one = Learner(job, 20, None, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
-    # Some latents are dead, so that AuxK takes part.
+    # Some latents are dead, so that AuxK is active.
     one.sae.b_enc.data[:9], one.sae.n_tokens_since_fired[:9] = -100.0, 10**7
     one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     return one

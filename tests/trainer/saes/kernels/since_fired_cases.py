@@ -1,6 +1,6 @@
-"""Compares the kernels that end a step with torch; `test_triton_since_fired.py` runs this in a separate process.
+"""Compares the kernels at the end of a step with torch; `test_triton_since_fired.py` runs this file.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_the_kernel_matches_single_operations(n: int, n_others: int, n_tokens: i
     sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
     sums[n + 1] = bad
     came = torch.full((), float(n_tokens), device=DEVICE)
-    # The kernel must not change the memory behind its sums.
+    # The kernel must not change the memory after its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
     found = triton_since_fired.add_tokens(given[0][0], given[0][1][: n + n_others], came)
     with use_kernels(NO_KERNELS):
@@ -51,7 +51,7 @@ def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int,
     acts = SparseActs(values, Places(latents, torch.zeros_like(latents), latents[:1] * 0), n)
     sums = torch.randint(9, (2, n + 1 + n_numbers), generator=generator).float().to(DEVICE)
     numbers = torch.arange(1.0, n_numbers + 1, device=DEVICE).unbind()
-    # The kernel must not change the second row.
+    # The kernel must not change the second row of the sums.
     by_kernel, by_torch = sums.clone(), sums.clone()
     found = triton_since_fired.count(by_kernel[0], acts, 4096, numbers)
     with use_kernels(NO_KERNELS):
@@ -96,7 +96,7 @@ def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
         for number in range(4):
             before = {name: tensor.clone() for name, tensor in one.state.tensors()}
             batch = x[16 * number : 16 * number + 16].clone()
-            # A NaN causes step 2 to be skipped.
+            # Step 2 is skipped because of this NaN.
             batch[3, 2] = torch.nan if number == 2 else batch[3, 2]
             one.begin_step(number)
             one.accumulate(batch, batch)

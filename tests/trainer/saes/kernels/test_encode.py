@@ -1,4 +1,4 @@
-"""Compares the encoder with the dense product, and its gradients with finite differences, in float64."""
+"""Compares the encoder with the dense product, and its gradients with finite differences in float64."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Return a mask of half the entries; one token and one latent have none, one latent has all other tokens."""
+    """Return a mask of half the entries; token 2 and latent 3 have none, and latent 5 has all except token 2."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask
 
 
 def inputs(moves: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Return x, W_enc, b_enc and an input bias, which is trainable if it `moves`, else constant."""
+    """Return x, W_enc, b_enc and an input bias, which is trainable if `moves` is true."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N_TOKENS, D_IN, dtype=dtype, generator=generator)
     shapes = [(D_IN, D_SAE), (D_SAE,), (D_IN,)]
@@ -84,7 +84,8 @@ def test_under_autocast_the_product_is_bf16_and_gradients_are_fp32(is_sparse: bo
 
 
 def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
-    # The buffer of pre-activations is reused, but never while it is in use. In `batches` 0 means dense and 1 sparse.
+    # The buffer of pre-activations is reused, but never while it is still in use. In `batches`, 1 means sparse and 0
+    # dense.
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 
@@ -93,7 +94,7 @@ def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
 
     results: list[Tensor] = []
     for batch, is_sparse in batches:
-        # Some of these are evaluations in inference mode.
+        # Two of the batches are evaluated in inference mode.
         with torch.inference_mode(len(results) in (0, 6)):
             choose = places if is_sparse else lambda pre_acts: None
             weights = [tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias)]
@@ -101,5 +102,5 @@ def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
     for (batch, is_sparse), dense in zip(batches, results, strict=True):
         expected = (batch.double() - bias) @ W_enc + b_enc
         mask = a_mask()[: len(batch)] if is_sparse else 1
-        # The last batch is fp32.
+        # The last batch is in fp32, so the tolerance is that of fp32.
         torch.testing.assert_close(dense.double(), expected * mask, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Compares the top k from a rounded first pass with the top k of the exact product."""
+"""Compares a top k that starts with a rounded first pass with the top k of the exact product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_
 
 
 def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
-    """Draw tokens and latents whose norms vary with `spread`, in the memory order of an SAE."""
+    """Draw tokens and latents whose norms vary with `spread`, with the memory layout of an SAE."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(n: int) -> Tensor:
@@ -37,7 +37,7 @@ cases = st.builds(
 
 
 def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
-    """Require equality up to the last bits of an fp32 sum, which depend on the order of its terms."""
+    """Require equality except for the last bits of fp32 sums, which depend on the summation order."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
 
 
@@ -133,7 +133,7 @@ def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_values_that_rounding_makes_equal_are_ranked_exactly() -> None:
-    # Latents differ by less than bf16 resolves: all candidates look equal, and the exact product decides.
+    # The latents differ by less than bf16 can represent, so all candidates look equal and the exact product decides.
     x = torch.ones(3, 4)
     weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
     columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)
@@ -159,7 +159,7 @@ def test_a_first_pass_is_used_only_for_fp32_on_a_cpu_with_fast_bf16(monkeypatch:
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 256)
     assert not rounded_top_k.pays(case, 512)
-    # For a whole batch, choosing among exact values is as fast.
+    # For the top k of a whole batch, it is as fast to choose among exact values.
     assert rounded_top_k.pays(case, 128, of_batch=True)
     assert not rounded_top_k.pays(case, 256, of_batch=True)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)

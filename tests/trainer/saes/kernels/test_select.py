@@ -14,7 +14,7 @@ from trainer.saes.sparse_acts import Places
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """Draw pre-activations with or without ties, mostly negative or not, of any width, and a k up to d_sae."""
+    """Draw pre-activations of any width, with or without ties, mostly negative or not, and a k of at most d_sae."""
     n_tokens, d_sae = draw(st.integers(1, 200)), draw(st.sampled_from([1, 2, 7, 24, 64, 97]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     values = torch.randn(
@@ -31,7 +31,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 
 def assert_consistent(places: Places, n_tokens: int) -> None:
-    """Require unique places ordered by token, with `starts` at each token's first entry."""
+    """Require that entries are unique and ordered by token, and that `starts` indexes each token's first entry."""
     bounds = [*places.starts.tolist(), len(places.tokens)]
     assert len(places.starts) == n_tokens
     assert places.tokens.tolist() == [
@@ -100,13 +100,13 @@ def test_a_gpu_searches_the_maxima_of_groups_instead_of_all_columns() -> None:
     values = torch.randn(4, 4096)
     columns = _by_groups(values, 16, search)
     assert torch.equal(columns.sort().values, values.topk(16).indices.sort().values)
-    # The maxima of 256 groups of 16, then all values of 16 groups.
+    # The search reads the maxima of 256 groups of 16 columns, and then all values of 16 groups.
     assert looked_at == [4 * 256, 4 * 256]
     assert _by_groups(values, 0, search).shape == (4, 0)
 
 
 def test_an_unrepresentative_sample_does_not_change_the_result() -> None:
-    # The sample contains every 10th token, whose values are by far the largest.
+    # The sample contains every 10th token. The values of these tokens are far larger than all others.
     pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
     pre_acts[::10] += 100
     _, values = k_per_batch(PreActs(pre_acts), 20)

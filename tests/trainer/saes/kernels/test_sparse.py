@@ -1,4 +1,4 @@
-"""Compares sparse products with dense ones, and their gradients with finite differences, all in float64."""
+"""Compares sparse products with dense products, and their gradients with finite differences, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_p
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_SAE, D = 5, 9, 4
-# Tokens with no, one and many entries; latents active for no and for all tokens; a repeated place.
+# The tokens have no, one or several entries. Latent 2 is active for all tokens with entries, and three latents for
+# none. One entry is repeated.
 COUNTS = [3, 0, 1, 6, 2]
 LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
 
@@ -58,7 +59,7 @@ def test_dot_products_of_corresponding_rows_work_in_any_memory_layout(n: int) ->
 
 @pytest.fixture(params=[False, True], ids=["by token", "by latent"])
 def reads_by_latent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Make rows be read as if they fit into a cache, or as if they do not."""
+    """Lower the cache size in half of the cases, so that the rows do not fit into the cache."""
     if request.param:
         monkeypatch.setattr(sparse, "CACHE_BYTES", 0)
     return bool(request.param)
@@ -135,7 +136,7 @@ def test_entries_are_sorted_once_and_keep_their_order_when_regrouped() -> None:
 
 
 class Noting(Threads):
-    """Threads that record the dtypes of the rows that they gather."""
+    """Threads that record the dtype of the rows that they gather."""
 
     types: tuple[torch.dtype, ...] = ()
 
@@ -147,7 +148,7 @@ class Noting(Threads):
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_all_ranks_gather_a_gradient_in_one_dtype(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if the kernels worked.
+    # Pretend that the kernels work.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
 
     def types_of(thread: Threads) -> tuple[torch.dtype, ...]:

@@ -1,4 +1,4 @@
-"""Compares the largest values over several ranks with the largest of all values in one place."""
+"""Compares the largest values among several ranks with the largest values of the complete matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.saes.sparse_acts import Places
 def marked(places: Places, shape: tuple[int, int]) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[places.tokens, places.latents] = True
-    # No entry is repeated, and `starts` holds the index of each token's first entry.
+    # No entry is repeated, and `starts` holds the index of the first entry of each token.
     assert int(mask.sum()) == len(places.latents)
     n = len(places.latents) if places.filled is None else int(places.filled.n)
     assert torch.equal(places.starts, torch.searchsorted(places.tokens[:n], torch.arange(shape[0])))
@@ -41,7 +41,7 @@ def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
 def over_latents(
     pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None, *, may_wait: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """Choose with the latents split over ranks; return the choice [n_tokens, d_sae] and the values each rank sent."""
+    """Choose latents that are split over ranks; return a mask [n_tokens, d_sae] and how many values each rank sent."""
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
@@ -91,13 +91,13 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
 
 def test_a_rank_sends_few_candidates_and_more_only_for_tokens_that_need_them() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
-    # Sorted and distributed in turn, so every rank has equally many of the largest values.
+    # The values are sorted and dealt to the ranks in turn, so every rank has the same number of the largest values.
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    # Each token's candidates come with an upper bound of its other values.
+    # For each token, a rank sends its candidates and an upper bound of its other values.
     assert sent == [n_tokens * (few + 1)] * n_ranks
-    # One rank holds all large values.
+    # For token 3, a single rank holds all large values.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
@@ -112,7 +112,7 @@ def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
-    # A rank with nearly all of the largest values sends more.
+    # A rank that holds nearly all of the largest values sends more candidates.
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
@@ -129,7 +129,7 @@ def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
 def test_the_nth_largest_of_the_values_of_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    # Each rank's values come in parts, some with fewer than n values.
+    # The values of each rank are given in parts, some of which have fewer than n values.
     results = on_all(3, lambda group: nth_largest(parts[group.index].split(20), 17, group))
     assert results == [values.sort(descending=True).values[16]] * 3
 
@@ -144,7 +144,7 @@ def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
     looked, plain = [], rounded_top_k.look
     monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
-    # Rounding makes these latents equal, so that some tokens need exact values.
+    # Rounding makes the pre-activations of these latents equal, so that some tokens need exact values.
     weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
     pre_acts = x @ weights.T
 

@@ -1,4 +1,4 @@
-"""Runs the kernels, in Triton's interpreter if there is no GPU."""
+"""Runs `since_fired_cases.py` on a GPU, or in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 

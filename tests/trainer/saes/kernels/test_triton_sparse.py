@@ -1,4 +1,4 @@
-"""Runs the kernels, in Triton's interpreter if there is no GPU."""
+"""Runs `triton_cases.py` on a GPU, or in Triton's interpreter if there is no GPU, and compiles the kernels for GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -
 def test_every_kernel_compiles_for_a_gpu(
     name: str, capability: int, element: str, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The interpreter accepts code that the compiler rejects; compiling needs no GPU.
+    # The interpreter accepts code that the compiler rejects. Compiling needs no GPU.
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 

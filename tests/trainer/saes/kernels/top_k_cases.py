@@ -1,6 +1,6 @@
-"""Compares the top-k kernels with a full sort; `test_triton_top_k.py` runs this in a separate process.
+"""Compares the top-k kernels with a full sort; `test_triton_top_k.py` runs this file in a separate process.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rows(n_rows: int, n: int, seed: int = 0) -> Tensor:
 
 
 def some_cases() -> Iterator[pytest.param]:
-    """Yield rows and a k."""
+    """Yield cases, each with rows and a k."""
     yield pytest.param(rows(3, 1000), 7, id="any numbers")
     yield pytest.param(rows(3, 1003), 40, id="a last group that is not full")
     yield pytest.param(rows(2, 5), 5, id="all of a row shorter than a group")
@@ -54,15 +54,15 @@ def some_cases() -> Iterator[pytest.param]:
 
 
 CASES = [*some_cases()]
-# Results of the same selection.
+# The three results that a selection can return.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
-# What depends on the bits of a number is tested with all dtypes.
+# Cases that depend on the bits of numbers are tested with all dtypes.
 OF_BITS = ("any numbers", "of all sizes", "NaN, infinities and zeros of both signs")
 
 
 def cases_of(result: str) -> pytest.MarkDecorator:
-    """Return the cases and dtypes with which one result is tested."""
+    """Parametrise a test with the cases and dtypes for one kind of result."""
     chosen = [
         pytest.param(*case.values, dtype, id=f"{case.id}-{dtype}")
         for case in CASES
@@ -73,9 +73,9 @@ def cases_of(result: str) -> pytest.MarkDecorator:
 
 
 def expected(values: Tensor, k: int) -> Tensor:
-    """Return the columns of the k largest in float64, ascending: NaN ranks highest, ties go to the lowest columns.
+    """Return the columns of the k largest values of each row in float64, in ascending order of columns.
 
-    −0 ranks below +0, as in torch.topk on a GPU.
+    NaN ranks highest, and ties go to the lowest columns. −0 ranks below +0, as in torch.topk on a GPU.
     """
     keys = values.double().nan_to_num(nan=1e300, posinf=1e299, neginf=-1e299)
     keys = torch.where((keys == 0) & values.signbit() & ~values.isnan(), -1e-300, keys)
@@ -159,12 +159,13 @@ def test_the_largest_of_all_rows_match_a_full_sort(
 def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(12, 512).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
-        # The bound is the second number, whose low bits are all 0, or all 1 for -0.0; it is in all tiles but one.
+        # The bound is the second number, whose low bits are all 0, or all 1 for -0.0. Only one tile does not contain
+        # this number.
         places = torch.arange(12 * 512, device=DEVICE).view(12, 512)
         values = torch.where(places % 150 == 7, numbers[2], torch.where(places // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 75)
-    # Use more tiles than counts are summed at a time, and than one program counts: 12 tiles of maxima.
+    # The 12 tiles of maxima are more than one program counts, and more than can be summed at once.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
     monkeypatch.setattr(triton_top_k, "COUNTS", 2)
     assert torch.equal(triton_top_k.largest_of_all(values, 75), expected_ones)
@@ -195,7 +196,7 @@ def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
     assert not fits(1, 65536, 64)
     assert not fits(4096, 2**19, 64)
     assert not fits(4096, 65536, 2000)
-    # k has no limit for rows that fit into one program.
+    # For rows that fit into one program, k has no limit.
     assert fits(4096, 8192, 8000)
     assert not fits(4096, 8193, 8000)
     assert not fits(4096, 65536, 0)

@@ -1,6 +1,6 @@
-"""Compares the Triton kernels with dense products in float64; `test_triton_sparse.py` runs this.
+"""Compares the Triton kernels with dense products in float64; `test_triton_sparse.py` runs this file.
 
-With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# Relative to the largest sum. The reference uses the rounded bf16 inputs, so only the rounding of sums differs.
+# The tolerance relative to the largest sum. The reference uses the same bf16 inputs, so only sums are rounded
+# differently.
 TOLERANCE = 2e-6
 
 
 class Case(NamedTuple):
-    """Random activations with given numbers of entries per token, and rows to multiply them with."""
+    """Random activations with a given number of entries per token, and the rows by which they are multiplied."""
 
     acts: SparseActs
     rows: Tensor
     dense: Tensor
 
     def matrix(self) -> Tensor:
-        """Return the activations as float64 [n_tokens, d_sae]; the values of a repeated place add up."""
+        """Return the activations as a float64 matrix [n_tokens, d_sae], in which repeated entries are added up."""
         places = self.acts.places
         whole = torch.zeros(len(places.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
         n = len(places.tokens) if places.filled is None else int(places.filled.n)
@@ -61,7 +62,10 @@ def make(
 
 
 def followed(case: Case) -> Case:
-    """Append padding entries, which kernels must ignore. Their values are nonzero here; normally they are 0."""
+    """Append padding entries, which kernels must ignore.
+
+    The values of padding entries are normally 0, but nonzero here.
+    """
     acts, (n, most) = case.acts, (len(case.acts.values), case.acts.d_sae - 1)
     places = acts.places
     rest = torch.arange(5, device=DEVICE)
@@ -101,7 +105,7 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @pytest.fixture(autouse=True)
 def always_triton() -> Iterator[None]:
-    """Use Triton also for tensors that are not on a GPU."""
+    """Use Triton on every device, not only on GPUs."""
     with use_kernels({SPARSE_PRODUCTS: triton_sparse}):
         yield
 
@@ -144,9 +148,9 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
 
 
 def assert_both_are_right(case: Case) -> None:
-    """Check the gradients of weights and of entries, both multiplied by a factor.
+    """Check the gradients of the weights and of the entries, both multiplied by a factor.
 
-    They are the transposed product and the row-wise dot products.
+    The gradient of the weights is a transposed product, and the gradients of the entries are dot products of rows.
     """
     places = case.acts.places
     expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
@@ -187,7 +191,8 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     d_sae = 9
     case = make([1] * d_sae, d_sae, d, latents=torch.arange(d_sae))
     directions = torch.randn(d_sae, d, device=DEVICE)
-    # Row 3 is 0 in its last column; half of row 5's sum points along the row, half against it.
+    # The last column of row 3 is 0. In row 5, the sum has the same signs as the row in half of the columns, and the
+    # opposite signs in the other half.
     directions[3, -1:] = 0
     unit_rows = torch.nn.functional.normalize(directions, dim=1)
     along = unit_rows.clone()
@@ -199,7 +204,7 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     exact_dots = (sums * unit_rows).sum(dim=1)
     exact = (sums - exact_dots[:, None] * unit_rows).square().sum(dim=1)
     torch.testing.assert_close(dots.double(), exact_dots, rtol=1e-5, atol=1e-5)
-    # A difference of squares would be off by 10 % if the component is a ten-thousandth of the sum.
+    # If the component is a ten-thousandth of the sum, a difference of squares would be wrong by 10 %.
     torch.testing.assert_close(squares.double(), exact, rtol=1e-3, atol=1e-12)
 
 
@@ -215,7 +220,7 @@ def test_squares_of_split_sums_are_right_without_unit_rows(monkeypatch: pytest.M
 def test_programs_share_latents_with_any_number_of_tokens(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One latent is active for all tokens, others for few or none, so that windows start and end anywhere.
+    # One latent is active for all tokens and other latents for few or none, so that windows start and end anywhere.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
     for width in (20, 48):
@@ -295,7 +300,7 @@ def test_under_autocast_rows_are_16_bit_and_sums_are_fp32(dtype: torch.dtype) ->
     assert rows.grad is not None
     assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
     assert values.grad is not None
-    # Both gradients use rows that are gathered once, in 16 bits.
+    # Both gradients use the same gathered rows, in 16 bits.
     places = case.acts.places
     products = case.dense.to(dtype).double() @ case.rows.to(dtype).double().T
     assert_near(values.grad, products[places.tokens, places.latents])
