@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
-    """Return the bytes of a safetensors file, built without the library so that tests can corrupt any part."""
+    """Return the bytes of a safetensors file, built by hand so that tests can corrupt any part of it."""
     size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
     header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
@@ -34,7 +34,7 @@ def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: s
 
 @pytest.fixture
 def write_shard(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes a shard to `tmp_path/acts` and returns that folder."""
+    """Return a function that writes a shard to the folder `tmp_path/acts` and returns the folder."""
 
     def write(n_tokens: int = 1000, d_in: int = 8, *, file: str = "a.safetensors", **options: Any) -> Path:
         folder = tmp_path / "acts"
@@ -61,7 +61,8 @@ def make_job() -> Callable[..., JobConfig]:
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
     """Return a function that creates an empty store with the current schema at a path.
 
-    The function copies a store that was migrated once, since each migration starts a process and takes half a second.
+    The function copies a store that the fixture has migrated, since each migration starts a process and takes half a
+    second.
     """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
     for schema, path in originals.items():
@@ -81,7 +82,7 @@ def control(tmp_path: Path, copy_store: Callable[[Schema, Path], Path]) -> Itera
 
 @pytest.fixture
 def queued() -> Callable[..., Job]:
-    """Return a function that creates the database row of a job as a launcher would."""
+    """Return a function that creates the database row of a queued job."""
 
     def make(**fields: Any) -> Job:
         return Job(

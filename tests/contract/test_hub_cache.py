@@ -31,7 +31,7 @@ def test_a_file_and_a_link_to_a_blob_of_the_same_model_are_accepted(model: Path,
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     assert plain_file(blob) == blob
     assert plain_file(link) == blob
-    # The hub's client writes an absolute link if it cannot write a relative one.
+    # The hub's client writes an absolute link if a relative link is not possible.
     absolute = snapshot(model) / "absolute"
     absolute.symlink_to(blob)
     assert plain_file(absolute) == blob

@@ -1,4 +1,4 @@
-"""Tests that any bytes, and any path that is not a file, are read as JSON without an exception."""
+"""Tests that reading JSON never raises, whatever the bytes of the file are, and even if the path is not a file."""
 
 from __future__ import annotations
 

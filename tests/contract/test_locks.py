@@ -1,4 +1,4 @@
-"""Tests that locks exclude real processes from each other, and are released when the processes die."""
+"""Tests that real processes lock each other out, and that their locks are released when they die."""
 
 from __future__ import annotations
 

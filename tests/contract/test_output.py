@@ -21,7 +21,7 @@ EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 
 
 def printed(act) -> str:
-    """Return all text written to standard output and standard error; raise if UTF-8 cannot encode it."""
+    """Return all text written to standard output and standard error, and raise if it cannot be encoded as UTF-8."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         act()

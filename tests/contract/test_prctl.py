@@ -1,4 +1,4 @@
-"""Tests for the link between a process and its parent, with real processes whose parents die."""
+"""Tests, with real processes, for what happens to a process when its parent dies."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_zombie_counts_as_gone(sleeper: subprocess.Popen[bytes], eventually: C
     assert process is not None
     assert process.send(signal.SIGKILL)
     eventually(lambda: not process.is_alive())
-    assert Path(f"/proc/{sleeper.pid}").exists()  # A zombie still has an entry in /proc
+    assert Path(f"/proc/{sleeper.pid}").exists()  # a zombie still has an entry in /proc
     assert ProcessRef.of(sleeper.pid) is None
     assert not process.send(signal.SIGTERM)
 
@@ -64,7 +64,7 @@ def test_another_process_with_the_same_pid_is_never_signalled(
     old = msgspec.structs.replace(process, **changes)
     assert not old.is_alive()
     assert not old.send(signal.SIGKILL)
-    # Signals are delivered in order, so the process would be dead now if it had received SIGKILL.
+    # Signals are delivered in order. If the process had received SIGKILL, it would therefore be dead by now.
     assert process.send(signal.SIGSTOP)
     assert process.is_alive()
     assert sleeper.poll() is None
@@ -74,10 +74,10 @@ def test_a_process_stored_by_an_older_version_is_found_alive(sleeper: subprocess
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    # In a container, the pid of the old reference may belong to a process outside.
+    # In a container, the pid of an old reference may belong to a process outside the container.
     is_outside = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC
     assert (old.is_alive(), old.is_elsewhere) == (is_outside, not is_outside)
-    # The older version, too, recognises a process that this version stores.
+    # Older versions also recognise a process that this version stores.
     assert (old == process) == is_outside
 
 

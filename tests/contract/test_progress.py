@@ -46,7 +46,7 @@ def test_share_counts_all_stages_and_time_left_follows_the_current_pace() -> Non
         assert list(track([1, 2], "rows")) == [1, 2]
         stage("rows", 4)
         advance()
-        # One of two passes is complete, and so is a quarter of the second.
+        # One of two passes is complete, and a quarter of the second pass is done.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
         shown._stage.began = time.monotonic() - 5
         # A quarter of a pass took 5 s but was planned to take 1.25 s. The rest of the pass therefore takes 15 s, and

@@ -45,7 +45,7 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _foreign_formats() -> Iterator[None]:
-    """Allow shards of every format, as the commands of the trainer do."""
+    """Register the shards of all formats, as the commands of the trainer do."""
     with inspecting_by(foreign.inspect):
         yield
 
@@ -135,7 +135,7 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Return a function that creates a trainer in this process, with one rank by default."""
+    """Return a function that creates a trainer in this process; the trainer has one rank by default."""
 
     def make(job: JobConfig, progress: RunProgress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {
@@ -160,7 +160,7 @@ def kept() -> Kept:
 
 
 class Ranks:
-    """The rank processes of one attempt, with the spec that they share."""
+    """The rank processes of one attempt, and the spec that they share."""
 
     def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, prepare: Prepare | None) -> None:
         self.spec = spec
@@ -181,7 +181,7 @@ class Ranks:
 
 @pytest.fixture
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Yield a function that starts the ranks of a job, and kill all remaining ranks after the test.
+    """Yield a function that starts the ranks of a job; kill all remaining ranks after the test.
 
     Without `command`, each rank is forked from a process that has imported torch, and calls `prepare` first.
     """

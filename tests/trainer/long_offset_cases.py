@@ -1,7 +1,8 @@
 """Tests kernels on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
 
-`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. Only the last row of each matrix is not 0, and only the
-last programs of a launch, which process this row, are run. Each result must equal that of a matrix with this row alone.
+`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. In each matrix, only the last row is not 0. Of each
+launch, only the last programs are run, which process that row. Each result must equal that of a matrix with only this
+row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, tr
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# The shape of a matrix whose last row needs 64-bit offsets, and that of a tensor with levels.
+# The shapes of a matrix and of a tensor with levels. The offset of the last row of each needs 64 bits.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
 N_LEVELS, LEVEL_WIDTH, N_TOKENS = 8, 2**8, 2**20 + 1
 
@@ -79,7 +80,7 @@ def test_the_largest_values_of_rows_are_marked() -> None:
 
 
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
-    """Return three activations of the last latent in the last bag."""
+    """Return three activations, which all belong to the last latent and the last bag."""
     places = Places(torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64))
     return SparseActs(numbers(3, seed=3), places, d_sae)
 
@@ -97,7 +98,7 @@ def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
 def test_sums_and_products_of_latents_are_computed(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A single program then handles all columns.
+    # With this limit, a single program handles all columns.
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 2**40)
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     acts = last_active(n_rows, n_rows)
@@ -119,7 +120,7 @@ def summed(sums: Sums) -> tuple[Tensor, ...]:
 
 
 def given(n_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an offset, targets of which only the last row is not 0, and the mean of the targets."""
+    """Return an offset, targets that are 0 except for the last row, and the mean of the targets."""
     return numbers(width, seed=4), below(n_tokens, numbers(1, width, seed=5)), numbers(width, seed=6)
 
 

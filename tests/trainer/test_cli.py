@@ -115,7 +115,7 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
     assert result["best_sae"] == "k=4"
 
 
-# Batch systems send these signals to all processes of a job. The cases below add Ctrl-C and a closed terminal.
+# Batch systems send these signals to all processes of a job. The other cases are Ctrl-C and a closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 
@@ -264,7 +264,7 @@ def test_a_run_folder_is_never_overwritten(job_file: Path, capsys: pytest.Captur
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets this machine's load average, and set it to 0."""
+    """Set this machine's load average to 0, and return a function that changes it."""
 
     def set_to(load: float) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
@@ -361,7 +361,7 @@ def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pyt
     both = per_gpu("sae.d_sae=[64,256]")
     for name in ("weights", "gradients", "optimizer"):
         assert both[name] == small[name] + large[name], name
-    # The SAEs run their forward and backward passes one after another, so activations are not added up.
+    # The SAEs run their forward and backward passes one after another, so their activations share memory.
     assert large["activations"] <= both["activations"] < small["activations"] + large["activations"]
     assert both["total"] == sum(value for name, value in both.items() if name != "total")
     assert main(["estimate", str(job_file), "--set", "sae.d_sae=[64,256]"]) == EXIT_FINISHED
@@ -401,7 +401,7 @@ def test_a_read_only_disk_is_reported_in_one_line(
 
 
 def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the trainer in a working folder that a shell has deleted."""
+    """Run the trainer from a working folder that has been deleted."""
     gone = tmp_path / "gone"
     gone.mkdir()
     command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", "trainer", *map(str, arguments)]
@@ -445,7 +445,7 @@ def test_a_run_with_absolute_paths_works_in_a_deleted_working_folder(job_file: P
 
 @pytest.fixture
 def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a job that runs a language model, and simulate four GPUs and ranks that only print their environment."""
+    """Write a job that runs a language model; simulate four GPUs, and ranks that only print their environment."""
     gpus = [Device(index, f"GPU-{index}", "NVIDIA H100", 80 * 2**30) for index in range(4)]
     for module in ("trainer.cli", "trainer.ranks.device_choice"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)

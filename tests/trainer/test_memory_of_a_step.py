@@ -1,4 +1,4 @@
-"""Compares the estimated GPU memory with torch's count for a real step, on tensors that take no memory."""
+"""Compares the estimated GPU memory of a step with torch's count, on tensors that take no memory."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class ErrorKernels:
 
 
 class UpdateKernels:
-    """A stand-in for the kernels of an optimizer update, which allocate nothing."""
+    """A stand-in for the kernels of an optimizer update, which allocate no memory."""
 
     Matrix, Vector, Constants = triton_update.Matrix, triton_update.Vector, triton_update.Constants
     fits, n_parts = staticmethod(triton_update.fits), staticmethod(triton_update.n_parts)
@@ -236,7 +236,7 @@ def take_step(
 
 
 def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, int]]:
-    """Yield the SAE and training settings, the input and target widths, and the number of ranks that share latents."""
+    """Yield SAE settings, training settings, input and target widths, and the number of ranks that share latents."""
     for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
         yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
     for name, (n_ranks, precision), (sae, d_in, batch) in itertools.product(

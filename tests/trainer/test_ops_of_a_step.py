@@ -1,4 +1,4 @@
-"""Tests the number of GPU operations in a step, that all operands are on the GPU, and that the host never waits."""
+"""Tests that a step has the listed number of GPU operations, whose operands are all on the GPU, and no host waits."""
 
 from __future__ import annotations
 

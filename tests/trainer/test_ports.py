@@ -19,7 +19,8 @@ from trainer.contract.settings.job_file import dump_job
 MakeJob = Callable[..., JobConfig]
 TESTS = Path(__file__).parents[1]
 MODES = {"single": 1, "ddp": 2, "tensor": 2, "hybrid": 4, "dp": 2, "sweep": 2}
-# These are abstract Unix sockets with random names. Ranks check the user of each connecting process.
+# The only expected sockets are abstract Unix sockets with random names. Ranks check the user of each connecting
+# process.
 OURS = {"bind unix @sae-ranks-", "listen unix @sae-ranks-"}
 
 
@@ -33,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make programs started from now on record the sockets that they open and what they unpickle; return the file."""
+    """Make new programs record their sockets and the data that they unpickle; return the file with the records."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))

@@ -1,4 +1,4 @@
-"""Tests that default settings, except for the width and any k, recover a known dictionary."""
+"""Tests that training with default settings recovers known features; only the width and, if there is one, k are set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N_STEPS = {"topk": 300, "batch_topk": 600}
 SEEDS = {"batch_topk": (0, 1, 2)}
 
 
-# These two architectures differ in how they select latents. The others take 70 core-seconds.
+# These two architectures differ in how they select latents. The other architectures take 70 core-seconds.
 FAST = ("topk", "jumprelu")
 
 

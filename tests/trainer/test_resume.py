@@ -150,7 +150,7 @@ def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused
     assert main(again) == EXIT_USAGE
     assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
     shutil.rmtree(run_dir / "checkpoints")
-    # The fix that each command suggests must work.
+    # Each command suggests a fix that must work.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
@@ -188,7 +188,7 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 
 
 def record_data(run_dir: Path) -> None:
-    """Replace the run's checkpoint by one that records the data."""
+    """Replace the run's checkpoint by a checkpoint that records the data."""
     record = sampled(record_of(load_job(run_dir / "job.toml").hooks.values()))
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 
@@ -222,7 +222,7 @@ def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir:
 
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds a run's lock, like a rank."""
+    """Start a process that holds a run's lock, as a rank does."""
     code = "import sys, pathlib; from trainer.contract.runs.lock import hold; hold(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -253,7 +253,7 @@ def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> No
         first.share()
         with pytest.raises(UserError, match="still going"):
             RunLock(run_dir)
-        # The ranks of the process that holds the lock can share it.
+        # The ranks of the process that holds the lock can share the lock.
         hold(run_dir / "run.lock")
 
 
@@ -267,7 +267,7 @@ def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypat
     hold(run_dir / "run.lock")
 
 
-# Tests of the next attempt.
+# Tests of the attempt that follows an earlier attempt.
 
 
 def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_step_keeps_its_number_of_tokens_in_another_mode(make_job: MakeJob) ->
     assert notes[0].startswith("parallel.mode: changed; a step stays 512 tokens")
 
 
-# Tests of the history.
+# Tests of the metrics history.
 
 
 def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
@@ -432,7 +432,7 @@ def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
     assert configs[0] == configs[1]
     again = read(tmp_path / "run" / "metrics.db")
     assert again["loss/0"] == history["loss/0"]
-    # Every attempt reports the expected time of a step once, so this series has more points.
+    # Every attempt reports the expected time of a step once, so this series has one point per attempt.
     once_each = {"expected_step_ms/0"}
     lengths, wanted = (
         {name: len(p) for name, p in curves.items() if name not in once_each} for curves in (again, history)
@@ -448,7 +448,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
-    # In a run copied from another user, the spec may name such an output folder.
+    # The spec of a run that was copied from another user may name such an output folder.
     (precious := run_dir.parent / "precious").mkdir()
     (precious / "thesis.tex").write_text("mine")
     write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))

@@ -31,7 +31,7 @@ N_STEPS, BATCH, KILLED_AT = 30, 64, 23
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
-    # The sample is so small that a short resumed run reads it quickly.
+    # With a sample this small, a short resumed run reads it quickly.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 600)
 
 
@@ -54,7 +54,7 @@ def toy_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 class Attempts:
-    """The attempts of a run, whose ranks are forked from this process because it has registered the toy source."""
+    """The attempts of a run. Its ranks are forked from this process, because the toy source is registered here."""
 
     def __init__(self, job: JobConfig, run_dir: Path, world_size: int = 1) -> None:
         self.job, self.run_dir, self.world_size = job, run_dir, world_size
@@ -99,7 +99,7 @@ def be_rank(spec: RankSpec, rank: int, killed_at: int) -> None:
             if killed_at and step == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    # The rank takes this class from the module when it starts.
+    # The rank takes `StoredProgress` from the module when it starts.
     import trainer.reporting.progress as progress
 
     progress.StoredProgress = Killed

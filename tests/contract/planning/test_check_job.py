@@ -39,7 +39,7 @@ def machine(tmp_path: Path) -> Machine:
 def checked(
     machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
 ) -> Callable[..., list[Problem]]:
-    """Return a function that checks a job with a small shard and returns its problems."""
+    """Return a function that checks a job on a small shard and returns the problems found."""
     path = str(write_shard(N_TOKENS, D_IN))
 
     def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
@@ -221,7 +221,7 @@ def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
     # The SAE has 17e13 parameters, including the encoder's bias. Each of the four checkpoints takes 8 bytes per
-    # parameter, and the exported SAE takes 4.
+    # parameter, and the exported SAE takes 4 bytes per parameter.
     assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
@@ -249,8 +249,7 @@ def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_
 def test_all_saes_of_a_sweep_count_towards_memory(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    # Deterministic mode disables CUDA graphs. Otherwise a single SAE would need extra memory for them, but a sweep
-    # would not.
+    # Deterministic mode disables CUDA graphs, which take extra memory in a run of a single SAE but not in a sweep.
     sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64, "deterministic": True}
     enough = memory.estimate(workload(make_job(sae=sae, train=alone), D_IN, 1)).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)

@@ -138,7 +138,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
     assert each.memory
     assert shared.memory
     assert (each.mode, shared.mode) == ("single", "spread")
-    # Each GPU holds one of the three blocks, and has space for a second one.
+    # Each GPU holds one of the three blocks, with space for one more block.
     assert shared.memory.weights == pytest.approx(each.memory.weights * 2 / 3, rel=1e-3)
     assert shared.memory.activations == each.memory.activations
     assert (shared.seconds or 0) == pytest.approx(3 * (each.seconds or 0))

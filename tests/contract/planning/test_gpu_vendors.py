@@ -1,4 +1,4 @@
-"""Tests that CUDA_VISIBLE_DEVICES and its AMD counterparts select the same GPUs here as in CUDA or ROCm."""
+"""Tests that CUDA_VISIBLE_DEVICES and its AMD counterparts select the same GPUs as in CUDA and ROCm."""
 
 from __future__ import annotations
 

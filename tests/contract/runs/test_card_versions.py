@@ -1,4 +1,4 @@
-"""Tests for old versions of report cards, which are stored next to the weights of an SAE."""
+"""Tests for older versions of report cards, which are kept next to the weights of an SAE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the shard record in a checkpoint: which changes to the files mean the same, extended or different data."""
+"""Tests for the shard record in a checkpoint, which shows whether the data is the same, extended or different."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_copied_and_touched_files_with_the_same_content_are_the_same_data(folder
     os.utime(folder / "d.npy", ns=(2, 2))
     now = record_of([ShardSettings(str(folder))], before)
     assert news_of_data(before, now) is None
-    # The samples of the shards are the same in a copy of the folder.
+    # A copy of the folder has the same sample of each shard.
     shutil.copytree(folder, tmp_path / "elsewhere")
     moved = record_of([ShardSettings(str(tmp_path / "elsewhere"))], before)
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]

@@ -1,4 +1,4 @@
-"""Tests for hooks without a layer, which mean all layers, and for extractions from layer ranges and complete MLPs."""
+"""Tests for hooks without a layer, which stand for all layers, and for layer ranges and complete MLPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for hook names in this project's notation, in TransformerLens's, and as module paths."""
+"""Tests for the three ways to name a hook: this project's notation, TransformerLens's notation, and module paths."""
 
 from __future__ import annotations
 

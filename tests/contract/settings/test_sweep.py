@@ -1,4 +1,4 @@
-"""Tests that a list of values for a setting creates several SAEs, each equal to that of a valid single job."""
+"""Tests that a list of values for a setting creates one SAE for each value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
 class RoundSettings(ArchitectureSettings, frozen=True):
-    """An architecture that has the common setting k, and its own number, switch and list."""
+    """The settings of a test architecture: the common setting k, and its own number, switch and list."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32
     roundness: Annotated[float, about("How round.", gt=0)] = 0.5

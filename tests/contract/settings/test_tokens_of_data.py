@@ -1,4 +1,4 @@
-"""Tests for the check whether stored data includes tokens, compared with the code that reads the tokens."""
+"""Tests for checking whether stored data includes its tokens, compared with the code that reads the tokens."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Return the error message of a failed action on a store, which must be a single line."""
+    """Return the error message of a failed action on a store, and check that it is a single line."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -54,7 +54,7 @@ def message(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
-    """Create an empty control store."""
+    """Create an empty control store, and return its path."""
     return copy_store("control", tmp_path / "control.db")
 
 
@@ -213,8 +213,8 @@ def test_a_reader_creates_no_file(tmp_path: Path) -> None:
 
 
 def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -> None:
-    # POSIX releases all locks of a process on a file as soon as the process closes any descriptor of that file. Another
-    # process could then delete the WAL.
+    # POSIX releases all locks of a process on a file as soon as the process closes any of its descriptors of that file.
+    # Another process could then delete the WAL.
     first = Control(made)
     assert first.jobs() == []
     second = Control(made)
@@ -308,7 +308,7 @@ def test_a_locked_store_is_reported_and_works_after_its_release(
             f", which is halted; `kill -CONT {pid}` continues it"
         )
         holder.process.send_signal(signal.SIGCONT)
-        assert control.jobs() == []  # Readers of a WAL never wait for a lock
+        assert control.jobs() == []  # readers in WAL mode do not wait for locks
         holder.finish()
         control.request(1, "stop")
         assert control.open_requests(1) == {"stop"}
@@ -416,7 +416,7 @@ def test_a_store_that_cannot_be_used_is_closed(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         open_writer(path, "control")
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert caught.value.__traceback__ is not None  # its frames could keep the connection open
+    assert caught.value.__traceback__ is not None  # the frames of the traceback could keep the connection open
     assert str(path) not in links
 
 
@@ -451,7 +451,7 @@ def read_only_connect(connect):
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Leave a partial write: kill a writer that has changed pages of the file in an open transaction, without a WAL."""
+    """Kill a writer that has changed pages of the file in an open transaction, on a file system without a WAL."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:

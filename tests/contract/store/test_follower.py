@@ -1,4 +1,4 @@
-"""Tests for following a store while real processes write, delete, replace, damage or lock the file."""
+"""Tests for following a store that real processes write, replace, damage or lock."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def write(path: Path, *steps: int) -> None:
 
 
 def replacement(path: Path, copy_store: Callable[..., Path], *steps: int) -> Path:
-    """Create a store with the given steps, which will replace the store at `path`."""
+    """Create a store with the given steps, ready to replace the store at `path`."""
     other = copy_store("metrics", path.with_name("other.db"))
     write(other, *steps)
     return other
@@ -134,7 +134,7 @@ def test_a_replaced_store_is_read_from_the_start(
     for suffix in database.BESIDE:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     other.rename(path)
-    # The writer still writes to the deleted file.
+    # The writer continues to write to the deleted file.
     writer.tell(1)
     assert writer.hear() == "4"
     assert followed.poll()
@@ -148,7 +148,7 @@ def test_a_new_file_with_the_same_inode_is_read_from_the_start(path: Path, follo
     copy = path.with_name("copy.db")
     write(path, 2)
     shutil.copy(path, copy)
-    # The content is written in place, so that the inode stays the same.
+    # The file is overwritten in place, so that its inode stays the same.
     path.write_bytes(copy.read_bytes())
     assert followed.poll()
     assert followed.seen == [1, 2]

@@ -279,7 +279,7 @@ def test_a_reader_follows_a_writing_process_without_gaps(
         heartbeat = reader.heartbeat()
         new = reader.points("loss", after=len(values_read) - 1)
         values_read.extend(point.value for point in new)
-        assert len(values_read) % 10 == 0  # Each flush becomes visible as a whole
+        assert len(values_read) % 10 == 0  # each flush becomes visible as a whole
         assert heartbeat is None or heartbeat.step < len(values_read)
         assert len(reader.points("fvu")) >= len(values_read)
         return len(values_read) > 3000

@@ -1,4 +1,4 @@
-"""Tests that the store allows exactly the job state transitions of the table."""
+"""Tests that the store allows exactly the state transitions of jobs that are listed here."""
 
 from __future__ import annotations
 

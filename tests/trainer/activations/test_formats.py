@@ -23,7 +23,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def write(x: torch.Tensor, form: str, folder: Path) -> None:
-    """Write the rows in a storage format, as two shards."""
+    """Write rows as two shards in the given storage format."""
     folder.mkdir()
     for name, rows in (("a", x[:1700].clone()), ("b", x[1700:].clone())):
         file = folder / f"{name}.{form}"

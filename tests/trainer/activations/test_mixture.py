@@ -1,4 +1,4 @@
-"""Tests that several sources are mixed exactly by weight, in an order that a run resumes from its position alone."""
+"""Tests that sources are mixed exactly by weight, in an order that a run can resume from its position alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 class Plan(NamedTuple):
-    """A batch of `n_tokens` rows from position `start` of a source with the given kind, width and dtype."""
+    """A batch of `n_tokens` rows that starts at position `start` of a source with the given kind, width and dtype."""
 
     kind: str
     d_in: int
@@ -96,7 +96,7 @@ def open_batches(source: IndexedSource, plan: Plan, readers: Group, *, outliers:
 
 
 def batches_of(plan: Plan, place: Path, readers: Group) -> tuple[list[list[Pair]], list[Tensor]]:
-    """Return several batches of all hooks with outliers replaced, and the number of dropped rows of each hook."""
+    """Return several batches of all hooks with outliers replaced, and the number of dropped rows for each hook."""
     source = source_of(plan, place)
     samples = [source.of_hook(hook).pairs(range_of(60)) for hook in range(source.n_hooks)]
     outliers = [Outliers(x.float(), x.float() if y is x else y.float(), 5.0, drops_zero=True) for x, y in samples]
@@ -251,7 +251,7 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_data(
     assert slow_data_s > fast_data_s
 
 
-# Each value is the number of ranks, the mode, and the number of ranks that read different tokens.
+# Each value contains the number of ranks, the mode, and the number of ranks that read different tokens.
 GRIDS = {
     "tensor-2": (2, "tensor", 1),
     "tensor-3": (3, "tensor", 1),
@@ -311,7 +311,7 @@ TRAIN = {
     "checkpoint_every": 4,
     "report_card": False,
 }
-# Measured shares would vary between runs, and another summation order would change the bits.
+# Shares that are measured would vary between runs, and another order of summation would change the bits of the result.
 STEADY = {"shares": "even", "rebalance": False}
 SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 240, "resample_every_tokens": 240}
 
@@ -337,7 +337,7 @@ def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return the set of read sizes, in rows, of each rank."""
+    """Return, for each rank, the set of the numbers of rows that it has read at once."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

@@ -19,7 +19,7 @@ from trainer.contract.errors import JobFileError
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rows_are_read_back_exactly_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.randn(50, 7).to(dtype)
-    # Another tensor is stored first, so the rows do not start at the beginning of the file's data.
+    # The file starts with another tensor, so the rows do not start at the beginning of the data.
     save_file({"aaa": torch.ones(3, dtype=torch.int64), "activations": x}, tmp_path / "x.safetensors")
     source = Shards(path=str(tmp_path))
     assert (source.n_tokens, source.d_in) == (50, 7)
@@ -68,7 +68,7 @@ def test_data_larger_than_memory_is_read_in_little_memory(tmp_path: Path) -> Non
     header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}
     text = json.dumps(header).encode().ljust(512)
     with (tmp_path / "x.safetensors").open("wb") as file:
-        # A sparse file of 76 GiB takes no disk space except at its end.
+        # This is a sparse file of 76 GiB, of which only the end takes disk space.
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 4 * n_rows * d_in)
         file.seek(-4, os.SEEK_END)

@@ -31,8 +31,7 @@ class Counting(StreamSource):
         first = self._place["next"]
         if first >= self._n_rows:
             return None
-        # The stream modifies a state that it has already returned, so the test fails if a caller did not copy that
-        # state.
+        # The state that was returned before is modified, so that the test fails if the caller has not copied it.
         self._place["is_empty"] = not self._place["is_empty"]
         last = min(first + self._chunk, self._n_rows) if self._place["is_empty"] else first
         self._place["next"] = last

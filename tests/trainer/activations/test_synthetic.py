@@ -59,7 +59,7 @@ def test_another_seed_gives_other_features_and_other_rows() -> None:
     first, other = synthetic(), synthetic(data_seed=1)
     assert not torch.equal(first.features, other.features)
     fired = [coefficients(synthetic(n_features=32, active=3, data_seed=seed), 1000) > 0.1 for seed in (0, 1)]
-    # Two independent rows agree on whether a feature is active with probability 1 - 2p(1 - p).
+    # The probability that two independent rows agree on whether a feature is active is 1 - 2p(1 - p).
     assert (fired[0] == fired[1]).double().mean() == pytest.approx(1 - 2 * 3 / 32 * 29 / 32, abs=0.02)
 
 
@@ -83,7 +83,7 @@ def test_coefficients_are_uniform_around_one() -> None:
     values = values[values > 0.1]
     once = values[values < 1.5]
     assert values.min() >= 0.5 - 1e-6
-    # In one of a hundred cases, the same feature is drawn twice, so its coefficients add up.
+    # In one of a hundred cases, a row draws the same feature twice, and the two coefficients add up.
     assert len(once) > 0.98 * len(values)
     counts = torch.histc(once, bins=10, min=0.5, max=1.5)
     assert counts.min() > 0.9 * counts.mean()

@@ -64,7 +64,7 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
     assert grown.held_out.tolist() == before.held_out.tolist()
-    # All rows of later shards without recorded texts are used for training.
+    # Rows of later shards that have no recorded texts are all used for training.
     unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
     without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
     assert without.left_out.tolist() == before.held_out.tolist()
@@ -135,8 +135,8 @@ def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
     # An extraction continues its text numbers across shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # In these cases a text continues in the next shard, the shards of two processes alternate, and numbers are
-    # unordered.
+    # Three special cases: a text continues in the next shard, the shards of two processes alternate, or the text
+    # numbers are not in order.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
@@ -158,7 +158,7 @@ def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
 
 
 def with_documents(activations: Path) -> None:
-    """Assign every 50 consecutive rows to one document, across both shards."""
+    """Assign a document number to every 50 consecutive rows, across both shards."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]

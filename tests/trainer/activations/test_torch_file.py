@@ -111,7 +111,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [saved(rows(3, 4), _use_new_zipfile_serialization=False), pickle.dumps([1]), saved(rows(3, 4))[:-30]],
-    # Without these ids, pytest would use the bytes as test names, which differ between processes.
+    # Without ids, pytest would name the cases after their bytes, which differ between processes.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
 def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:

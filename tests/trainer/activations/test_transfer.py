@@ -102,7 +102,7 @@ def test_late_copies_arrive_unchanged(kind: type[Shards], activations: Path) -> 
         assert y is x
         assert torch.equal(x, expected)
     assert lane.n_begun >= 60
-    # The lane has two buffers for the rows of a batch and reuses both.
+    # There are only two buffers for the rows of a batch, and both are reused.
     row_bytes = source.rows(np.arange(1)).nbytes
     assert lane.pinned_bytes == 2 * 64 * row_bytes
 
@@ -140,7 +140,7 @@ def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
     for number in range(5):
         rows = transfer.begin()(3, 2, torch.float32).fill_(number)
         sent.append(transfer.send((rows, rows)))
-        # Only the copies out of the buffer that is needed next have been made.
+        # So far, only the copies from the buffer that is needed next have been made.
         assert len(lane.waiting) == min(number + 1, 2)
     for number, one in enumerate(sent):
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3

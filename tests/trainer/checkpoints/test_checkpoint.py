@@ -164,7 +164,7 @@ def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_is_damage(
 ) -> None:
     (saved / name).unlink()
     put(saved / name)
-    # Another process reads the file, since reading a pipe or a device might never end.
+    # The file is read in another process, since reading a pipe or a device might never end.
     looks = "from trainer.contract.runs.checkpoint_manifest import damage; print(damage(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {looks}"
     done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
@@ -219,7 +219,7 @@ def test_a_save_killed_at_any_moment_leaves_complete_checkpoints(tmp_path: Path)
         position = load(folder)[1]
         assert position.step in (3, 4), moment
         assert all(damage(checkpoint) is None for checkpoint in newest_first(folder)), moment
-        # The next save removes all files of the interrupted one.
+        # The next save removes the files left by the interrupted save.
         save(folder, 5, 0.6)
         assert steps_in(folder) == [1, position.step, 5], moment
         assert not [checkpoint.name for checkpoint in folder.iterdir() if checkpoint.name.startswith(".")], moment

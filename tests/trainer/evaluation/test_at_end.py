@@ -1,4 +1,4 @@
-"""Tests that a finished run writes correct report cards at little cost, and that an error never fails the run."""
+"""Tests that a finished run writes correct report cards at little cost, and that errors in them never fail the run."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_measured_rows_are_a_small_share_and_come_from_all_parts(
     job = make_job()
     cards_of(trained(make_trainer, job, kept), job, kept).write()
     card = json.loads((tmp_path / "sae" / "card.json").read_text())
-    # Every fourth of the 150 rows is measured.
+    # With a limit of 40 rows, every fourth of the 150 held-out rows is measured.
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # All held-out rows come from the same texts, so both FVUs have the same standard error.
+    # All held-out rows come from the same texts, so the report card and the training report the same standard error.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 

@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Update the report card as an evaluation that measures only the given parts would."""
+    """Update the report card like an evaluation that measures only the given parts."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -135,7 +135,7 @@ def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
     spliced = msgspec.convert(SPLICED, PatchedModel)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
-    # A report card that another evaluation has written meanwhile becomes a version.
+    # A report card that another evaluation has written in the meantime becomes an older version.
     write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
     assert [one.card.step for one in versions(sae)] == [22, 21, 20]
 

@@ -86,7 +86,7 @@ def features(found: list[TokenRows], folder: Path, acts_of=dense, outliers: Outl
 
 
 def naive_contexts(found: list[TokenRows], latent: int) -> list[tuple[float, str]]:
-    """Return the largest activation in each document with the words around its token, largest activation first."""
+    """Return the largest activation of each document with the surrounding words, in descending order."""
     best: dict[int, tuple[float, str]] = {}
     for one in found:
         acts, origin = dense(one.x).dense()[:, latent], one.origin

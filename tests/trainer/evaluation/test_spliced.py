@@ -36,7 +36,7 @@ from trainer.training.loop import Trainer
 HOOK = "resid_post.1"
 D_SAE = 7
 W_DEC = torch.randn(D_SAE, D_IN, generator=torch.Generator().manual_seed(1))
-# For each family: the path of the final norm, whether it subtracts the mean, and the number added to its weight.
+# For each family, the path of the final norm, whether the norm subtracts the mean, and the number added to its weight.
 NORMS = {
     "gpt2": ("transformer.ln_f", True, 0.0),
     "llama": ("model.norm", False, 0.0),
@@ -105,7 +105,7 @@ def test_losses_match_a_loop_over_single_documents(gpt2: Path, job: ExtractJob) 
         of_each = {
             name: spied.logits(ids, keep_first(change)).log_softmax(-1)[0].numpy() for name, change in changes.items()
         }
-        # The first token of each document is not patched and not included in the means.
+        # The first token of each document is not patched, and the means exclude it.
         for at in range(1, ids.shape[1]):
             for name, changed in of_each.items():
                 kl[name].append(np.sum(np.exp(clean[at]) * (clean[at] - changed[at])))
@@ -150,8 +150,8 @@ def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) 
     spliced = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
     assert spliced.n_texts == len(lengths)
     assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
-    # Zeroing the hook hardly changes the loss of an untrained model, so resampled CE scores are useless. The error is
-    # computed from its definition instead.
+    # Zeroing the hook barely changes the loss of an untrained model, so resampled CE scores are useless. The expected
+    # error is computed from its definition instead.
     clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
     left = (zeros - sae) - spliced.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
@@ -228,7 +228,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
     sae = new_sae(TopK, D_IN, 64, k=8)
     export_sae(sae, tmp_path / "sae", {"hook_name": "blocks.1.hook_resid_post"})
     theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
-    # Each context holds one document, all documents have the same length, and a special token marks the end of each.
+    # Each context holds one document of fixed length, and a special token marks the end of each document.
     spied = Spied(gpt2)
     texts = [" ".join(text.split()[:3]) for text in sentences(60)]
     ids = [spied.tokenizer(text)["input_ids"] for text in texts]
@@ -388,7 +388,7 @@ def test_the_card_of_a_run_on_extracted_rows_has_the_loss_of_the_model(
     feature = features.feature(features.order()[0])
     assert len(feature.promoted) == len(feature.suppressed) == N_MOVED
     assert feature.promoted[0].logit >= feature.promoted[-1].logit > feature.suppressed[-1].logit
-    # Promoted tokens have a text even if they occur in no context.
+    # Promoted tokens have a text, even if they occur in no context.
     assert not any(one.text.startswith("[") for one in feature.promoted)
 
 

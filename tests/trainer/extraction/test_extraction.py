@@ -155,7 +155,7 @@ def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
     assert torch.equal(one.sort()[0], another.sort()[0])
 
 
-# With these sizes, a shard holds several batches or a batch fills several shards.
+# With these shard sizes, a shard holds several batches, or a batch fills several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:
@@ -198,7 +198,7 @@ def n_read_of(job: ExtractJob) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "settings", "special", "first"),
     [
-        # The first token of each document piece of Llama is a special token.
+        # For Llama, the first token of each document piece is a special token.
         ("llama", {}, 1, 0),
         ("gpt2", {}, 0, 1),
         ("llama", {"keep_special": True}, 0, 0),
@@ -323,7 +323,7 @@ def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) 
     job = make()
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
-    # The test stores the dtype that a GPU would have used.
+    # The stored state names the dtype that a GPU would have used.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     with pytest.raises(
         UsageError, match=r"^extract.output: the shards in .* hold bfloat16, and this device gives float32; continue"
@@ -397,7 +397,7 @@ def fill_disk() -> Iterator[Callable[[int], None]]:
 def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
     whole, job = make(name="whole", n_tokens=900), make(n_tokens=900)
     run(whole)
-    # The file that could not be written is either a shard or the extraction's state.
+    # The file that cannot be written may be a shard or the state of the extraction.
     with pytest.raises(UserError, match=r"^[^\n]* could not be written: [^\n]* and try again$"):
         run(job, advance=lambda _: fill_disk(stored_state(job).n_stored))
     fill_disk(0)

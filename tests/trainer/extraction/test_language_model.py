@@ -52,7 +52,7 @@ def alone(folder: Path, ids: np.ndarray) -> Tensor:
 
 
 def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBatch]) -> list[int]:
-    """Check that each document piece has the same rows as if read alone; return the lengths of the pieces."""
+    """Check that each document piece has the same rows as if it was read alone; return the lengths of the pieces."""
     lengths = []
     for batch in made:
         for ids, numbers, rows in zip(batch.ids, batch.documents, rows_of(model, batch), strict=True):
@@ -139,7 +139,7 @@ def test_a_model_with_missing_weights_is_refused_and_not_initialised(copy) -> No
     save_file({name: one for name, one in weights.items() if name not in lacking}, file, {"format": "pt"})
     sentence = "model.path: its files have no weights for layers.1.mlp.down_proj.weight and 2 more"
     require_refused(sentence, folder)
-    # The hook of block 0 does not need the block whose weights are missing.
+    # A hook in block 0 does not need the later block whose weights are missing.
     load(folder, "resid_post.0")
 
 

@@ -59,7 +59,7 @@ def test_positions_restart_and_each_piece_has_the_surrounding_tokens(lay, text) 
             assert ids[: len(document.before)] == document.before
             assert ids[len(ids) - len(document.after) :] == document.after
         else:
-            # At the end of a context, a piece may consist of surrounding tokens only.
+            # At the end of a context, there may be space only for the special tokens around a text.
             assert ids == (document.before + document.after)[: len(ids)]
 
 

@@ -29,7 +29,7 @@ from trainer.extraction.state import STATE, stored_state
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
-# More tokens than the text has, so the entire text is extracted.
+# The text has fewer tokens, so an extraction of this many tokens reads the entire text.
 ALL = 10**6
 
 
@@ -38,7 +38,7 @@ def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
 
 
 def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
-    """Return the rows of a hook by document, position and token; a document in several pieces may repeat a key."""
+    """Return the rows of a hook by document, position and token; the pieces of a split document may share a key."""
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for file in sorted(job.folder(hook).glob("*.safetensors")):
         shard = load_file(file)

@@ -301,7 +301,7 @@ def test_an_outlier_at_one_hook_is_kept_at_the_other(
     of_first, of_second = (torch.cat(seen[hook]) for hook in (0, 1))
     assert of_first.shape == of_second.shape == (20 * 64, 16)
     assert of_first.norm(dim=1).max() < 100
-    # Unless the row of the first hook was replaced, the rows of both hooks belong to the same token.
+    # Unless the row of the first hook was replaced, the two hooks' rows belong to the same token.
     places = {tuple(row): place for place, row in enumerate(second.tolist())}
     tokens = torch.tensor([places[tuple(row)] for row in of_second.tolist()])
     own = torch.tensor([token % 40 != 0 for token in tokens.tolist()])
@@ -377,7 +377,7 @@ def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Mak
 
     one, two, three = (work(hook) for hook in ("resid_post.2", ["resid_post.0", "resid_post.2"], "resid_post.0-2"))
     more, most = (estimate(work).activations for work in (two, three))
-    # The memory grows by the rows in the shuffle buffer, two times the rows of a forward pass, and one batch.
+    # The memory grows by the size of the shuffle buffer, twice the rows of a forward pass, and one batch.
     assert most - more >= 4 * D_IN * (500 + 2 * 256 + 64)
     assert estimate(two).weights - estimate(one).weights == estimate(three).weights - estimate(two).weights
     speeds = assumed_speeds(CPU_PROCESS, "fp32")

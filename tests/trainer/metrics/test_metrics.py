@@ -86,7 +86,7 @@ def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
     return float((scores * weights).sum() / weights.sum())
 
 
-# Tests of single metrics.
+# Tests of individual metrics.
 
 
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
@@ -242,7 +242,7 @@ def test_an_interval_of_only_nan_batches_has_nan_values() -> None:
         assert math.isnan(values[name]), name
 
 
-# Tests of the measured pace.
+# Tests of the pace of a run.
 
 
 class Waiting(Parallel):
@@ -337,8 +337,8 @@ def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> N
 
 def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Each value is the share of a 4-s interval that was spent waiting for data. More than 10 % over 10 s is a lasting
-    # wait, which ends below 5 %.
+    # Each value is the share of an interval of 4 s that was spent waiting for data. A wait is reported if it exceeds 10
+    # % for 10 s, and ends when the share is below 5 %.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]
     assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

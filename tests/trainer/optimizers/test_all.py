@@ -1,4 +1,4 @@
-"""Tests of the requirements that every registered optimizer must meet, with each optimizer in a learner."""
+"""Tests of the requirements that every registered optimizer must meet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(ch
 
 
 def batch(seed: int) -> Tensor:
-    """Return 128 tokens, each of which is a sum of a few of 40 directions."""
+    """Return 128 tokens; each token is a sum of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, 16, generator=generator)
     generator.manual_seed(seed)
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_bit_identical(choice: dict[str, Any], make: Callable[.
 @each
 def test_evaluation_changes_no_state(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one = make(choice)
-    heldout_fvu(one)  # before any step
+    heldout_fvu(one)  # before the first step
     for step in range(3):
         take_alone(one, step, batch(step))
     before = snapshot(one)
@@ -125,7 +125,7 @@ def test_the_scale_of_the_gradients_is_divided_out(choice: dict[str, Any], make:
             one.begin_step(step)
             one.accumulate(batch(step), batch(step))
         for parameter in scaled.sae.parameters():
-            parameter.grad *= 1024  # exact, since it is a power of 2
+            parameter.grad *= 1024  # exact, since 1024 is a power of 2
         plain.optimizer.step()
         scaled.optimizer.grad_scale = torch.tensor(1024.0)
         scaled.optimizer.step()

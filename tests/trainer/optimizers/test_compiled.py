@@ -14,7 +14,7 @@ from trainer.runtime.triton_kernels import COMPILED_UPDATES
 
 
 class OnGpu(Tensor):
-    """A CPU tensor that claims to be on a GPU."""
+    """A CPU tensor that pretends to be on a GPU."""
 
     @property
     def is_cuda(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tests that one new file and one line add an optimizer that is checked, estimated, trained with and resumed."""
+"""Tests that a new optimizer takes one file and one line, including its checks, estimates and checkpoints."""
 
 from __future__ import annotations
 

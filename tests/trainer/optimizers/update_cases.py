@@ -30,8 +30,7 @@ from trainer.training.following import Following
 from trainer.training.learner import Learner, RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# The variants of an update, with and without tied updates, unit-length rows and other parameters, and the moments'
-# dtypes.
+# The variants of an update: architectures, settings, and dtypes of the moments.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "topk"}, "fp32"),
     ({"architecture": "topk"}, "bf16"),
@@ -59,7 +58,7 @@ def rows(n: int, d: int, seed: int) -> Tensor:
 def test_measured_norms_and_dot_products_match_float64(width: int, size: float) -> None:
     grad, weight = rows(5, width, 1), nn.functional.normalize(rows(5, width, 2))
     grad[2] = 0
-    # This gradient is almost parallel to the weight's row.
+    # This gradient is almost parallel to its weight row.
     grad[3] = weight[3] + size * grad[3]
     squares, dots = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
     triton_update.measure(grad, weight, squares, dots)
@@ -94,7 +93,7 @@ def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
 
 
 class Twin(Group):
-    """A group of two replicas. The other replica always has the same values, and updates no weights."""
+    """A group of two replicas, in which the other replica always has the same values and updates no weights."""
 
     size = 2
 
@@ -119,7 +118,7 @@ def learners(
 
 
 def step(one: Learner, number: int, bad: float | None = None) -> None:
-    """Take a step; if `bad` is given, one value of the gradient is replaced by it."""
+    """Take a step; if `bad` is given, it replaces one value of the gradient."""
     one.begin_step(number)
     x = rows(16, 72, number)
     one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
@@ -135,12 +134,12 @@ def state(one: Learner) -> dict[str, Tensor]:
 def assert_alike(one: Learner, other: Learner) -> None:
     found, expected = state(one), state(other)
     assert found.keys() == expected.keys()
-    # A moment that is rounded to the neighbouring code changes a step of 1e-2 by this much.
+    # The change of a step of 1e-2 if a moment is rounded to the neighbouring code.
     off = 3e-7 if found["optimizer.exp_avg.W_enc"].dtype == torch.float32 else 2e-4
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
         if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
-            # The last digits of a number halfway between two codes decide which code it gets.
+            # If a number lies halfway between two codes, its last digits decide which code is stored.
             codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
             different = (codes.int() - others.int()).abs()
             assert int(different.max()) <= 1, name
@@ -153,7 +152,7 @@ def assert_alike(one: Learner, other: Learner) -> None:
 def test_steps_match_whole_passes(sae: dict[str, Any], moments: str) -> None:
     by_rows, by_passes = learners(sae, state=moments)
     by_rows.loss_scale.enabled = True
-    by_rows.loss_scale.factor.fill_(1024)  # exact, since it is a power of 2
+    by_rows.loss_scale.factor.fill_(1024)  # exact, since 1024 is a power of 2
     for number in range(2):
         step(by_rows, number)
         step(by_passes, number)
@@ -213,7 +212,7 @@ class Measuring:
 
 @pytest.fixture
 def measuring() -> Iterator[Measuring]:
-    """Use kernels for gradient sums too, and record the rows that are measured again."""
+    """Use kernels for sums of gradients too, and record the rows that are measured again."""
     kernels = Measuring()
     with use_kernels({OPTIMIZER_STEPS: kernels, SPARSE_PRODUCTS: triton_sparse}):
         yield kernels
@@ -256,7 +255,7 @@ def test_gradients_are_measured_while_they_are_summed(
     x = rows(16, 72, 0)
     one.accumulate(x, x)
     assert_measured(one)
-    # Only rows whose entries are split into several windows of 20 are measured again.
+    # Only rows whose entries are divided among several windows of 20 entries are measured again.
     assert len(measuring.asked) == 2
     assert all(some is not None and len(set(some)) <= 3 for some in measuring.asked)
 
@@ -302,7 +301,7 @@ def copies(one: Learner) -> dict[Tensor, NarrowCopy]:
 
 @pytest.mark.parametrize(
     ("sae", "moments", "dtype"),
-    # The interpreter is slow, so it tests only about half of the combinations of variant and dtype.
+    # The interpreter is slow and therefore tests only about half of the combinations of variant and dtype.
     [(*way, dtype) for n, way in enumerate(WAYS) for m, dtype in enumerate(NARROW) if ALL or n == 0 or (n + m) % 2],
     ids=str,
 )
@@ -387,7 +386,7 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # A latent's step is bit-identical for any set of other latents, so it depends neither on the shards nor on the
+    # The step of a latent is bit-identical whatever the other latents are, so it depends neither on shards nor on the
     # order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
@@ -443,7 +442,7 @@ def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: f
     exact = vector.detach().double()
     m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
     for number in range(7):
-        # The gradients differ by orders of magnitude, like those of rare and frequent latents.
+        # Like the gradients of rare and frequent latents, these gradients differ by orders of magnitude.
         vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
         grad, is_bad = vector.grad.double() / 3, number in (0, 4)
         optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)

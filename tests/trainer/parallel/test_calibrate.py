@@ -1,4 +1,4 @@
-"""Tests for measuring speeds on ranks with very little memory, which are real processes with a memory limit."""
+"""Tests for measuring speed on ranks with very little memory. The ranks are real processes with a memory limit."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# The free memory holds the entire copy that is measured, a quarter of it, or none of it.
+# In these cases, the free memory holds the entire copy, a quarter of the copy, or none of it.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(
     world_size: int, mib: int, is_kept: bool, run: Callable[..., Any]
 ) -> None:
     box, plan = run(world_size, mib)
-    # A speed that is assumed, or measured with less data, is not stored for this machine.
+    # A speed is not stored for this machine if it is assumed or was measured with less data.
     assert (CPU in box.devices) == is_kept
     assert plan.ranks == world_size
     if not is_kept:

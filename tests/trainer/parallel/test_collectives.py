@@ -1,7 +1,7 @@
-"""Tests that all ranks, which are real processes, make the same `torch.distributed` calls in the same order.
+"""Tests that all ranks make the same `torch.distributed` calls in the same order.
 
-The calls are those of the ranks' groups, which pack, shard and overlap tensors. The code path of a GPU runs over gloo
-here.
+The ranks are real processes. Their groups pack and shard tensors and start several transfers together. The code path of
+a GPU runs over gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.parallel import group
 
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor", "hybrid")
-# Two ranks cannot form a hybrid. On the CPU path, the calls within a group are the same for any number of ranks.
+# Two ranks cannot form a hybrid. On the CPU path, the calls within a group do not depend on the number of ranks.
 USUAL = [
     Case(size, path, {"architecture": kind}, {"mode": mode})
     for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
@@ -31,8 +31,8 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # Here the latents do not divide evenly over the replicas, and the tokens do not divide evenly over the ranks that
-    # share latents.
+    # In these cases, the latents do not divide evenly over the replicas, and the tokens do not divide evenly over ranks
+    # that share latents.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]

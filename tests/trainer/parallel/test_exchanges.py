@@ -23,7 +23,7 @@ from trainer.saes.kernels import dead_latents
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
-# The exchanges of the GPU path do not depend on values, so they are tested on up to 8 ranks.
+# On the GPU path, exchanges do not depend on values. The CPU path is tested with fewer ranks.
 SIZES = {"cpu": (2, 4), "gpu": (2, 4, 8)}
 
 
@@ -55,8 +55,8 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # In the other architectures, some pre-activation is always so close to the bound that rounding decides whether
-        # it is active.
+        # In the other architectures, some pre-activation always lies so close to the bound that rounding decides
+        # whether the latent is active.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 

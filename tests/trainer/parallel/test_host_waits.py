@@ -1,6 +1,6 @@
 """Tests that with several GPUs, the host waits for its GPU only in steps that log.
 
-Other steps read no values from the GPU. Therefore their exchanges cannot depend on values, which might differ between
+Other steps read no values from the GPU. Their exchanges therefore cannot depend on values that might differ between
 ranks.
 """
 
@@ -19,7 +19,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
-# Each value is the number of ranks with different tokens, and the number of ranks that share the latents.
+# Each value contains the number of ranks with different tokens, and the number of ranks that share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
 # The parallel and training settings of each case.
 SETTINGS: dict[str, Settings] = {

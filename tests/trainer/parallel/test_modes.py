@@ -31,7 +31,7 @@ NAMES = (
     "heldout_fvu",
     "heldout_l0",
 )
-# Each value is the number of ranks, the mode's settings, and the number of ranks with different tokens.
+# Each value contains the number of ranks, the mode's settings, and the number of ranks with different tokens.
 MODES = {
     "dp-2": (2, {"mode": "dp"}, 2),
     "ddp-2-not-dealt": (2, {"mode": "ddp", "zero": False}, 2),
@@ -47,7 +47,7 @@ MODES = {
 }
 # Latents become dead after few tokens, so that AuxK and the counters are active.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
-# With these held-out rows, some latents die early enough to be resampled.
+# With this choice of held-out rows, some latents die early enough to be resampled.
 ROWS = {"hold_out": "rows"}
 
 
@@ -57,7 +57,7 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that a run exported, which for a TopK transcoder are in the format of sparsify."""
+    """Return the weights that a run exported. A TopK transcoder is exported in the format of sparsify."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
@@ -85,7 +85,7 @@ def test_all_modes_learn_the_same_as_one_process_with_every_architecture(
     assert set(ranks.wait()) == {EXIT_FINISHED}
     for label in alone.learners:
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
-    # Dead latents must occur, so that the ranks also exchange AuxK candidates.
+    # If AuxK is active, the ranks have also exchanged candidates among dead latents.
     assert max(kept.curve("auxk@architecture=topk")) > 0
 
 

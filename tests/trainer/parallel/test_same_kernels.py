@@ -23,7 +23,7 @@ def test_one_rank_per_host_compiles_first_and_no_rank_uses_a_failed_kernel(
     tried: list[int] = []
     withheld: list[set[str]] = []
 
-    # The ranks of this test are threads.
+    # In this test, the ranks are threads.
     of_thread = threading.local()
 
     def try_all(device: torch.device, dtype: torch.dtype, _: object) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tests for exchanges between real processes, which use shared memory or pretend to be on different machines."""
+"""Tests for exchanges between real processes, through shared memory or as between different machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks, and return the tensors that each rank has saved; a killed rank has saved none."""
+    """Run `size` ranks, and return the tensors that each rank has saved, which are none for a killed rank."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -68,7 +68,7 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
         for index, rank in enumerate(ranks):
             assert float(rank[name]) == (sum(members) if index in members else index)
-    # The data is larger than a connection's buffer. Only the first rank collects it.
+    # The data does not fit into a connection's buffer, and only the first rank collects it.
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
     assert "collected" not in ranks[1]
@@ -91,7 +91,7 @@ def check_owned(ranks: list[dict[str, Tensor]]) -> None:
         for rank, part in zip(ranks, parts, strict=True):
             assert torch.equal(rank[f"owned {name}"], part)
             assert torch.equal(rank[name], rank[f"own {name}"])
-    # Here there are fewer rows than ranks.
+    # This tensor has fewer rows than there are ranks.
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 
@@ -102,11 +102,11 @@ def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -
 
 
 def test_ranks_can_wait_for_large_file_descriptors() -> None:
-    # A process whose data has many shards keeps about 2,000 files open.
+    # A process that reads many shards can have this many files open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()
-    # The first rank stops polling and sleeps before these 0.1 s have passed.
+    # The first rank polls for less than these 0.1 s before it sleeps.
     late = threading.Timer(0.1, far.send, [b"."])
     try:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))

@@ -1,4 +1,4 @@
-"""Tests for how ranks agree to stop or to save, with simulated GPUs whose queues run when a test says so."""
+"""Tests for how ranks agree to stop or to save, with simulated GPUs that run queued work only on request."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ zeros = torch.zeros
 
 
 class Gpu(threading.local):
-    """A simulated GPU for each thread: its queued work, and how often the host had to wait for the GPU."""
+    """A simulated GPU for each thread, with its queued work and the number of times that the host had to wait."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
         self.waits = 0
 
     def catch_up(self) -> None:
-        """Run all the work in the queue."""
+        """Run all work in the queue."""
         while self.queue:
             self.queue.popleft()()
 
 
 class Event:
-    """An event in the queue of a GPU; an event that was never recorded is treated as reached."""
+    """An event in the queue of a GPU. An event that was never recorded is treated as complete."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._n_ahead = gpu, 0
@@ -87,7 +87,7 @@ def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(ra
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
         parallel.__dict__["_requests"] = CudaRequests()
         for own in requests:
-            # By the time the host queues this step, the GPU has finished all earlier work.
+            # When the host queues this step, the GPU has finished all earlier work.
             gpu.catch_up()
             agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
         return agreed, gpu.waits

@@ -16,7 +16,7 @@ from trainer.runtime.device_queue import CompletedWork
 def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
     def work(group: Threads) -> list[torch.Tensor]:
         tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
-        # The tensor is not contiguous, like a weight whose latents are contiguous.
+        # This tensor is not contiguous, like a weight in which each latent is contiguous.
         tensors.append(torch.full((6, 5), float(group.index + 1)).T)
         group.sum_(*tensors)
         return tensors
@@ -67,7 +67,7 @@ def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> N
         group.sum_parts_([tensor])
         part = tensor.tensor_split(3)[group.index]
         torch.testing.assert_close(part, owns.sum(dim=0).tensor_split(3)[group.index])
-        # The thread changes its part, as the optimizer changes its part of the weights.
+        # The thread changes its part of the tensor, as an optimizer changes its part of the weights.
         part += 1
         group.spread_parts_([tensor])
         return tensor
@@ -89,7 +89,7 @@ EXCHANGES: dict[str, Callable[[Threads, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_gpu_queues_wait_for_each_other_without_blocking_hosts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that an exchange needs both of its waits: one after all writes, and one after all reads."""
+    """Check that an exchange waits after all writes and again after all reads, and that both waits are needed."""
 
     def give_and_change(group: Threads) -> None:
         tensor = torch.ones(6, 4) * group.index if kind != "from owners" else torch.ones(3, 2, 4)

@@ -262,7 +262,7 @@ def test_a_waiting_rank_ends_with_its_supervisor_not_with_the_supervisors_thread
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # The kernel has already sent the rank the signal that the thread that started the rank has died.
+        # The rank has already received the signal that the kernel sends when the thread that started the rank dies.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -295,7 +295,7 @@ def test_a_rank_in_a_hanging_exchange_ends_with_its_supervisor_and_rank_0(
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # The rank has already received the signal that its supervisor died, and waits for rank 0.
+        # The rank has already received the signal that the kernel sends when its supervisor dies, and waits for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()
@@ -345,7 +345,7 @@ def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
     ("n_ranks", "rank", "name", "refusal"),
     [
         (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a MIG slice, and NCCL cannot connect slices"),
-        # CUDA shows a process a single slice, even if several are available.
+        # A process sees only one MIG slice through CUDA, even if several slices are available.
         (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a MIG slice, and NCCL cannot connect slices"),
         (1, 0, "NVIDIA H200 MIG 3g.71gb", "begun"),
         (2, 0, "NVIDIA H200", "begun"),

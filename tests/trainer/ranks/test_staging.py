@@ -1,4 +1,4 @@
-"""Tests that real ranks restart with transfers through host memory if direct transfers, here over gloo, fail."""
+"""Tests that ranks restart with transfers through host memory if direct transfers fail, here with gloo."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def on_two_hosts(
 ) -> list[str]:
     """Run both torchrun agents until they end, and return their outputs.
 
-    With `shares_store`, the first agent hosts the store through which the ranks find each other; otherwise rank 0 hosts
-    it.
+    With `shares_store`, the first agent hosts the store through which the ranks find each other. Otherwise rank 0 hosts
+    the store.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -151,7 +151,7 @@ def test_variables_that_pytorch_reads_once_are_set_before_it_is_loaded(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loaded(Exception):
-        """Raised instead of importing torch."""
+        """Raised in place of importing torch."""
 
     def load() -> None:
         raise Loaded

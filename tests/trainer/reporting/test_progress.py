@@ -200,7 +200,7 @@ def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
         progress.heartbeat("training", 7, 280)
         progress.rows([MetricRow("loss", 7, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
-        # The app has the store open meanwhile.
+        # The store is opened by the app at the same time.
         with contextlib.closing(read(path)) as reader:
             assert reader.latest() == {"loss": 1.0}
             spoil(path)
@@ -243,7 +243,7 @@ def test_a_stop_request_sets_the_flag_and_one_for_another_job_does_not(
         assert not requests.wanted().stop
         control.request(mine, "stop")
         eventually(stop.is_set, 5)
-        # A request sets the flag only once, and a new request sets it again.
+        # A request sets the flag once. A new request sets it again.
         stop.clear()
         progress.settle()
         assert not stop.is_set()

@@ -1,4 +1,4 @@
-"""Counts the kernels that all trials would compile on a GPU, while Triton's interpreter runs them."""
+"""Counts the kernels that all trials would compile on a GPU. The kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.M
 
     def begin(*, key: str, fn, **_) -> bool:
         begun.add((fn.name, key))
-        return True  # prevents the compilation
+        return True  # skips the compilation
 
     driver.set_active(NoGpu())
     monkeypatch.setattr(*_hook_of_triton(), begin)
@@ -34,6 +34,6 @@ def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.M
         before = len(begun)
         assert try_all(torch.device("cpu"), torch.bfloat16, [one]) == {}
         found[one.module] = len(begun) - before
-    # The number depends slightly on the version of Triton.
+    # The number of kernels depends slightly on the version of Triton.
     assert abs(sum(found.values()) - n_kernels()) <= 2
     assert {module: n for module, n in found.items() if abs(n - KERNELS[module].n) > 1} == {}

@@ -1,4 +1,4 @@
-"""Tests adding a kernel to the registry, with Triton's interpreter on a CPU that pretends to be a GPU."""
+"""Tests that a kernel can be added to the registry, in Triton's interpreter on a CPU that pretends to be a GPU."""
 
 from __future__ import annotations
 

@@ -44,7 +44,10 @@ class OnSecondGpu(torch.Tensor):
 
 
 class Event:
-    """A GPU event that records its queue, which is by default the current queue, that of the first GPU."""
+    """A GPU event that records the name of its queue.
+
+    The default is the current queue, which belongs to the first GPU.
+    """
 
     recorded: ClassVar[list[str]] = []
 
@@ -91,7 +94,7 @@ def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyP
     made.hold(torch.device("cuda:2"))
     assert Event.recorded == ["queue of cuda:1"]
     assert [queue for queue, _ in held] == ["queue of cuda:2"]
-    # An operation on a CPU is complete when the call returns, so there is no queue to hold.
+    # An operation on a CPU is complete when the call returns, so no GPU has to wait for it.
     moment(CPU).hold(torch.device("cuda:2"))
     assert len(held) == 1
 

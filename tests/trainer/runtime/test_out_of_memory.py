@@ -1,4 +1,4 @@
-"""Tests that every error that means a lack of memory is recognised, whichever library raises it."""
+"""Tests that errors from all libraries that mean a lack of memory are recognised."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_only_products_have_the_chosen_dtype(chosen: str, expected: torch.dtype)
 def test_tf32_is_used_unless_fp32_is_chosen(chosen: str, expected: str) -> None:
     set_matmul_precision(chosen)
     products = torch.backends.cuda.matmul
-    # Later versions of torch return a pair of booleans.
+    # Later versions of torch return a pair of booleans here.
     for allowed in (products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction):
         assert allowed in (False, (False, False))
     assert torch.get_float32_matmul_precision() == expected

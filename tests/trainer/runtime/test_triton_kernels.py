@@ -1,4 +1,4 @@
-"""Tests that if Triton cannot run a kernel, a warning is given and training works without the kernel."""
+"""Tests that if Triton cannot run a kernel, there is a warning and the kernel is not used."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:
 
 
 def test_no_kernel_combines_a_check_for_none_with_another_condition() -> None:
-    # Triton 3.2 (PyTorch 2.6) fails to compile such a condition, because it compiles the branch even if the tensor is
-    # None.
+    # Triton 3.2 (PyTorch 2.6) compiles a branch with such a condition even if the tensor is None, and fails.
     modules = sorted(Path(trainer.__file__).parent.rglob("triton_*.py"))
     kernels = [(module, kernel) for module in modules for kernel in kernels_of(module)]
     assert len(kernels) > 20

@@ -1,4 +1,4 @@
-"""Tests that ranks that share latents get the AuxK gradients of a single rank, which `test_topk.py` checks."""
+"""Tests that ranks that share latents have the same AuxK gradients as a single rank, which `test_topk.py` checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(n: int = 26) -> Tensor:
 
 
 def silences(case: str, sharing: int) -> Tensor:
-    """Return the number of tokens since each latent fired, for one of the cases."""
+    """Return the number of tokens since each latent fired in a case."""
     silent = torch.arange(D_SAE) % 7
     if case == "few are dead":
         silent[[3, 4, 40]] = DEAD_AFTER

@@ -24,7 +24,7 @@ def random_batch_topk(*shape: int, **settings: Any) -> BatchTopK:
 
 
 def largest_of_batch(pre_acts: Tensor, k: int) -> Tensor:
-    """Keep the k · n_tokens largest pre-activations, one by one and only if they are positive; zero all others."""
+    """Keep the k · n_tokens largest pre-activations that are positive, one by one, and set all others to zero."""
     acts = torch.zeros_like(pre_acts)
     for place in pre_acts.flatten().argsort(descending=True)[: k * len(pre_acts)].tolist():
         token, latent = divmod(place, pre_acts.shape[1])
@@ -64,8 +64,8 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
     # Both classes agree if decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and the activations
-    # of dead latents are positive. SAELens' AuxK is a plain squared error. SAELens' threshold starts at 0, so a rate of
-    # 1 is used to compare only the averaged values.
+    # of dead latents are positive. The AuxK of SAELens is a plain squared error. The threshold of SAELens starts at 0,
+    # so this test uses a rate of 1 to compare only the averaged values.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 

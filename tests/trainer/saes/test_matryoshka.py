@@ -58,8 +58,8 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
 
 
 def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    # Both classes agree if SAELens' matryoshka_widths are our widths, its AuxK per level is disabled, and decoder rows
-    # have length 1. SAELens sums the errors of the levels, whereas our loss is their mean.
+    # Both classes agree if SAELens' matryoshka_widths equal our widths, SAELens' AuxK per level is disabled, and
+    # decoder rows have length 1. SAELens sums the errors of the levels, whereas our loss is their mean.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.matryoshka_batchtopk_sae import (
         MatryoshkaBatchTopKTrainingSAE,
@@ -116,7 +116,7 @@ def test_in_evaluation_inner_levels_are_measured_for_dense_and_sparse_activation
 
 
 def left_over_by_the_first(n_levels: int, width: int) -> float:
-    """Return the FVU with the first `width` latents after a short training on sparse sums of 30 directions."""
+    """Return the FVU of the first `width` latents after a short training on sparse sums of 30 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions

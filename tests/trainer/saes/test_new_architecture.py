@@ -1,4 +1,4 @@
-"""Tests that adding an architecture takes one file and one line, after which it is checked, trained and exported."""
+"""Tests that a new architecture takes one file and one line, including its checks, training and export."""
 
 from __future__ import annotations
 

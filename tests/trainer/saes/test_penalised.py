@@ -39,10 +39,10 @@ CAN_TRANSCODE = [kind for kind in KINDS if kind != "gated"]
 
 
 def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> Any:
-    """Create a random SAE in which half of the latents fire, or only a few with `is_sparse`."""
+    """Create a random SAE in which half of the latents fire, or only a few if `is_sparse` is true."""
     kind_class, own = KINDS[kind]
     sae = random_sae(kind_class, *shape, **(PENALISED | own | settings))
-    # Decoder rows have different lengths, since only some kinds of SAE keep them at 1.
+    # Decoder rows get different lengths here, since only some kinds of SAE keep their length at 1.
     sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
     if kind.startswith("jumprelu"):
         sae.threshold.data.abs_()
@@ -54,7 +54,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Compute the losses, activations and x_hat token by token and latent by latent, with plain autograd.
 
-    The gradient of a jump is replaced by that of a function that is linear in a window around the jump.
+    Where the activation has a jump, the gradient is that of a function that is linear in a window around the jump.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []
@@ -120,7 +120,7 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
     # In SAELens, the reconstruction from the gate also moves the decoder, which the paper forbids. For this loss, only
     # the gradients of the encoder are compared. SAELens multiplies the gate's penalty by the norms of decoder rows,
-    # which are always 1 here.
+    # which are 1 in our gated SAE.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()
     if kind == "gated":
@@ -188,7 +188,7 @@ def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
-    # If Adam updated the logarithm of a threshold, a threshold of 1e-3 would hardly move.
+    # If Adam updated the logarithm of a threshold, it would barely move a threshold of 1e-3.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
@@ -221,7 +221,7 @@ def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
 
 
 def test_negative_thresholds_are_clamped_to_0() -> None:
-    # A threshold below 0 would still have a gradient in its window, although the activation has no jump there.
+    # Below 0, a threshold would still have a gradient, although the activation has no jump there.
     sae = made("jumprelu")
     sae.threshold.data[:3] = -0.5
     thresholds = sae.threshold.detach().clone()[3:]

@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_or_refused(folder: Path, world: Path) -> None:
-    """Read an SAE, run it and import it. Each use must either work or fail with a one-sentence error."""
+    """Read, run and import an SAE; each of these must either work or fail with a one-sentence error."""
     for use in (_run, lambda folder: _import(folder, world)):
         try:
             sae = use(folder)
@@ -168,8 +168,8 @@ def test_damaged_bytes_are_read_or_refused(
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in places:
-            # Most bytes of a file are numbers, so the test mostly changes the beginning and the end, which describe the
-            # numbers.
+            # Most bytes of a file are numbers, so the test changes mostly the beginning and the end of the file, which
+            # describe the numbers.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 

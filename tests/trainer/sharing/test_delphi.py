@@ -1,4 +1,4 @@
-"""Tests that delphi, which `make model` downloads, can read the caches written for it."""
+"""Tests that delphi, which `make model` downloads, can read the caches that are written for it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
 
 
 def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # delphi imports these packages, but does not need them for reading a cache.
+    # delphi imports these packages but does not need them to read a cache.
     peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
     loader = peer(monkeypatch, "delphi.latents.loader")

@@ -1,6 +1,6 @@
-"""Tests that other tools compute the same results as the exported SAE, each from the format written for it.
+"""Tests that other tools compute the same results as the exported SAE.
 
-`make model` downloads the tools. Tests of tools that are missing are skipped.
+Each tool reads the format written for it. `make model` downloads the tools, and tests of missing tools are skipped.
 """
 
 from __future__ import annotations

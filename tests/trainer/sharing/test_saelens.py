@@ -44,7 +44,8 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @torch.no_grad()
 def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
-    # The raw data has values of about 3, so the trainer's scaled inputs are up to five times smaller or larger.
+    # The raw values have a standard deviation of 3, so the trainer's scaled inputs are up to five times smaller or
+    # larger.
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")
@@ -239,7 +240,7 @@ def test_saelens_computes_the_same_from_files_of_any_version(name: str, tmp_path
     reference = LAYOUTS[name].write(tmp_path)
     theirs = sae_lens.SAE.load_from_disk(tmp_path)
     x = torch.randn(60, LAYOUTS_WIDTH) * 2
-    # `clear` marks the rows in which rounding cannot change the selected latents.
+    # `clear` marks the rows whose selected latents cannot change by rounding.
     clear = reference(x)[2]
     acts, x_hat = ExportedSae(SaeLens().read(tmp_path), CPU).reconstruct(x)
     others = theirs.encode(x)

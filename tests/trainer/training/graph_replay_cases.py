@@ -42,11 +42,11 @@ ALONE = Parallel(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the code path of a GPU on a CPU, with Triton kernels for errors and updates and torch for the rest."""
+    """Run the code path of a GPU on a CPU, with Triton kernels for errors and updates, and with torch for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     # With few tokens, the number of active latents varies widely between batches.
     monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
-    # Triton's interpreter is slow, so a step is captured after a single plain step.
+    # Triton's interpreter is slow, so only one plain step is run before a step is captured.
     monkeypatch.setattr(graph_replay, "PLAIN_STEPS", 1)
     by_torch = SPARSE_PRODUCTS, LATENT_SELECTIONS, DEAD_LATENTS, ENCODER_INPUTS, METRIC_SUMS
     with use_kernels(all_kernels() | dict.fromkeys(by_torch)):
@@ -120,7 +120,7 @@ class Run:
 def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train: dict[str, Any]) -> None:
     run = Run({"architecture": architecture}, train)
     steps = run.record()
-    # The learning rate rises and falls within these steps.
+    # In these steps, the learning rate rises and falls.
     run.take(4)
     found, expected = run.intervals()
     assert found == expected
@@ -263,7 +263,8 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
     run.assert_alike()
 
 
-# Tests with a penalty, where the host sizes the buffer of active latents by the numbers of earlier batches.
+# Tests with a penalty, where the host chooses the size of the buffer of active latents from the numbers of earlier
+# batches.
 
 
 PENALISED = [
@@ -273,14 +274,14 @@ PENALISED = [
 
 
 class PlainSteps(GraphReplay):
-    """Makes decisions as early as captured steps do, but runs every step plainly."""
+    """A `GraphReplay` that makes decisions as early as for captured steps, but runs every step plainly."""
 
     def _may_record(self, decided: Any) -> bool:
         return False
 
 
 class LateCopy(HostCopy):
-    """A number that a GPU has only after the step. Reading it earlier would stall the GPU."""
+    """A number that a GPU has computed only after the step. Reading it earlier would stall the GPU."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)
@@ -294,7 +295,7 @@ class LateCopy(HostCopy):
 
 
 class Penalty(Run):
-    """Two learners whose buffers hold `capacity` latents per token, which the test sets, from the fourth step on."""
+    """Two learners. From their fourth step on, their buffers hold `capacity` latents per token, which the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
         # `told` collects the numbers of earlier batches that the host has read.
@@ -330,7 +331,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
 ) -> None:
     queue: list[LateCopy] = []
     monkeypatch.setattr(buffer_sizer, "HostCopy", lambda number: LateCopy(number, queue))
-    # The penalty is warmed up and adjusted in these steps.
+    # In these steps, the penalty is warmed up and adjusted.
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)
     assert run.steps.n_replayed == 4
@@ -421,7 +422,7 @@ def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monk
             with one.evaluating():
                 evaluated.append(one.forward(*one.normalised(x, x)).x_hat)
     assert torch.equal(*evaluated)
-    # Loading a state replaces the tensors that hold the moments.
+    # Loading a checkpoint replaces the tensors that hold the moments.
     run.take(3)
     assert run.steps.n_replayed == 2
     run.assert_same_intervals()

@@ -1,4 +1,4 @@
-"""Tests for trials of smaller micro-batches when memory is really short, since a rank's address space is limited."""
+"""Tests that smaller micro-batches are tried if memory is really short. The address space of a rank is limited."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from trainer.training.learner import Learner
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# The pre-activations of all tokens take 256 MiB. A pass allocates twice as much, and the threads take 128 MiB.
+# The pre-activations of all tokens take 256 MiB. A pass allocates twice as much at first, and its threads take 128 MiB.
 TIGHT_MIB = 900
-# In these modes, a pass contains an exchange between ranks.
+# Modes and architectures whose passes contain an exchange between ranks.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
 

@@ -1,4 +1,4 @@
-"""Tests that a run that is asked to finish early cools down in its next steps and ends as finished."""
+"""Tests that a run that is asked to finish early cools down over its next steps and ends as finished."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeTrainer = Callable[..., Any]
 
 
 class AtStep(RunProgress):
-    """Sets each event after its step."""
+    """A `RunProgress` that sets each of its events after a given step."""
 
     def __init__(self, **events: tuple[int, threading.Event]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
 
 @pytest.fixture
 def asked_to_finish(make_job: MakeJob, make_trainer: MakeTrainer) -> Callable[..., tuple[Any, AtStep]]:
-    """Return a function that trains, and asks the run to finish or to stop after the given steps."""
+    """Return a function that trains a run, and asks it to finish or to stop after the given steps."""
 
     def train(finish: int = 10**9, stop: int = 10**9, **options: Any) -> tuple[Any, AtStep]:
         job = make_job(train={"n_steps": PLANNED, "lr": 0.1, "eval_every": 0})
@@ -147,7 +147,7 @@ def test_a_run_killed_in_its_cool_down_has_saved_its_new_end(
     states = [read_state(folder) for folder in (tmp_path / "checkpoints").iterdir()]
     assert [state.cool_down_of(PLANNED) for state in states] == [CoolDown(ASKED, END, PLANNED)] * len(states)
     assert ASKED in {state.position.step for state in states}
-    # A run whose length is changed ignores its cool-down.
+    # A run ignores its cool-down if its length is changed.
     assert states[0].cool_down_of(PLANNED + 1) is None
 
 

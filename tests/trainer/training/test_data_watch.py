@@ -1,4 +1,4 @@
-"""Tests for data that changes before a run is resumed, or while a run reads it, in real trainings."""
+"""Tests of real trainings whose data changes before a run is resumed, or while the run reads it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
 
 
 def write_texts(file: Path, texts: range, seed: int) -> None:
-    """Write 25 rows of each text, together with the number of the text."""
+    """Write 25 rows of each text, and store the number of the text with each row."""
     write(file, 25 * len(texts), seed)
     document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
     save_file(load_file(file) | {"document": document}, file)
@@ -140,7 +140,7 @@ def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
 
 
 class AtStep:
-    """Changes the data after a certain step, as a user might while the run trains."""
+    """A change of the data after a given step, as a user might make it while the run trains."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act
@@ -195,7 +195,7 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was truncated to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
-    # The space reserved for the last checkpoint is freed before this save.
+    # The space reserved for the last checkpoint was freed before the save.
     assert was_reserved == [False]
     # The run continues after the file has been copied again.
     file.write_bytes(whole)

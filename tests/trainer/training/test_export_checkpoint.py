@@ -60,7 +60,7 @@ def export(run: Path, out: Path, *flags: str) -> int:
 
 
 def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a folder as sparsify does, check the names and shapes of its tensors, and return them with the config."""
+    """Read a folder as sparsify does, check its tensors' names and shapes, and return its configuration and tensors."""
     config = json.loads((folder / "cfg.json").read_text())
     tensors = load_file(folder / "sae.safetensors")
     d_in, d_sae = config["d_in"], config["num_latents"]
@@ -70,7 +70,7 @@ def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Reconstruct x in float64, as sparsify's documentation describes for a TopK coder."""
+    """Reconstruct x in float64, as sparsify's documentation describes it for a TopK coder."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = x.double() if config["transcode"] else x.double() - weights["b_dec"]
     values, latents = (x @ weights["encoder.weight"].T + weights["encoder.bias"]).relu().topk(config["k"], dim=1)
@@ -88,7 +88,7 @@ def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
     config, expected = (json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", run_dir / "sae"))
     measured = {"l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0"}
     expected["metadata"] = {name: value for name, value in expected["metadata"].items() if name not in measured}
-    # A trainer in this process does not store the values that a run measures.
+    # A trainer that runs in this process does not store the measured values of the run.
     assert config == expected
 
 
@@ -156,7 +156,7 @@ def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun,
         assert (recipe.batch_tokens, recipe.steps, recipe.planned_steps, recipe.tokens) == (192, 20, 20, 3840)
         assert recipe.passes == pytest.approx(3840 / trainer.data.n_train)
         assert (recipe.warmup_fraction, recipe.target_l0) == (0.1, learner.sae.k)
-        # The highest learning rate, which is used between warm-up and decay, equals the rate in the recipe.
+        # The highest learning rate, between warm-up and decay, equals the rate in the recipe.
         decoder, encoder = (learner.optimizer.param_groups[place] for place in (0, 1))
         learner.begin_step(5)
         assert decoder["lr"] == pytest.approx(recipe.lr)
@@ -174,7 +174,7 @@ def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
     def best() -> int:
         return int(export_checkpoint(run_dir, tmp_path / "out", form="saelens", best=True, force=True)["step"])
 
-    assert best() == 20  # every step improves the SAE here
+    assert best() == 20  # in this run, every step improves the SAE
     (checkpoints / "step-00000020" / STATE).write_text("{}")
     assert best() == 15
     (checkpoints / "step-00000015" / "tensors.safetensors").unlink()

@@ -21,14 +21,14 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 
-# The file size limit in bytes is enough for settings, but too low for any weights.
+# The file size limit in bytes, which is enough for settings but too low for weights.
 SMALL = 4000
 MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create the folder, which counts as another disk, for SAEs that wait for space."""
+    """Create a folder for SAEs that wait for space; the folder is treated as another disk."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """Calls a function while the run waits for space, in place of a user's action."""
+    """A user who acts while the run waits for space, simulated by a function call."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.heartbeat
@@ -83,7 +83,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     wait = Wait(kept, free)
     job = make_job(train={"n_steps": 3, "report_card": False})
     trainer = make_trainer(job, wait.progress)
-    # Under this limit, neither the optimizer's state nor the weights in the run's folder can be written.
+    # This limit is too low for the optimizer's state, and for the weights in the run's folder.
     export, only_here = trainer._exporter._export_one, tmp_path / "sae"
 
     def where_there_is_room(*arguments, **others) -> None:

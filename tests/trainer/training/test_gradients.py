@@ -1,4 +1,4 @@
-"""Compares how gradients are processed before the update with torch's gradient clipping and loss scaling."""
+"""Compares the processing of gradients before an update with torch's gradient clipping and loss scaling."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_captured_steps_equal_plain_ones(among: str) -> None:
 
 
 class Card:
-    """Simulates torch's captures into memory pools: after a failed operation, a capture remains active in its pool."""
+    """A simulation of torch's memory pools, in which a capture remains active after a failed operation."""
 
     device_index = 0
 

@@ -87,7 +87,7 @@ def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: 
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
-    # The SAE uses the scale of the data and not the scale in its file.
+    # The SAE uses the scale of the data, and not the scale stored in its file.
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
@@ -234,7 +234,7 @@ class Trap:
 
 
 def replaced(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return a function that replaces `ae.pt` by the result of `change` on its tensors."""
+    """Return a function that replaces `ae.pt` with the result of `change` on its tensors."""
 
     def tamper(folder: Path) -> None:
         tensors = torch.load(folder / "ae.pt", weights_only=True)
@@ -388,7 +388,8 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # This SAE expects rows scaled to a mean norm of √32, so its b_dec, which is the mean of the rows, is scaled too.
+    # This SAE expects rows that are scaled to a mean norm of √32. Its b_dec, the mean of the rows, is therefore scaled
+    # too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (

@@ -31,7 +31,7 @@ def learner(job: JobConfig) -> Learner:
 def test_micro_batches_of_any_sizes_give_the_mean_gradient_over_all_tokens(
     sizes: tuple[int, ...], make_job: MakeJob
 ) -> None:
-    # A step with more or fewer than the expected 128 tokens is neither larger nor smaller.
+    # A step expects 128 tokens, but its size does not depend on the number of tokens that it gets.
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))
@@ -110,5 +110,5 @@ def test_latents_and_dimensions_are_distinguished_if_d_sae_equals_d_in(optimizer
         own = where if name.endswith("W_dec") else where.T
         assert not own[torch.arange(16) != 3].any(), name
     moments = [where for name, where in changed.items() if name.startswith("optimizer.")]
-    # Signum copies the current weights to its z, which must not change the weights.
+    # Signum copies the current weights to its state z, which must not change the weights.
     assert optimizer == "signum" or any(where.any() for where in moments)

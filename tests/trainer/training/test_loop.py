@@ -58,7 +58,7 @@ class Noted(HostCopy):
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return all tensors of every SAE that training changes."""
+    """Return all tensors that training changes, for every SAE."""
     learners = trainer.learners.items()
     return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.state.tensors()}
 
@@ -124,8 +124,8 @@ def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     whole = make_trainer(job, kept)
     assert whole.run()
     messages = [message for kind, _, message in kept.events if kind == "resampled"]
-    # Latents are resampled every 800 tokens, but not in the second half of the run. The first resampling is already
-    # after 4 steps, since some latents never fire.
+    # Latents are resampled every 800 tokens in the first half of the run. The first resampling is already after 4
+    # steps, since some latents never fire.
     assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
     assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
@@ -156,7 +156,7 @@ def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     assert fvu[0] > 0.4
     assert fvu[-1] < 0.3
     assert fvu == sorted(fvu, reverse=True)
-    # After so few steps, a penalty is still adjusting L0, whereas choosing k latents gives an exact L0.
+    # After so few steps, a penalty is still adjusting L0, whereas a fixed k gives an exact L0.
     slack = 0.1 if "topk" in architecture else 16
     assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
@@ -177,8 +177,7 @@ def test_reading_values_a_step_late_gives_the_same_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
-    # With these intervals, log points are followed by a step, a save, an evaluation, another log point, or the end of
-    # the run.
+    # After a log point there may be a step, a save, an evaluation, another log point, or the end of the run.
     train = {"n_steps": 23, "log_every": 3, "eval_every": 6, "checkpoint_every": 7}
     job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
     for late in (False, True):
@@ -293,7 +292,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
-    # The ten rows are consecutive, so that a batch of neighbouring rows would contain several.
+    # The ten rows are consecutive, so a batch of neighbouring rows would contain several of them.
     x[1234:1244, 3] = value
     save_file({"activations": x}, activations / "a.safetensors")
     data = {"held_out_tokens": 0, "max_norm": max_norm}
@@ -305,7 +304,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     left_out = max(kept.curve("not_finite_fraction")[-1], kept.curve("outlier_fraction")[-1])
     assert 0.001 < left_out < 0.01
     messages = [message for kind, level, message in kept.events if kind == "not_finite" and level == "warning"]
-    # A row with a norm of 1e19 is finite, so it is an outlier and not a bad row.
+    # A row with a norm of 1e19 is finite, so it is reported as an outlier and not as a bad row.
     assert len(messages) == (value != 1e19)
     assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in messages)
 
@@ -377,14 +376,14 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
-    # A buffer for a tenth of the expected latents, on the code path of a GPU, always overflows.
+    # On the code path of a GPU, a buffer for a tenth of the expected latents always overflows.
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
     monkeypatch.setattr(latent_capacity, "MARGIN", 0.1)
     monkeypatch.setattr(base, "above", only(trainer).sae._buffer_sizer.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
-    # Every fifth step overflows, since each guess needs the numbers of four complete steps.
+    # Every fifth step overflows, since each guess of the buffer size needs the numbers of four complete steps.
     assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0
@@ -394,7 +393,7 @@ def test_a_run_with_many_non_finite_rows_fails_and_names_one(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
-    # The sample is so small that no bad row is found before the first step.
+    # The sample is so small that it contains no bad row.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 2)
     trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
     with pytest.raises(
@@ -463,7 +462,7 @@ def test_a_diverging_sae_does_not_stop_the_other_saes_of_a_sweep(
 
 
 def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
-    # The thresholds cannot adapt to three large steps of the encoder.
+    # In three large steps of the encoder, the thresholds cannot adapt.
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
     assert missed[0] == "warning"
@@ -599,7 +598,7 @@ def test_the_log_lists_the_sae_every_row_and_all_saved_files(
 ) -> None:
     make_trainer(make_job()).run()
     lines = capsys.readouterr().out.splitlines()
-    # The first lines report the held-out rows, and copies among these random rows.
+    # The first lines of the log report the held-out rows, and copies among these random rows.
     begin = next(number for number, line in enumerate(lines) if "rank 0 of 1" in line)
     first, *rows, heldout, checkpoint, sae, last = lines[begin:]
     time_stamp = r"\d\d:\d\d:\d\d  "

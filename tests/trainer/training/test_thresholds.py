@@ -1,4 +1,4 @@
-"""Compares thresholds set on held-out rows with sorting, and tests old checkpoints that have no such thresholds."""
+"""Compares thresholds set on held-out rows with sorting, and tests checkpoints that are older than these thresholds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The threshold learnt from training rows is stored separately and has another value.
+        # The threshold learnt in training is stored separately and has another value.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):
@@ -102,7 +102,7 @@ def test_ranks_that_share_the_latents_set_the_same_thresholds_as_one_rank(
     def whole_numbers(*shape: int) -> Tensor:
         return torch.randint(-9, 10, shape, generator=generator).float()
 
-    # Sums of products of small integers are exact whatever the order.
+    # Sums of products of small integers are exact, whatever the order of summation.
     rows, weights = whole_numbers(201, 16), whole_numbers(16, 64)
 
     def thresholds(parallel: Parallel) -> list[float]:

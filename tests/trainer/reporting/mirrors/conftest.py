@@ -1,4 +1,4 @@
-"""Fixtures for training with a mirror on real ranks."""
+"""Fixtures for training on real ranks with a mirror of the metrics."""
 
 from __future__ import annotations
 

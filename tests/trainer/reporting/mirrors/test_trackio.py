@@ -25,7 +25,7 @@ def test_a_run_and_its_resumption_are_one_run_of_a_local_project(train: Callable
 
 
 def curves(key: str) -> dict[str, dict[int, float]]:
-    """Return the curve of a metric in each run, by run name."""
+    """Return a metric's curve for each run, as {run name: {step: value}}."""
     there: dict[str, dict[int, float]] = {}
     with contextlib.closing(sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "sae-tui.db")) as db:
         for name, step, values in db.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"):

@@ -74,7 +74,7 @@ def assert_found(silent: Tensor, n: int, dead_after: int = DEAD_AFTER, dtype: to
     is_dead = silent[latents] >= dead_after
     assert latents[is_dead].tolist() == expected
     assert bias.dtype == dtype
-    # The interpreter truncates numbers that a GPU rounds.
+    # Triton's interpreter truncates the numbers that a GPU would round.
     torch.testing.assert_close(bias[is_dead], b_enc.detach()[expected].to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
     assert (bias[~is_dead] == -torch.inf).all()
     assert weight == (1 / VARIANCE if expected else 0)
@@ -96,7 +96,7 @@ def test_candidates_are_right_for_any_number_of_latents(n_latents: int, share: f
 
 @pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), (32_768, 32_768)])
 def test_candidates_are_right_for_the_largest_size_of_one_program(n_latents: int, n_dead: int) -> None:
-    # All 32,768 latents fired the same number of tokens ago.
+    # All 32,768 latents have gone the same number of tokens without firing.
     assert_found(silences(n_latents, n_dead, 1), 700)
 
 
@@ -177,7 +177,7 @@ def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int
         for one, by in ((with_kernels, Counted(used)), (without, None)):
             with use_kernels({DEAD_LATENTS: by} | dict.fromkeys(others)):
                 one.begin_step(number)
-                # The step has two micro-batches. The row gradients of one pass are added before the next pass.
+                # The step has two micro-batches. The row gradients of the first pass are added before the second pass.
                 for part in (slice(14), slice(14, None)):
                     one.accumulate(x[part], x[part] if d_out is None else y[part])
                 one.update()
@@ -191,7 +191,7 @@ def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int
 
 
 class Counted:
-    """A wrapper of the kernels that records the names of the kernels used."""
+    """A wrapper of the kernels that records the names of the kernels that are used."""
 
     def __init__(self, used: list[str]) -> None:
         self._used = used
@@ -202,7 +202,7 @@ class Counted:
 
 
 def learner(sae: dict[str, object], d_out: int | None, n_dead: int) -> Learner:
-    """Return a learner with `n_dead` dead latents, of which at most 8 are AuxK candidates."""
+    """Return a learner with `n_dead` dead latents, at most 8 of which are AuxK candidates."""
     settings = {"architecture": "topk", "d_sae": 48, "k": 3, "k_aux": 4} | sae
     one = Learner(job_of(settings, {"batch_size": 24, "precision": "fp32"}), 20, d_out, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, d_out or 20, seed=8 if d_out else 7))

@@ -181,7 +181,7 @@ def test_errors_of_entries_summed_by_level_match_float64(
         expected[:, :-1].square().sum(),
         *(one for moment in (missed, centred) for one in (moment.square().sum(), moment.sum(dim=0))),
     )
-    # Depending on this limit, each program handles a single token or all tokens.
+    # With these two limits, each program handles either a single token or all tokens.
     for full in (10**9, 1):
         monkeypatch.setattr(triton_errors, "_FULL", full)
         found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
@@ -205,7 +205,7 @@ def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int
     for one, other in zip(numbers_of(found.sums), numbers_of(expected.sums), strict=True):
         assert torch.equal(one, other)
     assert found.narrow.dtype == dtype
-    # The interpreter truncates numbers that a GPU rounds.
+    # Triton's interpreter truncates the numbers that a GPU would round.
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
@@ -220,19 +220,19 @@ def test_the_error_that_dead_latents_leave_has_their_dtype_and_its_square_fp32(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
-    # The error of the last level is strided, because the errors of the other levels are stored in between.
+    # The error of the last level is strided, because the errors of all levels are interleaved in memory.
     error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
     weight = torch.full((), 0.3, device=DEVICE)
     square, twice = triton_errors.add_and_square(explained, error, weight)
     exact = explained.double() + error
     torch.testing.assert_close(square.double(), 0.3 * exact.square().sum(), rtol=1e-5, atol=0)
     assert twice.dtype == dtype
-    # The interpreter truncates numbers that a GPU rounds.
+    # Triton's interpreter truncates the numbers that a GPU would round.
     torch.testing.assert_close(twice.double(), 2 * exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 class NumbersAreRounded(TorchDispatchMode):
-    """A mode in which scalar factors are rounded to the dtype of the matrix, as on a GPU but not on a CPU."""
+    """A dispatch mode that rounds scalar factors to the dtype of the matrix, as a GPU does but a CPU does not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mul" in func.__name__ and isinstance(args[1], Tensor) and not args[1].dim():
@@ -263,7 +263,7 @@ def test_the_factor_of_a_16_bit_gradient_is_not_rounded() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Triton 3.2 raises such an error on GPUs older than sm_80.
+    # Triton 3.2 raises this error on GPUs older than sm_80.
     def fail(*_: Any) -> Any:
         raise RuntimeError("no bf16")
 
@@ -290,7 +290,7 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    # The interpreter is slow, so the test has few rows, which the kernels would otherwise reject.
+    # The interpreter is slow, so the test has few rows. By default the kernels reject so small a batch.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
     some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
     with use_kernels(NONE):
@@ -323,7 +323,7 @@ def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch:
             one.accumulate(x, x)
         gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
     for name, expected in gradients[1].items():
-        # The gradients differ only because 16-bit numbers are rounded in a different order.
+        # The gradients may differ only by the rounding of 16-bit numbers.
         assert (gradients[0][name] - expected).norm() < 0.01 * expected.norm(), name
 
 

@@ -32,7 +32,7 @@ def test_the_kernel_matches_single_operations(n: int, n_others: int, n_tokens: i
     sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
     sums[n + 1] = bad
     came = torch.full((), float(n_tokens), device=DEVICE)
-    # The kernel must not change the memory after its sums.
+    # The kernel must not change the memory that follows its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
     found = triton_since_fired.add_tokens(given[0][0], given[0][1][: n + n_others], came)
     with use_kernels(NO_KERNELS):
@@ -96,7 +96,7 @@ def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
         for number in range(4):
             before = {name: tensor.clone() for name, tensor in one.state.tensors()}
             batch = x[16 * number : 16 * number + 16].clone()
-            # Step 2 is skipped because of this NaN.
+            # The NaN causes step 2 to be skipped.
             batch[3, 2] = torch.nan if number == 2 else batch[3, 2]
             one.begin_step(number)
             one.accumulate(batch, batch)

@@ -1,4 +1,4 @@
-"""Tests for choosing the values above a bound when the host must guess their number, even if the guess is too low."""
+"""Tests for selecting the values above a bound when the host must guess their number, even if the guess is too low."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
 
 
 def capacities(sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
-    """Return the capacity per token for each batch of the given numbers per token, or None if all values are kept."""
+    """Return the capacity per token for each batch, given its number per token; None if all values are kept."""
     found = []
     for n in n_per_token:
         decided = sizer.decide(50, 400) if ahead else None
@@ -159,7 +159,7 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
     for _ in range(6):
         of_step.clear()
         capacities_in_step(sizer, 8, 9, 8)
-    # All numbers except those of the last step were read, each after the end of its own step.
+    # Except in the last step, each number was read after the end of its own step.
     assert waits == [False] * 15
 
 
@@ -172,7 +172,7 @@ def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(s
     assert capacities(sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert sizer.overflowed
     assert capacities(sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
-    # If capacities are no longer decided in advance, the numbers of all batches are known.
+    # Without capacities that are decided in advance, the numbers of all batches are known.
     assert capacities(sizer, 40, 30, 30, 30, 30) == [56] * 5
 
 
@@ -203,10 +203,10 @@ def test_each_replay_of_a_pass_counts_as_a_batch(sizer: BufferSizer) -> None:
     found = []
     for n in (9, 40, 9, 9):
         found.append(sizer.decide(50, 400))
-        # A replayed pass counts at most as many values as its buffer holds.
+        # A replayed pass counts no more values than its buffer can hold.
         n_above.fill_(50 * min(n, 10))
         sizer.queued()
-    # The first number, 9, has been read and is treated as growth.
+    # The number 9 of the first replay has been read, and is treated as growth.
     assert found == [500, 500, 800, None]
 
 

@@ -23,7 +23,7 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Return a mask of half the entries; token 2 and latent 3 have none, and latent 5 has all except token 2."""
+    """Return a mask of about half of the entries, with none for token 2 or latent 3 and nearly all for latent 5."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask
@@ -84,8 +84,8 @@ def test_under_autocast_the_product_is_bf16_and_gradients_are_fp32(is_sparse: bo
 
 
 def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
-    # The buffer of pre-activations is reused, but never while it is still in use. In `batches`, 1 means sparse and 0
-    # dense.
+    # The buffer of pre-activations is reused, but never while it is still in use. In `batches`, 1 stands for sparse and
+    # 0 for dense.
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 
@@ -94,7 +94,7 @@ def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
 
     results: list[Tensor] = []
     for batch, is_sparse in batches:
-        # Two of the batches are evaluated in inference mode.
+        # Two of the batches are encoded in inference mode, as in an evaluation.
         with torch.inference_mode(len(results) in (0, 6)):
             choose = places if is_sparse else lambda pre_acts: None
             weights = [tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias)]

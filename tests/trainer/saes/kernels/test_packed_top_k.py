@@ -50,7 +50,7 @@ def test_all_positive_numbers_are_found_in_rows_with_few(n: int, k: int, seed: i
     assert torch.equal(values.gather(1, columns).float(), largest)
     expected = values.float().sort(dim=1, descending=True).values[:, :k]
     assert torch.equal(largest.relu().sort(dim=1, descending=True).values, expected.relu())
-    # The first number returned is the smallest of the k, or one that is not positive.
+    # The first number returned for a row is the smallest of the k largest, or any number that is not positive.
     assert torch.equal(largest[:, 0] > 0, expected[:, -1] > 0)
 
 

@@ -1,4 +1,4 @@
-"""Compares a top k that starts with a rounded first pass with the top k of the exact product."""
+"""Compares the top k of a rounded product, followed by exact values, with the top k of the exact product."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_values_that_rounding_makes_equal_are_ranked_exactly() -> None:
-    # The latents differ by less than bf16 can represent, so all candidates look equal and the exact product decides.
+    # The latents differ by less than bf16 can represent. All candidates therefore look equal, and the exact product
+    # decides.
     x = torch.ones(3, 4)
     weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
     columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)
@@ -159,7 +160,7 @@ def test_a_first_pass_is_used_only_for_fp32_on_a_cpu_with_fast_bf16(monkeypatch:
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 256)
     assert not rounded_top_k.pays(case, 512)
-    # For the top k of a whole batch, it is as fast to choose among exact values.
+    # For the top k of a whole batch, choosing among exact values is as fast as a rounded first pass.
     assert rounded_top_k.pays(case, 128, of_batch=True)
     assert not rounded_top_k.pays(case, 256, of_batch=True)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)

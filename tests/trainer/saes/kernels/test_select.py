@@ -106,7 +106,7 @@ def test_a_gpu_searches_the_maxima_of_groups_instead_of_all_columns() -> None:
 
 
 def test_an_unrepresentative_sample_does_not_change_the_result() -> None:
-    # The sample contains every 10th token. The values of these tokens are far larger than all others.
+    # The sample contains every 10th token, and these tokens have far larger values than all others.
     pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
     pre_acts[::10] += 100
     _, values = k_per_batch(PreActs(pre_acts), 20)

@@ -14,8 +14,8 @@ from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_p
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_SAE, D = 5, 9, 4
-# The tokens have no, one or several entries. Latent 2 is active for all tokens with entries, and three latents for
-# none. One entry is repeated.
+# The tokens have no, one or several entries. Latent 2 is active for all tokens that have entries, and three latents are
+# never active. One entry is repeated.
 COUNTS = [3, 0, 1, 6, 2]
 LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
 
@@ -59,7 +59,7 @@ def test_dot_products_of_corresponding_rows_work_in_any_memory_layout(n: int) ->
 
 @pytest.fixture(params=[False, True], ids=["by token", "by latent"])
 def reads_by_latent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Lower the cache size in half of the cases, so that the rows do not fit into the cache."""
+    """Set the cache size to 0 in one of two cases, so that the rows do not fit into the cache."""
     if request.param:
         monkeypatch.setattr(sparse, "CACHE_BYTES", 0)
     return bool(request.param)

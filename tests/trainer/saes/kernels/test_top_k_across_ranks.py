@@ -1,4 +1,4 @@
-"""Compares the largest values among several ranks with the largest values of the complete matrix."""
+"""Compares the largest values found by several ranks with the largest values of the complete matrix."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def test_a_rank_sends_few_candidates_and_more_only_for_tokens_that_need_them() -
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    # For each token, a rank sends its candidates and an upper bound of its other values.
+    # For each token, a rank sends its candidates and an upper bound of the token's other values.
     assert sent == [n_tokens * (few + 1)] * n_ranks
-    # For token 3, a single rank holds all large values.
+    # A single rank holds all large values of token 3.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
@@ -112,7 +112,7 @@ def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
-    # A rank that holds nearly all of the largest values sends more candidates.
+    # A rank with nearly all of the largest values sends more candidates.
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
@@ -129,7 +129,7 @@ def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
 def test_the_nth_largest_of_the_values_of_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    # The values of each rank are given in parts, some of which have fewer than n values.
+    # The values of each rank come in several tensors, some of which have fewer than n values.
     results = on_all(3, lambda group: nth_largest(parts[group.index].split(20), 17, group))
     assert results == [values.sort(descending=True).values[16]] * 3
 
@@ -144,7 +144,7 @@ def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
     looked, plain = [], rounded_top_k.look
     monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
-    # Rounding makes the pre-activations of these latents equal, so that some tokens need exact values.
+    # After rounding, these latents have equal pre-activations, so that some tokens need exact values.
     weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
     pre_acts = x @ weights.T
 

@@ -25,7 +25,7 @@ def rows(n_rows: int, n: int, seed: int = 0) -> Tensor:
 
 
 def some_cases() -> Iterator[pytest.param]:
-    """Yield cases, each with rows and a k."""
+    """Yield cases, each of which consists of rows and a k."""
     yield pytest.param(rows(3, 1000), 7, id="any numbers")
     yield pytest.param(rows(3, 1003), 40, id="a last group that is not full")
     yield pytest.param(rows(2, 5), 5, id="all of a row shorter than a group")
@@ -54,10 +54,10 @@ def some_cases() -> Iterator[pytest.param]:
 
 
 CASES = [*some_cases()]
-# The three results that a selection can return.
+# The kinds of result of a selection.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
-# Cases that depend on the bits of numbers are tested with all dtypes.
+# Cases that depend on the bits of the numbers, which are tested with all dtypes.
 OF_BITS = ("any numbers", "of all sizes", "NaN, infinities and zeros of both signs")
 
 
@@ -159,13 +159,12 @@ def test_the_largest_of_all_rows_match_a_full_sort(
 def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(12, 512).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
-        # The bound is the second number, whose low bits are all 0, or all 1 for -0.0. Only one tile does not contain
-        # this number.
+        # The bound is the second number. Its low bits are all 0, or all 1 for -0.0. It occurs in all tiles except one.
         places = torch.arange(12 * 512, device=DEVICE).view(12, 512)
         values = torch.where(places % 150 == 7, numbers[2], torch.where(places // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 75)
-    # The 12 tiles of maxima are more than one program counts, and more than can be summed at once.
+    # There are 12 tiles of maxima, which are more than one program counts and more than are summed at once.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
     monkeypatch.setattr(triton_top_k, "COUNTS", 2)
     assert torch.equal(triton_top_k.largest_of_all(values, 75), expected_ones)

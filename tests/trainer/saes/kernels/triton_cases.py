@@ -25,7 +25,7 @@ from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# The tolerance relative to the largest sum. The reference uses the same bf16 inputs, so only sums are rounded
+# This tolerance is relative to the largest sum. The reference uses the same bf16 inputs, so only sums are rounded
 # differently.
 TOLERANCE = 2e-6
 
@@ -64,7 +64,7 @@ def make(
 def followed(case: Case) -> Case:
     """Append padding entries, which kernels must ignore.
 
-    The values of padding entries are normally 0, but nonzero here.
+    Padding values are normally 0, but not in this test.
     """
     acts, (n, most) = case.acts, (len(case.acts.values), case.acts.d_sae - 1)
     places = acts.places
@@ -191,8 +191,8 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     d_sae = 9
     case = make([1] * d_sae, d_sae, d, latents=torch.arange(d_sae))
     directions = torch.randn(d_sae, d, device=DEVICE)
-    # The last column of row 3 is 0. In row 5, the sum has the same signs as the row in half of the columns, and the
-    # opposite signs in the other half.
+    # The last column of row 3 is 0. In half of the columns of row 5, the sum has the sign of the row, and in the other
+    # half the opposite sign.
     directions[3, -1:] = 0
     unit_rows = torch.nn.functional.normalize(directions, dim=1)
     along = unit_rows.clone()
@@ -204,7 +204,7 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     exact_dots = (sums * unit_rows).sum(dim=1)
     exact = (sums - exact_dots[:, None] * unit_rows).square().sum(dim=1)
     torch.testing.assert_close(dots.double(), exact_dots, rtol=1e-5, atol=1e-5)
-    # If the component is a ten-thousandth of the sum, a difference of squares would be wrong by 10 %.
+    # If the component is a ten-thousandth of the sum, a difference of squares would have an error of 10 %.
     torch.testing.assert_close(squares.double(), exact, rtol=1e-3, atol=1e-12)
 
 
