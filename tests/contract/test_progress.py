@@ -49,8 +49,8 @@ def test_share_counts_all_stages_and_time_left_follows_the_current_pace() -> Non
         # One of two passes is complete, and a quarter of the second pass is done.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
         shown._stage.began = time.monotonic() - 5
-        # A quarter of a pass took 5 s but was planned to take 1.25 s. The rest of the pass therefore takes 15 s, and
-        # the probes take 40 s.
+        # A quarter of a pass took 5 s but was planned to take 1.25 s.
+        # The rest of the pass therefore takes 15 s, and the probes take 40 s.
         assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
         stage("something else")
         assert shown.reached.share == pytest.approx(10 / 20)

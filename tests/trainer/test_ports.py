@@ -19,8 +19,8 @@ from trainer.contract.settings.job_file import dump_job
 MakeJob = Callable[..., JobConfig]
 TESTS = Path(__file__).parents[1]
 MODES = {"single": 1, "ddp": 2, "tensor": 2, "hybrid": 4, "dp": 2, "sweep": 2}
-# The only expected sockets are abstract Unix sockets with random names. Ranks check the user of each connecting
-# process.
+# The only expected sockets are abstract Unix sockets with random names.
+# Ranks check the user of each connecting process.
 OURS = {"bind unix @sae-ranks-", "listen unix @sae-ranks-"}
 
 

@@ -18,9 +18,10 @@ from trainer.training.learner import Learner
 # The task has 256 features in 64 dimensions, of which 5 are active. Random directions score only 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
-# TopK scores 0.99 after 300 steps. A Matryoshka SAE takes longer, since its small levels mix features at first.
-# BatchTopK scores 0.96 after 600 steps, ± 0.01 depending on the seed or the last bit of a sum, so the mean over seeds
-# is tested.
+# TopK scores 0.99 after 300 steps.
+# A Matryoshka SAE takes longer, since its small levels mix features at first.
+# BatchTopK scores 0.96 ± 0.01 after 600 steps, depending on the seed or the last bit of a sum.
+# The test therefore takes the mean over several seeds.
 N_STEPS = {"topk": 300, "batch_topk": 600}
 SEEDS = {"batch_topk": (0, 1, 2)}
 

@@ -220,8 +220,8 @@ def test_a_training_uses_one_slice_or_only_full_gpus(
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # The SAE has 17e13 parameters, including the encoder's bias. Each of the four checkpoints takes 8 bytes per
-    # parameter, and the exported SAE takes 4 bytes per parameter.
+    # The SAE has 17e13 parameters, including the encoder's bias.
+    # Each of the four checkpoints takes 8 bytes per parameter, and the exported SAE takes 4 bytes per parameter.
     assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 

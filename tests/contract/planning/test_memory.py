@@ -50,8 +50,8 @@ def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
 def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
-    # Deterministic mode disables CUDA graphs. Otherwise a single GPU would capture small steps in CUDA graphs, which
-    # need extra memory, but not larger steps.
+    # Deterministic mode disables CUDA graphs.
+    # Otherwise a single GPU would capture small steps in CUDA graphs, which need extra memory, but not larger steps.
     of = partial(of_tensors, deterministic=True)
     least = of(make_job, d_in, d_sae, batch_size, world_size)
     assert of(make_job, d_in, d_sae + more, batch_size, world_size) > least
@@ -88,8 +88,8 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
     alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Each replica stores its share of the held-out rows. An evaluation on a single GPU needs additional memory, since
-    # the captured steps remain in memory.
+    # Each replica stores its share of the held-out rows.
+    # An evaluation on a single GPU needs additional memory, since the captured steps remain in memory.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))
@@ -279,9 +279,9 @@ def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: Ma
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# The memory in MB that an H200 reserved for four steps without AuxK or an evaluation (PyTorch 2.11, CUDA 13). For d_in
-# 768, the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64. Only Signum's update
-# was compiled, since torch compiles no other update.
+# The memory in MB that an H200 reserved for four steps without AuxK or an evaluation (PyTorch 2.11, CUDA 13).
+# For d_in 768, the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64.
+# Only Signum's update was compiled, since torch compiles no other update.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),

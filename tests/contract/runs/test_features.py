@@ -106,8 +106,8 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fired", "order"),
     [
-        # In these cases with 100,000 rows and maximum activations of 4 and 3, both latents fire on 0.01 to 1 % of the
-        # rows, or one latent is rarer or denser than that.
+        # There are 100,000 rows, and the maximum activations of the two latents are 4 and 3.
+        # Either both latents fire on 0.01 to 1 % of the rows, or one latent is rarer or denser.
         ((10, 1000), [0, 1]),
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),

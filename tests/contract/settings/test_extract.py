@@ -108,8 +108,8 @@ def test_paths_are_relative_to_the_working_folder_or_else_to_the_job_file(tmp_pa
     assert job.extract.output == str(here / "activations")
     (here / "corpus.txt").write_text("here")
     assert load_as(ExtractJob, file).text.path == str(here / "corpus.txt")
-    # A model path found in neither folder is a name on the hub. A text path found in neither folder is reported as
-    # missing from the working folder.
+    # A model path found in neither folder is a name on the hub.
+    # A text path found in neither folder is reported as missing from the working folder.
     job = load_as(ExtractJob, file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
     assert (job.model.path, job.text.path) == ("org/name", str(here / "none.txt"))
     assert job.extract.n_tokens == 10_000

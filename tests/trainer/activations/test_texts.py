@@ -135,8 +135,7 @@ def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
     # An extraction continues its text numbers across shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # Three special cases: a text continues in the next shard, the shards of two processes alternate, or the text
-    # numbers are not in order.
+    # A text may continue in the next shard, two processes' shards may alternate, and numbers may be unordered.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]

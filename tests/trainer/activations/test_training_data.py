@@ -103,8 +103,8 @@ def test_a_stream_with_known_texts_holds_out_full_texts_in_all_parts(size: int) 
     trained = [numbers_of(go(part, 500)) for part in parts]
     of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
     assert of_texts.isdisjoint(trained_on)
-    # The held-out texts are not the first texts of the stream, and training skips fewer than four times as many texts
-    # as are held out.
+    # The held-out texts are not the first texts of the stream.
+    # Training skips fewer than four times as many texts as are held out.
     assert max(of_texts) > 25
     assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size

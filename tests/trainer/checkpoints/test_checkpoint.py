@@ -384,8 +384,8 @@ def test_the_best_checkpoint_of_a_run_outlives_newer_ones(
 def test_a_run_killed_in_a_step_and_in_a_save_ends_with_the_same_weights(
     make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, tmp_path: Path
 ) -> None:
-    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter. The run of 30 × 200 tokens
-    # reaches a third epoch.
+    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter.
+    # The run of 30 × 200 tokens reaches a third epoch.
     job = make_job(
         train={"batch_size": 200, "n_steps": 30, "checkpoint_every": 10},
         sae={"dead_after_tokens": 400, "d_sae": 256},

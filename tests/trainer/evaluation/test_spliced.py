@@ -150,8 +150,8 @@ def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) 
     spliced = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
     assert spliced.n_texts == len(lengths)
     assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
-    # Zeroing the hook barely changes the loss of an untrained model, so resampled CE scores are useless. The expected
-    # error is computed from its definition instead.
+    # Zeroing the hook barely changes the loss of an untrained model, so resampled CE scores are useless.
+    # The expected error is computed from its definition instead.
     clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
     left = (zeros - sae) - spliced.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))

@@ -32,8 +32,9 @@ IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
 BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
-# The module path of each site, by family. `mlp_in` is the input of its module. For Gemma, `mlp_out` and `attn_out` are
-# the outputs of the norms that follow the MLP and the attention.
+# The module path of each site, by family.
+# `mlp_in` is the input of its module.
+# For Gemma, `mlp_out` and `attn_out` are the outputs of the norms that follow the MLP and the attention.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
     "bert": {

@@ -186,8 +186,8 @@ def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
             assert len(pairs) == len(expected) > 5
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
-    # After the first batch, the rest of the text is read twice, and each reading is divided among the ranks. Before
-    # that, each rank reads at most two more batches.
+    # After the first batch, the rest of the text is read twice, and each reading is divided among the ranks.
+    # Before that, each rank reads at most two more batches.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
     assert max(of_each) <= 2 * -(-n_batches // size) + 2

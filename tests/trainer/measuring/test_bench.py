@@ -84,8 +84,8 @@ def test_on_a_gpu_phases_have_the_kernels_that_any_thread_launched_in_them() -> 
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
     ]
-    # The GPU trace also contains each phase mark, from the first kernel of the phase to the last. Operations and
-    # kernels have separate ids.
+    # The GPU trace also contains each phase mark, from the first kernel of the phase to the last.
+    # Operations and kernels have separate ids.
     of_gpu = FunctionEvent(2, phases.FORWARD, 0, 11_000, 99_000, is_user_annotation=True, device_type=DeviceType.CUDA)
     operation = FunctionEvent(3, "aten::mm", 1, 1650, 1660, device_type=DeviceType.CPU)
     found = phases_ms([*MARKS, *kernels, of_gpu, operation])
@@ -107,8 +107,8 @@ def test_the_floor_is_the_matmul_time_or_the_memory_traffic_of_all_saes(make_job
     steps.take(1)
     figures = floor(steps, CPU, job)
     parameters = 2 * 16 * 64 + 64 + 16
-    # The weights and both moments are each read and written. The gradients and pre-activations are each written and
-    # read.
+    # The weights and both moments are each read and written.
+    # The gradients and pre-activations are each written and read.
     per_sae = 2 * 4 * 4 * parameters + 3 * 2 * 4 * 128 * 64
     assert figures["traffic_bytes"] == 2 * per_sae
     assert figures["traffic_ms"] == pytest.approx(1000 * figures["traffic_bytes"] / figures["bandwidth_bytes_per_s"])

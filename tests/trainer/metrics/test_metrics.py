@@ -337,8 +337,8 @@ def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> N
 
 def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Each value is the share of an interval of 4 s that was spent waiting for data. A wait is reported if it exceeds 10
-    # % for 10 s, and ends when the share is below 5 %.
+    # Each value is the share of an interval of 4 s that was spent waiting for data.
+    # A wait is reported if it exceeds 10 % for 10 s, and ends when the share is below 5 %.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]
     assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

@@ -107,8 +107,7 @@ def test_moments_take_the_configured_number_of_bytes(state: str, n_bytes: int) -
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> None:
-    # In each step, the moment decays by a thousandth, which is less than half the distance between two representable
-    # numbers.
+    # In each step, the moment decays by a thousandth: less than half the distance between two stored numbers.
     optimizer, parameters = trained(state, 20)
     before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
     for parameter in parameters:
@@ -179,8 +178,8 @@ def test_a_rank_without_latents_still_counts_its_step(state: str) -> None:
 
 
 def test_compiled_updates_get_no_float64_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A compiled kernel with a float64 argument would compute every weight in float64. On many GPUs, float64 runs at
-    # 1/64 of the fp32 speed.
+    # A compiled kernel with a float64 argument would compute every weight in float64.
+    # On many GPUs, float64 runs at 1/64 of the fp32 speed.
     given: list[object] = []
     monkeypatch.setattr(tiled, "_update", lambda *arguments: given.extend(tree_leaves(arguments)))
     trained("int8", 2)

@@ -386,8 +386,8 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # The step of a latent is bit-identical whatever the other latents are, so it depends neither on shards nor on the
-    # order of programs.
+    # A latent's step is bit-identical whatever the other latents are.
+    # Therefore it depends neither on the shards nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)

@@ -55,8 +55,7 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # In the other architectures, some pre-activation always lies so close to the bound that rounding decides
-        # whether the latent is active.
+        # In other architectures, some pre-activation is so close to the bound that rounding decides.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 

@@ -98,8 +98,8 @@ def test_rebalancing_badly_shared_work_does_not_change_what_is_learnt(
 ) -> None:
     # With the configured shares, rank 0 is slower than rank 1.
     train = {"batch_size": 1024, "global_batch_size": 1024, "n_steps": 32, "log_every": 4, "checkpoint_every": 10}
-    # With seed 0, two latents have bit-identical pre-activations in the first step. The selected latent takes a
-    # complete Adam step, which visibly changes one of the few held-out rows.
+    # With seed 0, two latents have bit-identical pre-activations in the first step.
+    # The selected latent takes a complete Adam step, which visibly changes one of the few held-out rows.
     train["seed"] = 1
     sae = {"d_sae": 2048, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()

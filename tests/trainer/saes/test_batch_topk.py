@@ -63,9 +63,10 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
-    # Both classes agree if decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and the activations
-    # of dead latents are positive. The AuxK of SAELens is a plain squared error. The threshold of SAELens starts at 0,
-    # so this test uses a rate of 1 to compare only the averaged values.
+    # Both classes agree under three conditions.
+    # Decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and dead latents have positive activations.
+    # The AuxK of SAELens is a plain squared error.
+    # The threshold of SAELens starts at 0, so this test uses a rate of 1 to compare only the averaged values.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 

@@ -44,8 +44,8 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @torch.no_grad()
 def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
-    # The raw values have a standard deviation of 3, so the trainer's scaled inputs are up to five times smaller or
-    # larger.
+    # The raw values have a standard deviation of 3.
+    # The trainer's scaled inputs are up to five times smaller or larger.
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")

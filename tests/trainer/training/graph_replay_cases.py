@@ -263,8 +263,7 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
     run.assert_alike()
 
 
-# Tests with a penalty, where the host chooses the size of the buffer of active latents from the numbers of earlier
-# batches.
+# Tests with a penalty, where the host sizes the buffer of active latents from the numbers of earlier batches.
 
 
 PENALISED = [

@@ -388,8 +388,8 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # This SAE expects rows that are scaled to a mean norm of √32. Its b_dec, the mean of the rows, is therefore scaled
-    # too.
+    # This SAE expects rows that are scaled to a mean norm of √32.
+    # Its b_dec, the mean of the rows, is therefore scaled too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (

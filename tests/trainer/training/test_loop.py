@@ -78,8 +78,8 @@ def only(trainer: Trainer) -> Learner:
 def test_a_run_resumed_at_step_10_of_20_is_bit_identical(
     sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter. The 20 steps of 200 tokens
-    # reach a second epoch.
+    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter.
+    # The 20 steps of 200 tokens reach a second epoch.
     sae = {"dead_after_tokens": 400, "d_sae": 256} | sae
     job = make_job(train={"batch_size": 200, "checkpoint_every": 10} | train, sae=sae)
     whole = make_trainer(job)
@@ -124,8 +124,8 @@ def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     whole = make_trainer(job, kept)
     assert whole.run()
     messages = [message for kind, _, message in kept.events if kind == "resampled"]
-    # Latents are resampled every 800 tokens in the first half of the run. The first resampling is already after 4
-    # steps, since some latents never fire.
+    # Latents are resampled every 800 tokens in the first half of the run.
+    # The first resampling is already after 4 steps, since some latents never fire.
     assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
     assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
@@ -313,8 +313,8 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"]
-    # Like the first tokens of texts, these rows all have the same direction. They are easy to learn and hold most of
-    # the variance.
+    # Like the first tokens of texts, these rows all have the same direction.
+    # They are easy to learn and hold most of the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
     x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")

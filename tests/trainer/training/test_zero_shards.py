@@ -137,8 +137,8 @@ def test_the_next_pass_uses_replaced_weights() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One thread replaces the attribute for all threads, and one thread restores it. If several threads did so, they
-    # would restore each other's values.
+    # One thread replaces the attribute for all threads, and one thread restores it.
+    # If several threads did so, they would restore each other's values.
     on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
     on_cpu = threading.Barrier(4, monkeypatch.undo, TIMEOUT_S)
 

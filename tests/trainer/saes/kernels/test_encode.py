@@ -84,8 +84,8 @@ def test_under_autocast_the_product_is_bf16_and_gradients_are_fp32(is_sparse: bo
 
 
 def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
-    # The buffer of pre-activations is reused, but never while it is still in use. In `batches`, 1 stands for sparse and
-    # 0 for dense.
+    # The buffer of pre-activations is reused, but never while it is still in use.
+    # In `batches`, 1 stands for sparse and 0 for dense.
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 

@@ -14,8 +14,9 @@ from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_p
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_SAE, D = 5, 9, 4
-# The tokens have no, one or several entries. Latent 2 is active for all tokens that have entries, and three latents are
-# never active. One entry is repeated.
+# The tokens have no, one or several entries.
+# Latent 2 is active for all tokens that have entries, and three latents are never active.
+# One entry is repeated.
 COUNTS = [3, 0, 1, 6, 2]
 LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
 

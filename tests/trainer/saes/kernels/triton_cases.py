@@ -25,8 +25,8 @@ from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# This tolerance is relative to the largest sum. The reference uses the same bf16 inputs, so only sums are rounded
-# differently.
+# This tolerance is relative to the largest sum.
+# The reference uses the same bf16 inputs, so only sums are rounded differently.
 TOLERANCE = 2e-6
 
 
@@ -191,8 +191,8 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     d_sae = 9
     case = make([1] * d_sae, d_sae, d, latents=torch.arange(d_sae))
     directions = torch.randn(d_sae, d, device=DEVICE)
-    # The last column of row 3 is 0. In half of the columns of row 5, the sum has the sign of the row, and in the other
-    # half the opposite sign.
+    # The last column of row 3 is 0.
+    # In half of the columns of row 5, the sum has the sign of the row, and in the other half the opposite sign.
     directions[3, -1:] = 0
     unit_rows = torch.nn.functional.normalize(directions, dim=1)
     along = unit_rows.clone()
