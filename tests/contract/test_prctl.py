@@ -24,7 +24,7 @@ become_subreaper()
 leaver = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE, text=True)
 pid = int(leaver.stdout.readline())
 leaver.wait()
-# Wait until its parent is gone: the parent would be notified of its end.
+# The parent has exited, so the orphan now belongs to this process.
 os.kill(pid, signal.SIGKILL)
 print(os.waitpid(pid, 0)[0] == pid, flush=True)
 """

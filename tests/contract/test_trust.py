@@ -15,7 +15,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.trust import distrust_of_file, distrust_of_folder, distrust_of_program, sharing
 
 OTHER_USER = 61_002
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
 def mode(path: Path) -> int:

@@ -39,7 +39,7 @@ def test_the_exchanges_of_a_step_match_the_table(shape: str) -> None:
     now, (columns, *listed) = list(rows([shape])), TABLE.read_text().splitlines()
     before = [columns, *(row for row in listed if row.split(",")[2] == shape)]
     changed = [f"- {row}" for row in before if row not in now] + [f"+ {row}" for row in now if row not in before]
-    words = "if it is intended, renew the table (support/exchange_table.py)"
+    words = "if the change is intended, update the table with support/exchange_table.py"
     assert now == before, f"{words}: {COLUMNS}\n" + "\n".join(changed)
 
 

@@ -25,7 +25,7 @@ def step_of(sae: dict[str, Any], train: dict[str, Any]) -> Step:
 def test_the_operations_of_a_step_match_the_table() -> None:
     now, before = list(rows()), TABLE.read_text().splitlines()
     changed = [f"{was}  ->  {row}" for was, row in zip(before, now, strict=True) if was != row]
-    assert not changed, f"if it is meant, renew the table (support/step_table.py): {COLUMNS}\n" + "\n".join(changed)
+    assert not changed, f"if the change is intended, run support/step_table.py: {COLUMNS}\n" + "\n".join(changed)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

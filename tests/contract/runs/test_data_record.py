@@ -64,9 +64,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "renamed": (lambda file: file.rename(file.with_name("e.npy")), "d.npy in {folder}, which is missing"),
     "shorter": (lambda file: save(file, 59, 1), "d.npy in {folder}, which has 59 rows instead of 60"),
     "longer": (lambda file: save(file, 61, 1), "d.npy in {folder}, which has 61 rows instead of 60"),
-    "with bytes behind": (cut, "d.npy in {folder}, which has 2,080 bytes instead of 2,048"),
+    "with extra bytes": (cut, "d.npy in {folder}, which has 2,080 bytes instead of 2,048"),
     "other values": (lambda file: save(file, 60, 2), "d.npy in {folder}, which holds other values"),
-    "shuffled in place": (shuffle_rows, "d.npy in {folder}, which holds other values"),
+    "with shuffled rows": (shuffle_rows, "d.npy in {folder}, which holds other values"),
 }
 
 

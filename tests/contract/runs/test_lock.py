@@ -52,7 +52,7 @@ def test_a_check_of_the_lock_does_not_count_as_a_process_of_the_run(
     assert is_held(RunPaths(tmp_path).lock_file) is False
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_lock_file_private_to_another_user_does_not_block_a_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)

@@ -106,7 +106,7 @@ def test_a_missing_store_is_read_once_it_exists(tmp_path: Path) -> None:
     followed = Followed(tmp_path / "later.db")
     assert not followed.poll()
     (tmp_path / "later.db").touch()
-    assert not followed.poll(), "a file without tables is still being made"
+    assert not followed.poll(), "a file without tables is not yet a store"
     write(tmp_path / "later.db", 1)
     assert followed.poll()
     assert followed.seen == [1]

@@ -67,7 +67,9 @@ def test_another_table_is_refused_in_a_sentence(packages: Path) -> None:
         read_sets(1)
 
 
-@pytest.mark.skipif(not (FETCHED / PACKAGE).exists(), reason="no sets are here; `make model` fetches them (44 MB)")
+@pytest.mark.skipif(
+    not (FETCHED / PACKAGE).exists(), reason="the labelled texts are missing; `make model` downloads them (44 MB)"
+)
 def test_the_default_sets_exist_in_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FETCHED)
     sets = read_sets(len(DEFAULTS) + 1)

@@ -119,7 +119,7 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
     make_trainer(make_job(data=data, sae=sae, train=train)).run()
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    # The run resumes in several modes: a grid of four ranks, three ranks that share latents, and two replicas.
+    # Each run resumes in the next mode: one process, a grid of four ranks, three ranks, and two replicas.
     start = tmp_path / "checkpoints" / "step-00000010"
     for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
         own = train | {"batch_size": batch_size}

@@ -93,7 +93,7 @@ def test_an_exception_in_a_check_counts_as_a_failure(monkeypatch: pytest.MonkeyP
 def test_the_command_reports_a_missing_gpu() -> None:
     done = subprocess.run([sys.executable, "-m", "trainer", "self-test"], capture_output=True, text=True)
     if done.returncode == 0:
-        pytest.skip("there is a GPU")
+        pytest.skip("this machine has a GPU")
     assert done.returncode == 2
     assert done.stderr == "--gpus: there is no GPU here; cpu checks this machine's CPU\n"
 

@@ -158,7 +158,7 @@ def test_the_origin_survives_each_format_that_can_store_the_sae(name: str, tmp_p
 FOREIGN = saelens("standard", FLAT)
 REFUSED: dict[str, tuple[Any, str]] = {
     "tanh-relu": (saelens("standard", FLAT | {"activation_fn_str": "tanh-relu"}), "activation_fn is 'tanh-relu'; only"),
-    "jumprelu of the k largest": (
+    "jumprelu with a topk activation": (
         saelens(
             "jumprelu",
             FLAT | {"architecture": "jumprelu", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}},
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         saelens("topk", FLAT | {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K, "signed": True}}),
         "signed is 'True'; only False",
     ),
-    "a kind of topk that is not known": (
+    "an unknown kind of topk": (
         saelens("topk", FLAT | {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K, "temperature": 2}}),
         "activation_fn_kwargs has 'temperature'",
     ),
@@ -182,11 +182,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         saelens("standard", FLAT | {"normalize_activations": "constant_norm_rescale"}),
         "scales each row on its own to a fixed norm",
     ),
-    "a mean norm that is not known": (
+    "an unknown mean norm": (
         saelens("standard", FLAT | {"normalize_activations": "expected_average_only_in"}),
         "--config norm_scaling_factor=NUMBER",
     ),
-    "a factor that may be used": (
+    "a factor with an unknown effect": (
         saelens(
             "standard",
             {name: value for name, value in FLAT.items() if name != "finetuning_scaling_factor"},
@@ -194,16 +194,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "give --config finetuning_scaling_factor=true or =false",
     ),
-    "a setting that may change the result": (
+    "a setting with an unknown effect": (
         saelens("standard", FLAT | {"encoder_bias_rotation": "on"}),
         "encoder_bias_rotation is 'on', and its effect is not known here; if it has none, give "
         "--config encoder_bias_rotation=null",
     ),
-    "a setting that is on": (
+    "an enabled setting with an unknown effect": (
         saelens("standard", FLAT | {"standardize_inputs": True}),
         "standardize_inputs is 'True', and its effect is not known here",
     ),
-    "a mean that is taken from rows": (
+    "a mean subtracted from each row": (
         saelens("standard", FLAT | {"subtract_row_mean": True}),
         "subtract_row_mean is 'True', and its effect is not known here",
     ),
@@ -214,11 +214,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "sparsify groupmax": (sparsify({"activation": "groupmax"}, "."), "activation is 'groupmax'; only 'topk'"),
     "sparsify signed": (sparsify({"signed": True}, "."), "signed is 'True'; only False"),
-    "sparsify skip without a mark": (
+    "sparsify skip without a transcoder mark": (
         sparsify({"skip_connection": True}, "."),
         "if it is a transcoder, give --transcoder",
     ),
-    "a dictionary of no class": (
+    "a dictionary without a class": (
         dictionary("topk", TOPK_NAMES, {"k": K}, {"k": K}),
         "give --config trainer.dict_class=NAME with NAME one of AutoEncoderTopK, BatchTopKSAE",
     ),
@@ -226,11 +226,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         scope_2(None),
         "config.json is missing, and the path does not say whether it is an SAE or a transcoder; give --config",
     ),
-    "a dictionary of two k": (
+    "a dictionary with two values of k": (
         dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
         "k is 5, but 4 in its settings; give the right one as --config trainer.k=K",
     ),
-    "a dictionary that chooses in a batch": (
+    "a BatchTopK dictionary without a threshold": (
         dictionary("jumprelu", TOPK_NAMES, {"trainer_class": "TrainerBatchTopK", "k": K}, {"k": K}),
         "has no threshold: a BatchTopKSAE from before December 2024",
     ),

@@ -286,23 +286,21 @@ TAMPERED = {
     "no encoder": with_tensors(W_enc=lambda _: None),
     "no decoder": with_tensors(W_dec=lambda _: None),
     "no bias": with_tensors(b_enc=lambda _: None),
-    "a number for an encoder": with_tensors(W_enc=lambda one: one.sum()),
+    "a number instead of an encoder": with_tensors(W_enc=lambda one: one.sum()),
     "three dimensions": with_tensors(W_enc=lambda one: one[None]),
-    "no width at all": with_tensors(W_enc=lambda one: one[:0], W_dec=lambda one: one[:, :0]),
+    "a width of 0": with_tensors(W_enc=lambda one: one[:0], W_dec=lambda one: one[:, :0]),
     "another width": with_tensors(W_enc=lambda one: one[:, :8]),
     "another bias": with_tensors(b_dec=lambda one: one[:3]),
     "no tensors": with_file(TENSORS, b""),
-    "half a header": with_file(TENSORS, b"\xff" * 20),
+    "an invalid header": with_file(TENSORS, b"\xff" * 20),
     "no random state": with_random(),
     "a random state of another kind": with_random(cpu=torch.ones(3)),
     "a random state of another size": with_random(cpu=torch.ones(3, dtype=torch.uint8)),
     "a state that is not UTF-8": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": {"a": "\xff"}}'),
-    "a state without an end": with_file(
-        STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000
-    ),
-    "a huge target": with_d_out(2**40),
-    "a negative target": with_d_out(-1),
-    "a target that is none": with_d_out("wide"),
+    "a deeply nested state": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000),
+    "a huge target width": with_d_out(2**40),
+    "a negative target width": with_d_out(-1),
+    "a target width that is not a number": with_d_out("wide"),
 }
 
 

@@ -106,7 +106,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     assert exported_tokens(tmp_path / "sae") == trainer.position.tokens
 
 
-@pytest.mark.parametrize("was_stopped", [False, True], ids=["of a run at its end", "of a run that was stopped"])
+@pytest.mark.parametrize("was_stopped", [False, True], ids=["finished", "stopped"])
 def test_a_stop_ends_the_wait_with_a_sentence_that_says_where_the_sae_is(
     was_stopped: bool,
     make_job: MakeJob,
@@ -184,7 +184,7 @@ def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(
     needed = sum(one.stat().st_size for one in files)
     held = {size for phase, size in sizes if phase == "training"}
     if held == {0}:
-        pytest.skip("this file system keeps no space for a file")
+        pytest.skip("this file system cannot reserve space for a file")
     assert needed <= min(held) <= 2 * needed + 2**18
     assert not file.exists()
     with pytest.raises(RuntimeError, match="a fault"):

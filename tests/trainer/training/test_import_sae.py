@@ -273,7 +273,10 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (replaced(lambda one: list(one.values())), "is not a state dict"),
     "a tensor larger than its file": (replaced(lambda one: one.update(b_dec=huge)), "is not a state dict"),
     "a compressed file": (compressed, "is compressed"),
-    "no archive": (lambda folder: (folder / "ae.pt").write_bytes(b"\x80\x02."), "holds more than tensors"),
+    "a file that is not an archive": (
+        lambda folder: (folder / "ae.pt").write_bytes(b"\x80\x02."),
+        "holds more than tensors",
+    ),
     "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "holds more than tensors"),
     "a link": (linked, "ae.pt is a link, which is not followed"),
     "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
@@ -281,11 +284,14 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),
     "another k": (configured(k=7), "k is 8, but 7 in its settings"),
     "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
-    "a tensor of an endless name": (replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})), f"{60 * 'x'}, which"),
+    "a tensor with a very long name": (
+        replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})),
+        f"{60 * 'x'}, which",
+    ),
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
     "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not floats"),
     "another width": (replaced(lambda one: one.update(b_dec=torch.ones(31))), "b_dec is (31,)"),
-    "a number for a matrix": (
+    "a number instead of a matrix": (
         replaced(lambda one: one.update({"encoder.weight": torch.ones(())})),
         "is not a weight matrix",
     ),

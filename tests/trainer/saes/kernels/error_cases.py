@@ -162,7 +162,7 @@ def all_of(found: triton_errors.NestedErrors) -> tuple[Tensor, ...]:
         ([[0, 0]] * 3, 0, 40, torch.float32),
         ([[1, 0], [0, 40]] * 4, 0, 1, torch.float16),
     ],
-    ids=["uneven", "some do not count", "fp32", "one level", "no entry", "one column"],
+    ids=["uneven", "with padding", "fp32", "one level", "no entry", "one column"],
 )
 def test_errors_of_entries_summed_by_level_match_float64(
     counts: list[list[int]], n_beside: int, d_out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +193,7 @@ def test_errors_of_entries_summed_by_level_match_float64(
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
+@pytest.mark.parametrize("n_beside", [0, 3], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int, dtype: torch.dtype) -> None:
     acts, rows = by_level([[4], [0], [11]] * 2, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
@@ -276,7 +276,7 @@ def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the test needs a CPU that pretends to be a GPU")
 @pytest.mark.parametrize(
     ("architecture", "products"),
     [
@@ -313,7 +313,7 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
     assert values.get("auxk", 1) > 0
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the test needs a CPU that pretends to be a GPU")
 def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     x, gradients = numbers(24, 20, seed=0), []

@@ -27,21 +27,23 @@ def rows(n_rows: int, n: int, seed: int = 0) -> Tensor:
 def some_cases() -> Iterator[pytest.param]:
     """Yield cases, each of which consists of rows and a k."""
     yield pytest.param(rows(3, 1000), 7, id="any numbers")
-    yield pytest.param(rows(3, 1003), 40, id="a last group that is not full")
-    yield pytest.param(rows(2, 5), 5, id="all of a row shorter than a group")
-    yield pytest.param(rows(2, 40), 33, id="more than there are groups")
-    yield pytest.param(rows(4, 500).round(), 64, id="many that are equal")
-    yield pytest.param(torch.zeros(2, 300), 20, id="all equal")
-    yield pytest.param(-rows(2, 300).abs() - 1, 20, id="all below zero")
-    yield pytest.param(rows(2, 9000), 3, id="more than are read at a time")
-    yield pytest.param(rows(2, 777), 777, id="all of a row of many groups")
-    yield pytest.param(rows(3, 1003).sort(dim=1).values, 40, id="the largest side by side")
-    yield pytest.param(rows(3, 700) * 10.0 ** (6 * rows(3, 700, seed=1)).clamp(-30, 30), 50, id="of all sizes")
-    yield pytest.param(torch.arange(1000).expand(2, 1000) % 3 - 1.0, 334, id="as many above the next as are wanted")
+    yield pytest.param(rows(3, 1003), 40, id="a partly filled last group")
+    yield pytest.param(rows(2, 5), 5, id="a whole row that is shorter than a group")
+    yield pytest.param(rows(2, 40), 33, id="a k above the number of groups")
+    yield pytest.param(rows(4, 500).round(), 64, id="many equal numbers")
+    yield pytest.param(torch.zeros(2, 300), 20, id="only equal numbers")
+    yield pytest.param(-rows(2, 300).abs() - 1, 20, id="only negative numbers")
+    yield pytest.param(rows(2, 9000), 3, id="more columns than are read at once")
+    yield pytest.param(rows(2, 777), 777, id="a whole row of many groups")
+    yield pytest.param(rows(3, 1003).sort(dim=1).values, 40, id="sorted numbers")
+    yield pytest.param(
+        rows(3, 700) * 10.0 ** (6 * rows(3, 700, seed=1)).clamp(-30, 30), 50, id="numbers of all magnitudes"
+    )
+    yield pytest.param(torch.arange(1000).expand(2, 1000) % 3 - 1.0, 334, id="exactly k numbers of the largest value")
     few_positive = -rows(3, 400).abs()
     few_positive[:, ::11] *= -1
-    yield pytest.param(few_positive, 36, id="one positive number fewer than k")
-    yield pytest.param(few_positive, 30, id="few more positive numbers than k")
+    yield pytest.param(few_positive, 36, id="one positive number too few")
+    yield pytest.param(few_positive, 30, id="a few more positive numbers than k")
     odd = rows(6, 200)
     odd[0, ::3] = torch.nan
     odd[1, 7] = -torch.nan
@@ -58,7 +60,7 @@ CASES = [*some_cases()]
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
 # Cases that depend on the bits of the numbers, which are tested with all dtypes.
-OF_BITS = ("any numbers", "of all sizes", "NaN, infinities and zeros of both signs")
+OF_BITS = ("any numbers", "numbers of all magnitudes", "NaN, infinities and zeros of both signs")
 
 
 def cases_of(result: str) -> pytest.MarkDecorator:
@@ -133,7 +135,7 @@ def test_random_rows_of_random_widths_match_a_full_sort(seed: int) -> None:
     ("sizes", "kind", "dtype"),
     combined(
         [((4, 500), 31), ((3, 6000), 7), ((130, 3000), 2000), ((1, 2**12), 64), ((64, 64), 1)],
-        ["any numbers", "many that are equal", "all equal", "below zero", "not finite"],
+        ["any numbers", "many equal numbers", "only equal numbers", "negative numbers", "not finite"],
         DTYPES[:2],
     ),
     ids=str,
@@ -146,7 +148,11 @@ def test_the_largest_of_all_rows_match_a_full_sort(
     if kind == "not finite":
         flat = values.view(-1)
         flat[::101], flat[3::201], flat[5::301] = torch.inf, torch.nan, -torch.inf
-    made = {"many that are equal": values.round(), "all equal": 0 * values, "below zero": -values.abs() - 1}
+    made = {
+        "many equal numbers": values.round(),
+        "only equal numbers": 0 * values,
+        "negative numbers": -values.abs() - 1,
+    }
     values = made.get(kind, values).to(dtype)
     assert triton_top_k.fits_all(values, n)
     found = triton_top_k.largest_of_all(values.to(DEVICE), n).cpu()
