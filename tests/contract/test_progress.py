@@ -40,7 +40,7 @@ print("done")
 """
 
 
-def test_share_counts_all_stages_and_time_left_follows_the_current_pace() -> None:
+def test_progress_covers_all_stages_and_the_time_left_follows_the_pace() -> None:
     with Progress("x", {"rows": Planned(10.0, 2), "probes": Planned(10.0)}) as shown:
         assert shown.reached == Reached("", 0.0, 20.0)
         assert list(track([1, 2], "rows")) == [1, 2]

@@ -149,7 +149,7 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 216 passes", "warning"),
     ],
 )
-def test_each_obstacle_is_one_problem(
+def test_each_reason_against_a_launch_is_one_problem(
     checked: Callable[..., list[Problem]], sections: dict[str, Any], path: str, message: str, severity: str
 ) -> None:
     (problem,) = checked(**{"train": SMALL, **sections})
@@ -167,7 +167,7 @@ def test_each_obstacle_is_one_problem(
         ({"batch_size": 1, "accumulate": 30_000}, "auto", 19_000),
     ],
 )
-def test_a_step_larger_than_the_data_is_refused_with_the_largest_that_fits(
+def test_a_step_larger_than_the_data_is_refused_with_the_largest_size(
     checked: Callable[..., list[Problem]], train: dict[str, int], gpus: str, most: int
 ) -> None:
     (problem,) = checked(train=train, launch={"gpus": gpus})

@@ -31,7 +31,7 @@ def test_a_fixed_step_size_is_not_sped_up_beyond_the_number_of_ranks(make_job: M
         assert row.speed_up <= row.ranks
 
 
-def test_measured_speeds_are_used_and_marked(make_job: MakeJob) -> None:
+def test_a_forecast_uses_measured_speeds_and_says_so(make_job: MakeJob) -> None:
     box = MeasuredHardware().with_measured("NVIDIA H200", "bf16", 2, Speeds(1e12, 1e12, 1e9, 1e-5, is_measured=True))
     rows = forecast(Workload(make_job(), 1, SHAPE, "NVIDIA H200"), box)
     assert [row.is_measured for row in rows] == [True, True, False, False]

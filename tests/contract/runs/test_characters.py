@@ -18,7 +18,7 @@ def cut(draw: Any, whole: bytes) -> list[bytes]:
 
 
 @given(st.data())
-def test_runs_of_any_text_decode_alone_and_are_as_short_as_possible(data: Any) -> None:
+def test_token_runs_decode_separately_and_are_as_short_as_possible(data: Any) -> None:
     text = data.draw(st.text(st.characters(exclude_categories=["Cs"])))
     tokens = cut(data.draw, text.encode())
     runs = runs_of_tokens(tokens)
@@ -32,7 +32,7 @@ def test_runs_of_any_text_decode_alone_and_are_as_short_as_possible(data: Any) -
 
 
 @given(st.data())
-def test_every_token_of_any_bytes_is_in_exactly_one_run(data: Any) -> None:
+def test_every_token_is_in_exactly_one_run_for_any_bytes(data: Any) -> None:
     tokens = cut(data.draw, data.draw(st.binary()))
     assert [number for run in runs_of_tokens(tokens) for number in run] == list(range(len(tokens)))
     at = data.draw(st.integers(0, len(tokens) - 1))

@@ -20,7 +20,7 @@ from trainer.contract.runs.how_far import HowFar, from_metadata
         (0.2, 1.0, 32_768, False),
     ],
 )
-def test_a_worse_fvu_counts_only_beyond_noise_and_without_a_rise_of_the_learning_rate(
+def test_a_worse_fvu_is_ignored_within_noise_or_if_the_learning_rate_has_risen(
     fvu: float, lr_share: float, n_rows: int, is_below: bool
 ) -> None:
     assert Best(300, 0.134, 0.5, n_rows).is_clearly_below(fvu, lr_share) is is_below

@@ -130,7 +130,7 @@ def test_an_l0_off_target_is_shown_next_to_the_target() -> None:
     )
 
 
-def test_notes_that_flatter_the_fvu_follow_it_and_are_in_the_summary() -> None:
+def test_notes_on_a_flattering_fvu_follow_it_and_are_in_the_summary() -> None:
     data = msgspec.structs.replace(
         card().data,
         heavy="dimension 7 holds 60 % of the variance",

@@ -65,7 +65,7 @@ def test_several_lists_are_combined_in_the_order_of_the_settings() -> None:
     assert list(members(job)) == expected
 
 
-def test_the_job_is_its_own_first_sae() -> None:
+def test_the_first_sae_of_a_sweep_is_the_job_itself() -> None:
     job = swept(sae={"k": [16, 32]}, train={"seed": [3, 4]})
     assert msgspec.structs.replace(job, sweep=()) == members(job)["k=16,seed=3"]
 
@@ -76,7 +76,7 @@ def test_without_a_list_the_job_is_the_only_sae() -> None:
     assert swept(sae={"k": [16]}) == job
 
 
-def test_a_member_equals_the_job_file_with_its_values() -> None:
+def test_an_sae_of_a_sweep_equals_the_job_file_with_its_values() -> None:
     for (label, member), (k, seed) in zip(
         members(swept(sae={"k": [4, 8]}, train={"seed": [0, 1]})).items(),
         itertools.product((4, 8), (0, 1)),

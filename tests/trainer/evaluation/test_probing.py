@@ -59,7 +59,7 @@ def test_uninformative_latents_are_at_chance_and_spread_information_needs_many_l
     assert spread.k["1"].set_error is None
 
 
-def test_latents_are_ordered_like_in_a_loop_over_them() -> None:
+def test_latents_are_in_the_same_order_as_in_a_naive_loop() -> None:
     generator = np.random.default_rng(0)
     acts = np.maximum(generator.normal(size=(60, 9)), 0) * generator.uniform(0.1, 10, size=9)
     acts[:, 7] = 0

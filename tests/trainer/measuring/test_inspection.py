@@ -141,7 +141,7 @@ def test_identical_rows_and_too_few_rows_are_reported(tmp_path: Path) -> None:
     assert "few for d_in 32" in sentences(inspect_data(store(tmp_path / "b", ordinary(100))))[0]
 
 
-def test_headers_are_told_without_reading_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_headers_are_reported_without_reading_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a").mkdir()
     torch.save(torch.full((9, 4), torch.nan, dtype=torch.float64), tmp_path / "a" / "a.pt")
     (tmp_path / "a" / ".hidden").touch()

@@ -21,7 +21,7 @@ OF_TRITON = [one for one in KERNELS.values() if one != COMPILED_UPDATES]
 
 
 @pytest.mark.parametrize("kernels", OF_TRITON, ids=lambda one: one.purpose)
-def test_if_triton_fails_a_warning_is_given_and_it_is_not_used(
+def test_if_triton_fails_there_is_a_warning_and_no_kernel_is_used(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No kernel can run on this CPU. The warning appears only once.

@@ -297,7 +297,9 @@ TAMPERED = {
     "a random state of another kind": with_random(cpu=torch.ones(3)),
     "a random state of another size": with_random(cpu=torch.ones(3, dtype=torch.uint8)),
     "a state that is not UTF-8": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": {"a": "\xff"}}'),
-    "a deeply nested state": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000),
+    "a deeply nested state": with_file(
+        STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000
+    ),
     "a huge target width": with_d_out(2**40),
     "a negative target width": with_d_out(-1),
     "a target width that is not a number": with_d_out("wide"),

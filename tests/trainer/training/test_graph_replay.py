@@ -21,7 +21,7 @@ CASES = Path(__file__).with_name("graph_replay_cases.py")
 
 
 @pytest.mark.parametrize("among", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_captured_steps_equal_plain_ones(among: str) -> None:
+def test_captured_steps_equal_plain_steps(among: str) -> None:
     run_cases(CASES, on_cpu=True, among=among)
 
 

@@ -57,7 +57,7 @@ def test_the_learning_rate_scales_with_the_tokens_of_a_step_as_configured(
     assert scaled.optimizer.param_groups[0]["lr"] == pytest.approx(factor * usual.optimizer.param_groups[0]["lr"])
 
 
-def test_the_scale_of_the_data_changes_nothing_but_the_units(make_job: MakeJob) -> None:
+def test_the_scale_of_the_data_does_not_change_the_learnt_directions(make_job: MakeJob) -> None:
     job, x = make_job(train={"n_steps": 5}), batch()
     small, large = learner(job), Learner(job, 16, None, Parallel(torch.device("cpu")))
     large.initialise(1000 * batch(500, seed=9), 1000 * batch(500, seed=9))

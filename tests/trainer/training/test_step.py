@@ -31,7 +31,7 @@ def test_saes_that_share_batches_learn_the_same_as_each_alone(make_job: MakeJob)
         assert all(map(torch.equal, one.sae.state_dict().values(), other.sae.state_dict().values()))
 
 
-def test_requests_that_arrive_while_batches_are_read_count_in_the_same_step(make_job: MakeJob) -> None:
+def test_a_request_while_batches_are_read_is_handled_in_the_same_step(make_job: MakeJob) -> None:
     requested: list[bool] = []
 
     def batches() -> Iterator[Batch]:
