@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.contract.process import ProcessRef
 
-# This program starts a child that prints its pid and is killed when its parent dies.
+# This program prints the pid of a child, which must die when this program is killed.
 PARENT = """
 import subprocess, sys
 code = "import os, signal, sys; from trainer.contract.prctl import end_with_parent; " \\

@@ -1,8 +1,7 @@
 """Tests kernels on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
 
-`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. In each matrix, only the last row is not 0. Of each
-launch, only the last programs are run, which process that row. Each result must equal that of a matrix with only this
-row.
+`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. All rows of a matrix except the last are 0, and only the
+last programs of each launch are run. Each result must equal that of a matrix with only the last row.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
 def test_sums_and_products_of_latents_are_computed(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # With this limit, a single program handles all columns.
+    # With this limit, one program handles all columns.
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 2**40)
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     acts = last_active(n_rows, n_rows)

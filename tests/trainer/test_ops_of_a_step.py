@@ -1,4 +1,4 @@
-"""Tests that a step has the listed number of GPU operations, whose operands are all on the GPU, and no host waits."""
+"""Tests that a step has the listed GPU operations, that all operands are on the GPU, and that the host never waits."""
 
 from __future__ import annotations
 

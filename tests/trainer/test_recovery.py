@@ -15,7 +15,7 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 
-# The task has 256 features in 64 dimensions, of which 5 are active. Random directions score only 0.37.
+# The data has 256 features in 64 dimensions, and 5 features are active per row. Random directions score only 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
 # TopK scores 0.99 after 300 steps.

@@ -41,7 +41,7 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
-    """Return the estimated memory without NCCL's buffers, which a single rank does not need."""
+    """Return the estimated memory without NCCL's buffers, since a single rank needs no such buffers."""
     return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
 
 

@@ -35,7 +35,7 @@ Make = Callable[..., JobConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return a function that creates a job with a model of `n_parameters` parameters, whose weight file is sparse."""
+    """Return a function that creates a job with a language model of the given size, stored as a sparse file."""
     (tmp_path / "text.txt").write_text("a cat sat")
 
     def make_job(n_parameters: float = 10.5e9, gpus: str = "auto:8", d_sae: int = 65536, **sections: Any) -> JobConfig:

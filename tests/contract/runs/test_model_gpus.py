@@ -1,4 +1,4 @@
-"""Tests for GPUs that run only the language model, and for the spec in which all ranks find their number."""
+"""Tests for GPUs that run only the language model, and for their number in the spec that all ranks read."""
 
 from __future__ import annotations
 

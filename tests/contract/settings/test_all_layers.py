@@ -1,4 +1,4 @@
-"""Tests for hooks without a layer, which stand for all layers, and for layer ranges and complete MLPs."""
+"""Tests for hooks without a layer (which select all layers), for ranges of layers, and for complete MLPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the store allows exactly the state transitions of jobs that are listed here."""
+"""Tests that the store allows only the state transitions in the table, and refuses all others."""
 
 from __future__ import annotations
 

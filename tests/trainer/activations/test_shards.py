@@ -68,7 +68,7 @@ def test_data_larger_than_memory_is_read_in_little_memory(tmp_path: Path) -> Non
     header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}
     text = json.dumps(header).encode().ljust(512)
     with (tmp_path / "x.safetensors").open("wb") as file:
-        # This is a sparse file of 76 GiB, of which only the end takes disk space.
+        # Create a sparse file of 76 GiB that takes almost no disk space.
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 4 * n_rows * d_in)
         file.seek(-4, os.SEEK_END)

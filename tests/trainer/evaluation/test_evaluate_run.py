@@ -225,7 +225,7 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
     # The expected FVU is computed from the exported tensors, with the top k latents of raw rows in float64.
-    # Its errors are weighted by the training's dimension scales.
+    # Errors are weighted by the training's dimension scales.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])

@@ -1,4 +1,4 @@
-"""Tests that chat templates, which are programs, fail with one sentence and cannot take much time or memory."""
+"""Tests that a faulty chat template is refused in one sentence, before it takes much time or memory."""
 
 from __future__ import annotations
 

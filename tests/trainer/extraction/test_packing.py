@@ -27,7 +27,7 @@ def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
 
 
 def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]]]:
-    """Return the document number, ids and positions of each piece; a piece is the part of a document in one context."""
+    """Return the document number, ids and positions of each piece (the part of a document in one context)."""
     laid = []
     for ids, positions, documents in contexts:
         rows = zip(documents[0].tolist(), ids[0].tolist(), positions[0].tolist(), strict=True)

@@ -1,6 +1,7 @@
-"""Compares the kernel that sums metrics with torch; `test_triton_interval.py` runs this file in a separate process.
+"""Compares the kernel that sums metrics with torch.
 
-With TRITON_INTERPRET=1, the kernel runs on a CPU; otherwise it needs a GPU.
+`test_triton_interval.py` runs this file in a separate process. With TRITON_INTERPRET=1, the kernel runs on a CPU;
+otherwise it needs a GPU.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def rows(n: int, d: int, seed: int) -> Tensor:
 def test_measured_norms_and_dot_products_match_float64(width: int, size: float) -> None:
     grad, weight = rows(5, width, 1), nn.functional.normalize(rows(5, width, 2))
     grad[2] = 0
-    # This gradient is almost parallel to its weight row.
+    # Make a gradient that is almost parallel to the row of its weight.
     grad[3] = weight[3] + size * grad[3]
     squares, dots = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
     triton_update.measure(grad, weight, squares, dots)
@@ -139,7 +139,7 @@ def assert_alike(one: Learner, other: Learner) -> None:
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
         if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
-            # If a number lies halfway between two codes, its last digits decide which code is stored.
+            # A number that lies halfway between two codes may be rounded to either.
             codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
             different = (codes.int() - others.int()).abs()
             assert int(different.max()) <= 1, name

@@ -43,7 +43,7 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# In these cases, the free memory holds the entire copy, a quarter of the copy, or none of it.
+# The memory limits allow a copy of the entire test data, of a quarter of it, or of none.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(

@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks, and return the tensors that each rank has saved, which are none for a killed rank."""
+    """Run `size` ranks, and return the tensors that each rank has saved (none if the rank was killed)."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -91,7 +91,7 @@ def check_owned(ranks: list[dict[str, Tensor]]) -> None:
         for rank, part in zip(ranks, parts, strict=True):
             assert torch.equal(rank[f"owned {name}"], part)
             assert torch.equal(rank[name], rank[f"own {name}"])
-    # This tensor has fewer rows than there are ranks.
+    # In this case, there are fewer rows than ranks.
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 

@@ -1,4 +1,4 @@
-"""Tests that ranks restart with transfers through host memory if direct transfers fail, here with gloo."""
+"""Tests that ranks restart with transfers through host memory if direct transfers fail (with gloo instead of NCCL)."""
 
 from __future__ import annotations
 

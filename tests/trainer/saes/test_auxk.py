@@ -1,4 +1,4 @@
-"""Tests that ranks that share latents have the same AuxK gradients as a single rank, which `test_topk.py` checks."""
+"""Tests that ranks that share latents compute the same AuxK gradients as one rank; see also `test_topk.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that per-dimension scales, which are used in training, are folded exactly into the exported weights."""
+"""Tests that the per-dimension scales of the training are folded exactly into the exported weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [(None, False), (7, False), (7, True)]
 
 @torch.no_grad()
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
-    """Create a random float64 SAE. Its weights are zero at dimensions with scale 0, whose means it stores."""
+    """Create a random float64 SAE whose weights are zero, and whose mean is stored, at dimensions with scale 0."""
     kind_class, own, _ = KINDS[kind]
     sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), scales_dimensions=True, **own)
     if skip:

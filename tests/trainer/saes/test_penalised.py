@@ -88,7 +88,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value of `act` has a jump. Its gradient is that of `slope`, for the threshold and, with a tanh penalty, for z.
+    # The value of `act` has a jump. The gradient for the threshold, and for z with a tanh penalty, is that of `slope`.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope

@@ -168,8 +168,7 @@ def test_damaged_bytes_are_read_or_refused(
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in places:
-            # Most bytes of a file are numbers, which are described at its beginning and its end.
-            # Only these two parts of the file are changed.
+            # Change only the beginning and the end of the file, since most other bytes are numbers.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 

@@ -335,7 +335,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
     run.take(8)
     assert run.steps.n_replayed == 4
     assert run.capacities == [6, 6]
-    # The number of each replay is read before the next replay overwrites it.
+    # The number from each replay is read before the next replay overwrites it.
     assert run.told[::2] == run.told[1::2]
     assert len(set(run.told)) == 5
     run.assert_same_intervals()

@@ -26,7 +26,7 @@ def test_captured_steps_equal_plain_steps(among: str) -> None:
 
 
 class Card:
-    """A simulation of torch's memory pools, in which a capture remains active after a failed operation."""
+    """A simulation of torch's memory pools, in which a failed capture remains active."""
 
     device_index = 0
 

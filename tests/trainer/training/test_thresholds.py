@@ -68,7 +68,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The threshold learnt in training is stored separately and has another value.
+        # The threshold learnt in training is stored separately, and differs from the threshold set on held-out rows.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):

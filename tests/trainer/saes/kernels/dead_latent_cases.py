@@ -1,6 +1,6 @@
-"""Compares the kernels for AuxK's candidates with single operations; `test_triton_dead_latents.py` runs this file.
+"""Compares the kernels that find AuxK's candidates with single torch operations.
 
-With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
+`test_triton_dead_latents.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Counted:
 
 
 def learner(sae: dict[str, object], d_out: int | None, n_dead: int) -> Learner:
-    """Return a learner with `n_dead` dead latents, at most 8 of which are AuxK candidates."""
+    """Return a learner with `n_dead` dead latents, but at most 8 AuxK candidates."""
     settings = {"architecture": "topk", "d_sae": 48, "k": 3, "k_aux": 4} | sae
     one = Learner(job_of(settings, {"batch_size": 24, "precision": "fp32"}), 20, d_out, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, d_out or 20, seed=8 if d_out else 7))

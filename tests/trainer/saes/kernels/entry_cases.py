@@ -1,6 +1,6 @@
-"""Compares the kernel that moves chosen entries to the front with sorting; `test_triton_entries.py` runs this file.
+"""Compares the kernel that moves chosen entries to the front with sorting.
 
-With TRITON_INTERPRET=1, the kernel runs on a CPU; otherwise it needs a GPU.
+`test_triton_entries.py` runs this file. With TRITON_INTERPRET=1, the kernel runs on a CPU; otherwise it needs a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Compares the kernels that sum errors with float64; `test_triton_errors.py` runs this file in a separate process.
+"""Compares the kernels that sum errors with float64.
 
-With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
+`test_triton_errors.py` runs this file in a separate process. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise
+they need a GPU.
 """
 
 from __future__ import annotations

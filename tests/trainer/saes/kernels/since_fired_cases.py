@@ -1,6 +1,6 @@
-"""Compares the kernels at the end of a step with torch; `test_triton_since_fired.py` runs this file.
+"""Compares the kernels that run at the end of a step with torch.
 
-With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
+`test_triton_since_fired.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations

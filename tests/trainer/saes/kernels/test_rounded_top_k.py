@@ -1,4 +1,4 @@
-"""Compares the top k of a rounded product, followed by exact values, with the top k of the exact product."""
+"""Compares a top-k search that starts from a rounded product with the top k of the exact product."""
 
 from __future__ import annotations
 

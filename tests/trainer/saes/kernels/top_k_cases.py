@@ -1,6 +1,7 @@
-"""Compares the top-k kernels with a full sort; `test_triton_top_k.py` runs this file in a separate process.
+"""Compares the top-k kernels with a full sort.
 
-With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
+`test_triton_top_k.py` runs this file in a separate process. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise
+they need a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def rows(n_rows: int, n: int, seed: int = 0) -> Tensor:
 
 
 def some_cases() -> Iterator[pytest.param]:
-    """Yield cases, each of which consists of rows and a k."""
+    """Yield test cases, each with rows and a k."""
     yield pytest.param(rows(3, 1000), 7, id="any numbers")
     yield pytest.param(rows(3, 1003), 40, id="a partly filled last group")
     yield pytest.param(rows(2, 5), 5, id="a whole row that is shorter than a group")
@@ -59,7 +60,7 @@ CASES = [*some_cases()]
 # The kinds of result of a selection.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
-# Cases that depend on the bits of the numbers, which are tested with all dtypes.
+# The names of the cases that depend on the bits of numbers; these cases are tested with all dtypes.
 OF_BITS = ("any numbers", "numbers of all magnitudes", "NaN, infinities and zeros of both signs")
 
 
@@ -170,7 +171,7 @@ def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, mon
         values = torch.where(places % 150 == 7, numbers[2], torch.where(places // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 75)
-    # There are 12 tiles of maxima, which are more than one program counts and more than are summed at once.
+    # The 12 tiles of maxima are more than one program counts, and more than are summed at once.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
     monkeypatch.setattr(triton_top_k, "COUNTS", 2)
     assert torch.equal(triton_top_k.largest_of_all(values, 75), expected_ones)

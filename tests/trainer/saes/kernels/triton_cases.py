@@ -1,6 +1,6 @@
-"""Compares the Triton kernels with dense products in float64; `test_triton_sparse.py` runs this file.
+"""Compares the Triton kernels of sparse products with dense products in float64.
 
-With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
+`test_triton_sparse.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 2e-6
 
 
 class Case(NamedTuple):
-    """Random activations with a given number of entries per token, and the rows by which they are multiplied."""
+    """Random activations with a given number of entries per token, and the rows that they are multiplied with."""
 
     acts: SparseActs
     rows: Tensor
