@@ -21,7 +21,7 @@ BATCH_SIZE = 1024
 # TopK scores 0.99 after 300 steps.
 # A Matryoshka SAE takes longer, since its small levels mix features at first.
 # BatchTopK scores 0.96 ± 0.01 after 600 steps, depending on the seed or the last bit of a sum.
-# The test therefore takes the mean over several seeds.
+# BatchTopK is therefore tested with the mean over several seeds.
 N_STEPS = {"topk": 300, "batch_topk": 600}
 SEEDS = {"batch_topk": (0, 1, 2)}
 

@@ -1,6 +1,6 @@
 """Tests that all ranks make the same `torch.distributed` calls in the same order.
 
-The ranks are real processes. Their groups pack and shard tensors and start several transfers together. The code path of
+The ranks are real processes. The ranks' groups pack and shard tensors, and start several transfers together. The code path of
 a GPU runs over gloo.
 """
 

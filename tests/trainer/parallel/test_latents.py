@@ -73,7 +73,7 @@ def test_after_loading_all_ranks_know_that_one_has_a_dead_latent(make_job) -> No
         learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
-    # A rank that has dead latents exchanges AuxK candidates, and would wait forever for a rank that does not.
+    # A rank that has dead latents exchanges AuxK candidates, and would wait forever for a rank without this exchange.
     assert on_all(2, may_have_dead) == [True, True]
 
 

@@ -102,7 +102,7 @@ def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -
 
 
 def test_ranks_can_wait_for_large_file_descriptors() -> None:
-    # A process that reads many shards can have this many files open.
+    # A process that reads many shards can have 2,000 files open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()

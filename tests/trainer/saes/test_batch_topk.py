@@ -63,7 +63,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
-    # Both classes agree under three conditions.
+    # Our class and SAELens' class agree under three conditions.
     # Decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and dead latents have positive activations.
     # The AuxK of SAELens is a plain squared error.
     # The threshold of SAELens starts at 0, so this test uses a rate of 1 to compare only the averaged values.

@@ -58,7 +58,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
 
 
 def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    # Both classes agree under three conditions.
+    # Our class and SAELens' class agree under three conditions.
     # SAELens gets our widths as its matryoshka_widths, its AuxK per level is disabled, and decoder rows have length 1.
     # SAELens sums the errors of the levels, whereas our loss is their mean.
     pytest.importorskip("sae_lens")

@@ -119,7 +119,7 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
     # In SAELens, the reconstruction from the gate also moves the decoder, which the paper forbids.
-    # For this loss, only the gradients of the encoder are compared.
+    # For the loss of the gate, only the gradients of the encoder are compared.
     # SAELens multiplies the gate's penalty by the norms of decoder rows, which are 1 in our gated SAE.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()

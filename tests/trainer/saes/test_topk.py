@@ -70,7 +70,7 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
-    # Both classes agree under three conditions.
+    # Our class and SAELens' class agree under three conditions.
     # Decoder rows have length 1, since SAELens ranks latents by act · ‖W_dec‖.
     # At most k_aux = d_in / 2 latents are dead.
     # The activations of dead latents are positive, since SAELens applies no ReLU to them.

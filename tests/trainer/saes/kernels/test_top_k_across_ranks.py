@@ -144,7 +144,7 @@ def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
     looked, plain = [], rounded_top_k.look
     monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
-    # After rounding, these latents have equal pre-activations, so that some tokens need exact values.
+    # After rounding, many latents have equal pre-activations, so that some tokens need exact values.
     weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
     pre_acts = x @ weights.T
 
