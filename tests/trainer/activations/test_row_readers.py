@@ -337,7 +337,7 @@ def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return, for each rank, the set of the numbers of rows that it has read at once."""
+    """Return the sizes of each rank's reads, in rows, as one set per rank."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

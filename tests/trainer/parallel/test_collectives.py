@@ -1,7 +1,7 @@
 """Tests that all ranks make the same `torch.distributed` calls in the same order.
 
-The ranks are real processes. The ranks' groups pack and shard tensors, and start several transfers together. The code path of
-a GPU runs over gloo.
+The ranks are real processes. The ranks' groups pack and shard tensors, and start several transfers together. The code
+path of a GPU runs over gloo.
 """
 
 from __future__ import annotations

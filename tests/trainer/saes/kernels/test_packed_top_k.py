@@ -15,7 +15,7 @@ from trainer.saes.kernels.packed_top_k import largest_of_each
 
 @pytest.fixture(autouse=True, scope="module")
 def groups_of_groups() -> Iterator[None]:
-    """Lower a limit, so that even rows of few columns are divided into groups of groups."""
+    """Lower the limit on columns, so that even short rows are divided into groups of groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_top_k, "AT_ONCE", 16)
         yield
