@@ -40,10 +40,10 @@ def some_cases() -> Iterator[pytest.param]:
     yield pytest.param(
         rows(3, 700) * 10.0 ** (6 * rows(3, 700, seed=1)).clamp(-30, 30), 50, id="numbers of all magnitudes"
     )
-    yield pytest.param(torch.arange(1000).expand(2, 1000) % 3 - 1.0, 334, id="exactly k numbers of the largest value")
+    yield pytest.param(torch.arange(1000).expand(2, 1000) % 3 - 1.0, 334, id="many ties at the smallest value")
     few_positive = -rows(3, 400).abs()
     few_positive[:, ::11] *= -1
-    yield pytest.param(few_positive, 36, id="one positive number too few")
+    yield pytest.param(few_positive, 36, id="one more positive number than k")
     yield pytest.param(few_positive, 30, id="a few more positive numbers than k")
     odd = rows(6, 200)
     odd[0, ::3] = torch.nan
