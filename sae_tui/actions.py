@@ -1,4 +1,4 @@
-"""What the user can do to jobs: each action asks before a destructive change and reports its result."""
+"""The user's actions on jobs. Each asks for confirmation before a destructive change and reports its result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, JobState
 from trainer.contract.wording import plural
 
-# A supervisor reads the GPUs within 1 s, on a busy machine within 3 s.
+# A supervisor reads the GPUs, and so knows whether a new job can start, within 1 s, or within 3 s on a busy machine.
 KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
 
@@ -51,9 +51,11 @@ POLL_S = 0.1
 def describe_launch(
     data: DataDir, job_ids: Sequence[int], *, is_over: Callable[[], bool] = lambda: False, but: str = ""
 ) -> str:
-    """Return a message about the launched jobs; wait for their state for up to 3 s, or until `is_over` becomes true.
+    """Return a message about the launched jobs.
 
-    `but` replaces the promise that the jobs keep running.
+    Wait up to 3 s for each job to start or to report why it waits; stop waiting when `is_over` returns True.
+
+    `but`, if not empty, replaces the sentence that the jobs keep running after the app quits.
     """
     deadline = time.monotonic() + KNOWN_WITHIN_S
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
@@ -102,13 +104,13 @@ def _where(job: Job) -> str:
 
 Edit = Callable[[DataDir, Control, int], str]
 ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve` with --write."
-# The label of the answer that cools a training down before it stops.
+# The label of the button that lets a training cool down before it stops.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
 
 
 class Navigation(Protocol):
-    """The part of `Router` that actions and screens use. They cannot import it, since it imports the screens."""
+    """The methods of `Router` that actions and screens call. Importing `Router` would be circular."""
 
     def show_dashboard(self) -> None: ...
     def switch_to(self, screen: Screen[None]) -> None: ...
@@ -118,7 +120,7 @@ class Navigation(Protocol):
 
 
 class CurrentState(Protocol):
-    """The part of `Session` that actions use. They cannot import it, since it has the actions."""
+    """The attributes of `Session` that `Actions` uses. Importing `Session` would be circular."""
 
     go: Navigation
     data: DataDir
@@ -140,7 +142,7 @@ class Also(NamedTuple):
 
 
 def steps_to_finish(job: Job) -> int | None:
-    """Return the number of cool-down steps if the job is asked to finish now; None if it cannot finish early."""
+    """Return how many cool-down steps the job would make if asked to finish now; None if it cannot."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or not kind_of(job.config).trains:
         return None
@@ -169,19 +171,19 @@ def _stop_question(job: JobView) -> tuple[str, str]:
 
 
 class Actions:
-    """Launches and changes jobs, off the main thread."""
+    """Launches and changes jobs in worker threads."""
 
     def __init__(self, state: CurrentState, app: App[None]) -> None:
         self._state = state
         self._app = app
         # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
-        # The ids of jobs that were seen alive: only their end is reported.
+        # The ids of jobs that the app has seen before their end. The end of any other job is not reported.
         self._active: set[int] = set()
         self._one_edit = threading.Lock()
 
     def job(self, job_id: int) -> JobView | None:
-        """Return the job as last read. If it is gone, notify the user and return None."""
+        """Return the latest state of a job. If the job does not exist, notify the user and return None."""
         view = next((one for one in self._state.jobs if one.id == job_id), None)
         if view is None:
             self._app.notify(f"There is no job {job_id}.", severity="warning")
@@ -196,7 +198,7 @@ class Actions:
     # launching
 
     def launch_jobs(self, jobs: Sequence[AnyJob], question: str = "", parent: int | None = None) -> None:
-        """Go back to the dashboard and launch checked jobs; first ask the question, if there is one."""
+        """Return to the dashboard and launch checked jobs. If `question` is not empty, ask it first."""
         if question:
             dialog = Confirm(question, yes="Launch")
             self._app.push_screen(dialog, lambda yes: self.launch_jobs(jobs, parent=parent) if yes else None)
@@ -209,7 +211,7 @@ class Actions:
             try:
                 source = name_elsewhere(state.monitor.source_name, len(state.monitor.latest()))
                 placed = [(job, self._place(job)) for job in jobs]
-                # The SAEs of a sweep are launched together and read the same rows.
+                # The jobs of a sweep read the same rows, so all of them wait for the same other jobs.
                 after = writers_of(jobs[0], state.jobs)
                 job_ids = launching.launch_all(state.data, placed, gpu_source=source, parent=parent, after=after)
             except Exception as error:
@@ -231,7 +233,7 @@ class Actions:
         self._state.watcher.poke()
 
     def _outcome(self, job_ids: Sequence[int]) -> str:
-        """Wait until the outcome of new jobs is known and describe it; return "" if a job was deleted meanwhile."""
+        """Return a message about new jobs once their state is known; return "" if a job has been deleted."""
         worker = get_current_worker()
         try:
             logout = guarantee(self._state.data)
@@ -364,23 +366,23 @@ class Actions:
         self.do(lambda: "; ".join(trash.put_all_back(self._state.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Remove deleted jobs for good. The next start of an app removes any that cannot be removed now."""
+        """Remove the deleted jobs permanently. Any that cannot be removed now are removed when an app starts next."""
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._state.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
     # other actions
 
     def newly_ended(self) -> list[JobView]:
-        """Return the jobs that were alive at the last call and have ended since then."""
+        """Return the jobs that have ended since the last call."""
         ended = [job for job in self._state.jobs if job.state.is_final and job.id in self._active]
         self._active |= {job.id for job in self._state.jobs if not job.state.is_final}
         self._active -= {job.id for job in ended}
         return ended
 
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """Change jobs with a function of `edits`, off the main thread, and report the result.
+        """Apply a function of the module `edits` to each job in a worker thread, and report the results.
 
-        Changes run one after the other, since each may build on the one before.
+        Edits run one at a time, since each may depend on the previous one.
         """
 
         def act() -> str:
@@ -394,7 +396,7 @@ class Actions:
             return edit(self._state.data, control, job_id)
 
     def ask(self, question: str, yes: str, act: Callable[[], str], also: Also | None = None) -> None:
-        """Ask a question; if the answer is yes (a button labelled `yes`), do `act`. `also` adds a third button."""
+        """Ask a question and run `act` if the user presses the button labelled `yes`. `also` adds a third button."""
         if self.refused():
             return
         dialog = Confirm(question, yes=yes, also=also.label if also else "")

@@ -53,7 +53,7 @@ class OwnThreads(ThreadPoolExecutor):
     """
 
     def __init__(self) -> None:
-        super().__init__(max_workers=1)  # never used
+        super().__init__(max_workers=1)  # this executor's own workers are never used
         self._own: set[threading.Thread] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -126,11 +126,11 @@ class SaeApp(KeysInOrder, Notices):
         given: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        # Each step of an animated scroll is a frame to send, which is slow over a slow connection.
+        # An animated scroll sends a frame for each step, which takes too long over a slow connection.
         self.animation_level = "none"
         # The driver writes the standard error of libraries to this file; None discards it.
         self.log_file = None if readonly else data.app_log
-        # Textual's filter turns colours into greys. Without colours the app must not send any colour codes.
+        # Textual's monochrome filter turns colours into greys. Without colours, the app must not send any colour codes.
         filters = [one for one in self._filters if not isinstance(one, Monochrome)]
         self._filters = [*filters, Printable(), *([plain] if plain else [])]
         self._filters += [Colourless()] if colourless or self.no_color else []
@@ -147,7 +147,8 @@ class SaeApp(KeysInOrder, Notices):
             data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
         dashboard = Dashboard(self.session, settings.monitor_view_default)
-        # Create this before any style is read: after a change of colours Textual reads all styles again.
+        # Create this before any style is read: it sets the theme, and Textual reads all styles again after a change of
+        # theme.
         self.redraw = Refresh(self, self.session, dashboard, make_hosts)
         self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()
@@ -165,7 +166,7 @@ class SaeApp(KeysInOrder, Notices):
         super().panic(*renderables)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Ignore missing widgets while the app quits: Textual 8.2 does not mount them on a screen opened then."""
+        """Ignore missing widgets while the app quits: Textual 8.2 mounts no widgets on a screen opened then."""
         if not (self._exit and isinstance(error, NoMatches)):
             super()._handle_exception(error)
 
@@ -197,7 +198,7 @@ class SaeApp(KeysInOrder, Notices):
             self.session.hosts.cut()
 
     def resume_reading(self) -> None:
-        """Read the GPUs again. The connections to other hosts come back without this."""
+        """Resume reading the GPUs. The connections to other hosts are re-established automatically."""
         self.session.monitor.resume()
 
     @on(JobsChanged)
@@ -256,9 +257,9 @@ class SaeApp(KeysInOrder, Notices):
         Palette.open(self)
 
     def action_suspend_process(self) -> None:
-        """Stop the app until `fg`, if a shell can continue it."""
+        """Suspend the app until the user enters `fg`, if it runs in a shell that can resume it."""
         if self._driver and self._driver.can_suspend and has_shell():
-            # Stop the whole process group, as the terminal does: the shell waits for a wrapper such as `uv run`.
+            # Suspend the process group, as the terminal does, since the shell may wait for a wrapper such as `uv run`.
             os.killpg(os.getpgrp(), signal.SIGTSTP)
         else:
             self.notify("Not suspended: there is no shell here that could continue the app.")
@@ -267,6 +268,6 @@ class SaeApp(KeysInOrder, Notices):
         self.session.actions.undo_delete()
 
     def action_help_quit(self) -> None:
-        """Show which key quits, since ctrl+c does not: ctrl+q if `q` could be typed as a letter, else q."""
+        """Show which key quits, since ctrl+c does not: ctrl+q if `q` would be typed as text, otherwise q."""
         types = isinstance(self.focused, (Input, TextArea)) or self.screen.is_modal
         self.notify(f"Press {'ctrl+q' if types else 'q'} to quit; jobs keep running.")

@@ -1,4 +1,4 @@
-"""The `sae-tui` program: opens the app if no command is given; the commands offer the same functions to scripts."""
+"""The `sae-tui` program. Without a command it opens the app; its commands offer the same functions to scripts."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _exit_of(error: UserError) -> Exit:
 def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
     if in_browser:
-        # Exit together with the server process. If it has died already, the app detects the end of its standard input.
+        # Exit together with the server process. If it has already exited, the app finds its standard input closed.
         end_with_parent(os.getppid())
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(
@@ -109,11 +109,11 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
             f"the app needs characters that this locale ({sys.stdout.encoding}) does not have; "
             "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands (see sae-tui --help)"
         )
-    # Few of the objects created before the first frame are garbage, and a collection takes a tenth of the startup time.
+    # Before the first frame, garbage collection would take a tenth of the startup time and free almost nothing.
     gc.disable()
     from sae_tui.start import run_app
 
-    # Without a command, all arguments merely select the data folder and the GPUs.
+    # Without a command, all arguments are options, so the same command line opens the same app again.
     command = shlex.join(["sae-tui", *sys.argv[1:]])
     return run_app(
         data=context.data,

@@ -16,7 +16,7 @@ from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-# A bar is thinner than its row, so that stacked bars remain separate; its rail shows the full length.
+# These characters are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full length.
 LINE, HALF, RAIL = "━", "╸", "─"
 
 
@@ -47,12 +47,12 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """Return the text as drawn in a cell, with every control character, including tabs, replaced by a mark."""
+    """Return the text with every control character, including tabs, replaced by a visible mark."""
     return text if text.isprintable() else printable(text).replace("\t", MARK)
 
 
 def gibibytes(n_bytes: float | None) -> str:
-    """Return `11.2 GiB` or `82 MiB`, and a dash for None."""
+    """Return a size like `11.2 GiB` or `82 MiB`; return a dash for None."""
     return UNKNOWN if n_bytes is None else wording.gibibytes(n_bytes)
 
 
@@ -81,7 +81,7 @@ def measure(value: float | None, series: Series) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return `45 s`, `12 min`, `3 h 05` or `2 d 4 h`, and a dash for None or a value that is not finite."""
+    """Return a duration like `45 s`, `12 min`, `3 h 05` or `2 d 4 h`; return a dash for None or a non-finite value."""
     return UNKNOWN if seconds is None or not math.isfinite(seconds) else wording.duration(seconds, short=True)
 
 
@@ -100,14 +100,14 @@ def bar(fraction: float | None, width: int) -> str:
 
 
 def columns(values: Sequence[float | None], width: int) -> Sequence[float | None]:
-    """Return the values to draw in at most `width` columns: the latest values, or a downsampled period."""
+    """Return at most `width` values to draw, one per column: the latest values, or a downsampled `Period`."""
     if width <= 0:
         return ()
     return values.in_columns(width) if isinstance(values, Period) else values[-width:]
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:
-    """Return a history in `width` columns on a fixed axis from 0 to `top`; columns with None stay empty."""
+    """Return a sparkline of `width` columns on an axis from 0 to `top`; columns for None stay empty."""
     if not top:
         return " " * width
     return "".join(_block(value, top) for value in columns(values, width)).rjust(width)
@@ -116,7 +116,7 @@ def sparkline(values: Sequence[float | None], width: int, top: float | None) -> 
 def _block(value: float | None, top: float) -> str:
     if value is None:
         return " "
-    # 0 draws the lowest block, so that "idle" differs from "no data".
+    # Draw the lowest block for 0, so that "idle" differs from "no data".
     return BLOCKS[max(1, min(8, math.ceil(value / top * 8)))]
 
 
@@ -127,9 +127,9 @@ def tall_sparkline(
     top: float | None,
     others: Sequence[float | None] = (),
 ) -> list[str]:
-    """Return a sparkline of `height` rows, top row first, with the same axis and columns as the one-row form.
+    """Return a sparkline of `height` rows, top row first, with the same axis and columns as `sparkline`.
 
-    Columns in which only `others`, another quantity, has a value show a rail.
+    `others` has the values of another quantity. A column that has a value only there shows a rail.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))
@@ -144,7 +144,9 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the columns (-1 is the last) in which only `others` has a value; return none if `values` is all None."""
+    """Return the negative indices of the columns that have a value only in `others`; none if `values` contains only
+    None.
+    """
     if all(value is None for value in values):
         return set()
     pairs = zip(reversed(values), reversed(others), strict=False)

@@ -1,4 +1,4 @@
-"""The load of the machine itself: CPU, memory, disks and network. It is read only while it is shown."""
+"""Reads the load of this machine: CPU, memory, disks and network. It is read only while it is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_S = 0.9
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """One reading of the load in percentages of all cores, bytes, and bytes per second; unknown values are None."""
+    """One reading of the machine's load. `cpu_percent` is a share of all cores; unknown values are None."""
 
     cpu_percent: float | None = None
     load: float | None = None

@@ -1,6 +1,7 @@
-"""The app's notifications: one line above the footer, replaced by the next; errors stay until a key is pressed.
+"""Shows notifications. Each is one line above the footer until the next replaces it; errors stay until a key is
+pressed.
 
-Ends of jobs, events and alerts also ring the bell or send a desktop notification, as the settings say.
+The end of a job, an event or an alert also rings the bell or sends a desktop notification, depending on the settings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.contract.printable import printable
 from trainer.contract.store.states import JobState
 
 SHOWN_S = 3.0
-# A key pressed this soon after an error appeared was pressed before anyone could have read the error.
+# A key pressed within this time after an error appears does not dismiss the error: the user cannot have read it yet.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
@@ -38,7 +39,7 @@ _STYLES = {"information": "text", "warning": "warn", "error": "bad"}
 
 
 class Notice(Notification):
-    """A notification that never expires for the widget that displays it.
+    """A notification whose remaining display time is never negative.
 
     Textual 8.2 first checks whether a notification has expired, and then how long to show it. If it expires in between,
     the timer gets a negative time and blocks the event loop.
@@ -51,7 +52,7 @@ class Notice(Notification):
 
     @property
     def has_expired(self) -> bool:
-        """True if the display time is over."""
+        """Whether the display time is over."""
         return super().time_left <= 0
 
 
@@ -128,7 +129,7 @@ def _plain(text: str) -> str:
 
 
 def tell_end(app: App[None], job: JobView, how: str) -> None:
-    """Notify that a job has ended; ring the bell or send a desktop notification (OSC 9), as `how` says."""
+    """Show that a job has ended; also ring the bell or send a desktop notification (OSC 9), depending on `how`."""
     message = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
     bad = job.state in (JobState.FAILED, JobState.LOST)
     app.notify(message, severity="error" if bad else "information", markup=False)
@@ -136,14 +137,14 @@ def tell_end(app: App[None], job: JobView, how: str) -> None:
 
 
 def tell_news(app: App[None], news: News, how: str) -> None:
-    """Notify of a job's new event, and ring as for the end of a job."""
+    """Show a new event of a job, and ring the bell or send a desktop notification as for the end of a job."""
     message = f"Job {news.job_id} {news.event.message}"
     app.notify(message, severity="warning" if news.event.level == "warning" else "information", markup=False)
     _call(app, message, how)
 
 
 def tell_alert(app: App[None], alert: Alert, how: str) -> None:
-    """Notify of an alert. A new alert rings as the end of a job does; a cleared alert does not ring."""
+    """Show a new or cleared alert. Only a new one rings the bell or sends a desktop notification."""
     app.notify(sentence_of(alert), severity="warning" if alert.cleared is None else "information", markup=False)
     if alert.cleared is None:
         _call(app, sentence_of(alert), how)

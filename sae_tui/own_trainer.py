@@ -1,4 +1,4 @@
-"""Checks, before another module imports it, that `import trainer` finds this project's package; also `sae-train`."""
+"""Checks that `import trainer` finds this project's package, before any module imports it. Also starts `sae-train`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
 
 
 def sae_train() -> int:
-    """Run `sae-train`, the trainer's command line, if the trainer is ours."""
+    """Run the command line of the trainer, after checking that `trainer` is this project's package."""
     refuse_another("sae-train")
-    # Imported by name, since the app itself imports only the trainer's contract.
+    # Import the module by name, since the app must not import any part of the trainer except `trainer.contract`.
     code: int = import_module("trainer.cli").main()
     return code
 
@@ -35,7 +35,7 @@ def _fault() -> str:
     """Return why `import trainer` would not find this project's package; "" if it would.
 
     The name is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files replace ours.
-    The check does not run any of that code.
+    The check does not run any code of the other package.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:

@@ -26,9 +26,9 @@ _KEY_WIDTH = 5
 
 
 class Palette(CommandPalette):
-    """The command palette, which supports repeated fast opening and windows of any size."""
+    """A command palette that can be opened or closed twice in a row and works in windows of any size."""
 
-    # A magnifying glass is missing in many fonts.
+    # The search icon is a magnifying glass, which many fonts lack.
     DEFAULT_CSS = """
     Palette > Vertical { width: 90; max-width: 100%; }
     Palette SearchIcon { display: none; }
@@ -68,7 +68,7 @@ class Commands(Provider):
 
 
 class JobCommands(Provider):
-    """Provides actions on jobs that the query names by id or part of the name, ranked after the commands."""
+    """Provides actions on jobs that the query names by id or by part of the name. They rank below the commands."""
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()
@@ -116,7 +116,7 @@ def commands(
 
 
 def _of_keys(screen: Screen[object], listed: Iterable[str]) -> Iterable[SystemCommand]:
-    """Yield a command for each active key that has an id and a tooltip, unless its title is in `listed`."""
+    """Yield a command for each active key binding with an id and a tooltip, unless its title is in `listed`."""
     titles = set(listed)
     for node, binding, enabled, tooltip in screen.active_bindings.values():
         if enabled and tooltip and binding.id and binding.description not in titles:
@@ -132,7 +132,7 @@ def _call(screen: Screen[object], action: str, node: DOMNode) -> Callable[[], Aw
 
 
 def _keys(screen: Screen[object]) -> Mapping[str, str]:
-    """Return the first key for each description."""
+    """Return a dict that maps the description of each active key binding to its first key."""
     keys: dict[str, str] = {}
     for _, binding, _, _ in screen.active_bindings.values():
         keys.setdefault(binding.description, screen.app.get_key_display(binding))

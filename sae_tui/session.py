@@ -47,7 +47,8 @@ class Session:
         given: Mapping[str, str] | None = None,
     ) -> None:
         self.data = data
-        # Maps a setting to a description of how flags or the terminal override it in this run.
+        # Maps the name of each setting that a flag or the terminal overrides in this run to a description of the
+        # override.
         self.given = given or {}
         self.readonly = readonly
         self.hosts = hosts
@@ -58,8 +59,8 @@ class Session:
         self.actions = Actions(self, app)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        # The disk of the data folder may hang while screens are drawn, so a thread reads it. A lock folder elsewhere is
-        # in memory.
+        # The disk of the data folder may hang, so a thread reads locks that are stored there. A lock folder outside the
+        # data folder is in memory, where a read cannot hang.
         locks = lock_folder(data, monitor.source_name)
         self._locks = HolderReader(locks) if locks.is_relative_to(data.root) else locks
 
@@ -69,7 +70,7 @@ class Session:
 
     @property
     def detail(self) -> JobDetail | None:
-        """The details of the job that is being followed."""
+        """The details of the job that the watcher follows."""
         return self.watcher.detail
 
     @property
@@ -78,7 +79,7 @@ class Session:
         return self.monitor.cuda
 
     def choices(self) -> tuple[GpuChoice, ...]:
-        """Return every GPU and whether a new job could use it."""
+        """Return each GPU with its availability to a new job."""
         samples = self.monitor.latest()
         return availability.choices(samples, self._holders(samples))
 
@@ -88,7 +89,7 @@ class Session:
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 
     def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
-        """Return a short description of the user of each GPU, with the name of its style."""
+        """Return, for each GPU, a short description of its use and the name of the description's style."""
         return [availability.describe_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
     def status(self) -> StatusContent:

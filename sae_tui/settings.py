@@ -23,9 +23,9 @@ _LOOK, _LAUNCH, _HISTORY, _END = "Appearance", "Launch", "GPUs and their history
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 # Settings that run a program or connect to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
-# tomlkit takes seconds for larger files than this.
+# tomlkit takes seconds to parse a larger file.
 _MOST_CHANGED = 64 << 10
-# Settings that are read before the app exists, so that changing them requires a restart.
+# Settings that are read only when the app starts, so a change requires a restart.
 AT_START = frozenset({"look"})
 
 
@@ -211,12 +211,14 @@ def save_settings(path: Path, settings: Settings) -> None:
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Return the content of the file, whether valid or not; raise `UserError` if it cannot be read."""
+    """Return the parsed content of the file, even if settings are invalid; raise `UserError` if the file cannot be
+    read.
+    """
     return _text_and_table(path, Judged())[1] if os.path.exists(path) else {}
 
 
 def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
-    """Return the file's text and its parsed content. The same read also checks whether the file can be trusted."""
+    """Return the file's text and its parsed content. `judged` records whether it can be trusted."""
     texts: list[str] = []
 
     def keep(file: Path) -> str:
@@ -265,7 +267,7 @@ def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def _refuse_to_change(path: Path, table: Mapping[str, Any], distrust: str) -> None:
-    """Raise `UserError` if writing the file would replace a link or turn another user's commands into this user's."""
+    """Raise `UserError` if writing the file would replace a link, or make another user's commands run as this user."""
     if path.is_symlink():
         raise UserError(f"{path} is a link, which the app would replace; change {path.resolve()} by hand")
     if distrust and any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent):

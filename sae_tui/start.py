@@ -34,7 +34,7 @@ from trainer.contract.wording import join_words, plural
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
 
-# How many seconds an exit waits for the data folder.
+# How long the app waits for the data folder when it exits, in seconds.
 _ANSWER_S = 2.0
 
 
@@ -61,7 +61,7 @@ def run_app(
         if members := sharing(data.root):
             first_words = f"{data.root} is shared with {members}: all members have the same rights there."
         if not readonly:
-            with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
+            with contextlib.suppress(OSError):  # the app also shows the jobs of a read-only folder
                 save_settings(data.settings_file, settings)
     occupancy = Occupancy(data)
     monitor = Monitor(
@@ -112,14 +112,14 @@ def run_app(
 
 
 def _plain_look(look: Look, *, in_browser: bool) -> Plain | None:
-    """Return a filter that draws in ASCII only, if the setting demands it or the terminal supports nothing else."""
+    """Return a filter that replaces non-ASCII symbols if the setting or the terminal requires it; otherwise None."""
     if not is_plain(look, os.environ.get("TERM", ""), has_blocks=in_browser or can_show(BLOCKS, sys.stdout)):
         return None
     return Plain(letters=in_browser or can_show("é", sys.stdout))
 
 
 def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[str]) -> dict[str, str]:
-    """Return, by setting, how the command line or the terminal overrides it in this run."""
+    """Return a dict that maps each setting overridden by the command line or the terminal to a note on the override."""
     given = {}
     if look and settings.look != "plain":
         given["look"] = f"plain now, because of {'--plain' if plain else 'this terminal'}"
@@ -132,7 +132,7 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
 
 
 def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tuple[Hosts | None, list[Problem]]:
-    """Return the other hosts to monitor and the problems with host names in the settings; None if there are no hosts.
+    """Return the other hosts to monitor, or None, and the problems with the host names in the settings.
 
     With `demo`, their GPUs are simulated.
     """
@@ -153,7 +153,7 @@ def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tupl
 
 
 def _in_time(read: Callable[[], str]) -> str | None:
-    """Return the result of a read from the data folder; None if its disk hangs, which must not block an exit."""
+    """Return the result of `read`, or None if the disk of the data folder hangs, since that must not block an exit."""
     try:
         return on_thread(read).result(_ANSWER_S)
     except TimeoutError:
@@ -161,7 +161,7 @@ def _in_time(read: Callable[[], str]) -> str | None:
 
 
 def _staying(data: DataDir, command: str) -> str:
-    """Return a line like `2 jobs keep running and 1 waits in line; ...`, or "" if all jobs have ended."""
+    """Return a line like `2 jobs keep running and 1 is queued; ...`, or "" if all jobs have ended."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             jobs = control.active_jobs()
@@ -183,7 +183,7 @@ def _staying(data: DataDir, command: str) -> str:
 
 
 def _leave_on_hangup() -> None:
-    """End the app when its terminal is gone: Textual 8.2 would read end-of-file in an endless loop at full CPU load."""
+    """Exit when the terminal is gone: Textual 8.2 would read end-of-file in an endless loop at full CPU load."""
     terminal = select.poll()
     terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):

@@ -1,7 +1,7 @@
-"""The colour themes: four of our own and the terminal's.
+"""The colour themes: four of this project, and one that uses the terminal's own colours.
 
-Page, surface and panel remain distinct with 256 colours, the number that terminals often have over ssh. That
-palette keeps a colour grey only if its saturation is below 0.15; any more blue would turn all three greys black.
+The greys of page, surface and panel remain distinct in a terminal with 256 colours, which is common over ssh. Such a
+terminal shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all three as black.
 
 Colours mean the same in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power and
 progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
@@ -16,7 +16,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 
 def _loads(*colours: str) -> dict[str, str]:
-    """Return the background styles of GPU tiles, from the least load to the most."""
+    """Return the background styles of GPU tiles, from the lowest load to the highest."""
     return {f"style-load{number}": f"on {colour}" for number, colour in enumerate(colours, 1)}
 
 
@@ -55,7 +55,7 @@ LIGHT = Theme(
         **_loads(*(f"$primary {share}%" for share in (7, 13, 19, 25))),
     },
 )
-# All text has a contrast ratio of at least seven to its background, including the line under the cursor.
+# All text has a contrast ratio of at least 7 to its background, even in the line under the cursor.
 HIGH_CONTRAST = Theme(
     name="sae-high-contrast",
     primary="#5fd7ff",
@@ -88,8 +88,8 @@ HIGH_CONTRAST = Theme(
         "style-full": "bold underline #000000 on #ffd75f",
     },
 )
-# Based on the palette of Okabe and Ito (2008), with lighter colours for text. Good and bad differ in blue, which an eye
-# without red or green cones sees, and in brightness.
+# Based on the palette of Okabe and Ito (2008), with lighter colours for text. The colours for good and bad differ in
+# brightness and in blue, which people without red or green cones can see.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",
@@ -120,7 +120,7 @@ COLOUR_BLIND = Theme(
     },
 )
 _OF_16 = BUILTIN_THEMES["ansi-dark"]
-# The darkest of the 16 colours except black, in nearly every terminal.
+# In nearly every terminal, blue is the darkest of the 16 colours except black.
 _ON_BLUE = {f"style-{name}": "on ansi_blue" for name in ("cursor", "load3", "load4")}
 HIGH_CONTRAST_16 = replace(
     _OF_16,
@@ -148,8 +148,8 @@ COLOUR_BLIND_16 = replace(
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name
-# For each setting, the theme and its variant for a terminal with only 16 colours, which cannot show our surface
-# colours.
+# Maps each value of the setting `theme` to its theme and to a variant for terminals with only 16 colours, which cannot
+# show the surface colours.
 THEMES: dict[ThemeName, tuple[str, str]] = {
     "dark": (DARK.name, _TERMINAL),
     "light": (LIGHT.name, _TERMINAL),
@@ -161,5 +161,5 @@ OWN_THEMES = (DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND, HIGH_CONTRAST_16, COLOUR
 
 
 def shown_theme(chosen: ThemeName, color_system: str | None) -> str:
-    """Return the name of the theme for a setting in a terminal with this colour system."""
+    """Return the name of the theme that shows the setting's value in a terminal with the given colour system."""
     return THEMES[chosen][color_system == "standard"]

@@ -57,7 +57,7 @@ class Hysteresis:
 
     @property
     def flaps(self) -> bool:
-        """True if the alert has begun three times within an hour."""
+        """Whether the alert has begun three times within an hour."""
         return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= HOUR_S
 
     def _lasts_s(self, value: float | None, now: float) -> float:

@@ -52,8 +52,8 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return this host's active alerts, and all hosts' alerts from the last 24 hours.
 
-    Another host's active alert ages from its beginning, since the app on that host may have been closed. If there are
-    more than `MOST` alerts, omit the ended ones that are oldest.
+    The 24 hours of another host's active alert are counted from its start, since the app on that host may be closed. If
+    there are more than `MOST` alerts, omit the oldest alerts that have ended.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
     surplus = len(recent) - MOST
@@ -67,7 +67,7 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return the alerts to store.
 
-    The last day ends no later than the latest alert, so that a clock that runs ahead deletes no alerts.
+    The 24 hours end no later than the latest alert, so that no alert is deleted if the clock is ahead.
     """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)

@@ -83,13 +83,13 @@ class Alerts:
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
-        # For each active alert with an unknown value, the time since when the value has been unknown.
+        # Maps the key of each active alert whose value is unknown to the time when the value became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
         # Unreported changes, and the earliest time of the next report. The keys are the kind of alert and whether it
         # has ended.
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
-        # The reason why a kind of alert could not be checked.
+        # The reason why a kind of alert could not be checked; "" if all kinds were checked.
         self.failure = ""
 
     @property
@@ -106,7 +106,7 @@ class Alerts:
         """Process the current readings; return the alerts to report as begun or ended.
 
         Merge alerts of one kind that begin or end within `GROUP_S`. Return no alerts until every GPU has responded
-        once, since until then no GPU counts as lost or recovered.
+        once, since it is not known before whether a GPU is lost or has recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -285,7 +285,7 @@ class AlertWatcher:
                 self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
-        """Return the stored alerts; return none if the disk does not respond, so that the checks can start anyway."""
+        """Return the stored alerts; return [] if the disk does not respond, so that the checks can start anyway."""
         try:
             return on_thread(lambda: read_alerts(self._data)).result(DISK_LIMIT_S)
         except Exception as error:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _LOOK_S = 0.03
 _MOST_LOOKS = 60
 
-# Build the other hosts from the settings and the flags; also return the problems with host names in the settings.
+# A function that creates the other hosts from the settings and the flags, and also returns the problems with host names
+# in the settings.
 MakeHosts = Callable[[Settings], tuple["Hosts | None", list[Problem]]]
 
 
@@ -43,7 +44,7 @@ class AlertsChanged(Message, bubble=False):
 
 
 class Refresh:
-    """Makes every visible screen redraw what has changed, and shows the theme that is in the settings."""
+    """Makes every visible screen redraw what has changed, and applies the theme from the settings."""
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, make_hosts: MakeHosts | None) -> None:
         self._app, self._session = app, session
@@ -73,7 +74,7 @@ class Refresh:
         self._draw("show_gpus")
 
     def show_jobs(self) -> None:
-        """Draw the jobs as last read, and the keys that apply to them."""
+        """Draw the latest jobs, and the keys that apply to them."""
         self._draw("show_jobs")
         job_of_gpu = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
         if job_of_gpu != self._job_of_gpu:
@@ -83,7 +84,7 @@ class Refresh:
         self._draw("refresh_bindings")
 
     def _draw(self, method: str) -> None:
-        """Call `method` on every visible screen that has it. Its widgets may already be gone while the app closes."""
+        """Call `method` on every visible screen that has it. The screen's widgets may be gone while the app closes."""
         for screen in self._in_sight():
             if show := getattr(screen, method, None):
                 with contextlib.suppress(NoMatches):
@@ -119,15 +120,15 @@ class Refresh:
     def read_settings(self) -> None:
         """Read the settings file and pass its changes to the objects that were created from the settings at startup.
 
-        All other code reads `session.settings` when it needs them. Settings in `settings.AT_START` only take effect at
-        the next start.
+        All other code reads `session.settings` when it needs a setting. Settings in `settings.AT_START` take effect
+        only at the next start.
         """
         new, problems = load_settings(self._session.data.settings_file)
         for problem in [*problems, *self._apply(new)]:
             self._app.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def _apply(self, new: Settings) -> list[Problem]:
-        """Apply the settings; return the problems that only show up when they are applied."""
+        """Apply the settings; return the problems that are found only while the settings are applied."""
         session, old = self._session, self._session.settings
         session.settings = new
         session.alerts.change(new)

@@ -1,4 +1,4 @@
-"""Changes which screen is shown, always directly above the dashboard.
+"""Opens screens above the dashboard, and closes them again.
 
 Other screens are imported when they are first opened: importing all of them took a tenth of the app's startup time.
 """
@@ -38,7 +38,7 @@ class Router:
         self._session = session
         self._refresh = refresh
         self._settings_draft: dict[str, str] = {}
-        # The launch form as it was left, and the Python in the settings when it was filled.
+        # The launch form that is kept while other screens are shown, and the Python in the settings when it was filled.
         self._kept: LaunchScreen | None = None
         self._python = session.settings.python
         self.dashboard = dashboard
@@ -68,12 +68,12 @@ class Router:
     # the launch form
 
     def new_job(self) -> None:
-        """Open the launch form as it was left, or a new one for a training."""
+        """Open the kept launch form, or a new one for a training."""
         if not self._session.actions.refused():
             self._open_form(JobConfig.kind)
 
     def new_extraction(self) -> None:
-        """Open the launch form of an extraction as it was left, or a new one; ask before another draft is lost."""
+        """Open the kept launch form of an extraction, or a new one; ask first if another draft would be lost."""
         if not self._session.actions.refused():
             self._open_form(ExtractJob.kind)
 
@@ -84,7 +84,7 @@ class Router:
 
         session = self._session
         form = self._kept.form if self._kept else None
-        # An unchanged form that names another Python than the settings is outdated.
+        # A form without changes is outdated if the settings now name another Python.
         is_as_wanted = form and form.kind == kind and self._python == session.settings.python
         if self._kept and form and (is_as_wanted or (form.changed and kind in (JobConfig.kind, form.kind))):
             self.switch_to(self._kept)
@@ -93,7 +93,7 @@ class Router:
             self._keep(screen := LaunchScreen(session, preset=draft))
             self._app.call_later(screen.form.tell_draft)
         else:
-            # This asks only before an extraction: a changed draft is what "New job" shows, above.
+            # This asks only before an extraction, since "New job" shows a changed draft in the branch above.
             new = LaunchScreen(session, preset=extraction_preset() if kind == ExtractJob.kind else None)
             self._replace_form("an extraction form", new)
 
@@ -127,7 +127,7 @@ class Router:
             self._keep(new)
 
     def _keep(self, new: LaunchScreen) -> None:
-        """Show a new launch form. It is installed, so that it stays half filled while other screens are shown."""
+        """Show a new launch form. It is installed, so that it keeps its content while other screens are shown."""
         self.show_dashboard()
         self._forget_form()
         self._kept, self._python = new, self._session.settings.python
@@ -160,7 +160,7 @@ class Router:
         self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
 
     def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
-        """Run the checks on a separate GPU source, since the monitor's is in use."""
+        """Run the checks on a separate GPU source, since the monitor's source is in use."""
         from sae_tui.doctor.base import CheckedMachine
         from sae_tui.doctor.examine import CHECKS, PROBES, examine
         from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
@@ -178,7 +178,7 @@ class Router:
         self._app.push_screen(HelpScreen(self._app.screen))
 
     def show_settings(self) -> None:
-        """Show the settings form above the current screen, with changes that are not saved yet."""
+        """Show the settings form above the current screen, including changes that are not saved yet."""
         from sae_tui.screens.settings_form import SettingsScreen
 
         if not any(isinstance(screen, SettingsScreen) for screen in self._app.screen_stack):

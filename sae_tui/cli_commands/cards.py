@@ -74,6 +74,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
-    """Return the feature files of a report card by SAE; return none if they are no longer stored."""
+    """Return a dict that maps the label of each SAE to its feature file, if still stored."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

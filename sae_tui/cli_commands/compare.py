@@ -1,4 +1,4 @@
-"""`sae-tui compare`: compares runs in tables, in a picture or as data."""
+"""`sae-tui compare`: compares runs in tables or as JSON, or writes their curves to an SVG or CSV file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completes commands, flags and job ids in bash, zsh and fish; argcomplete gets the words from this program."""
+"""Completes commands, flags and job ids in bash, zsh and fish. argcomplete runs this program to get the candidates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """Return the name and state of every job by its id."""
+    """Return a dict that maps the id of each job to its name and state."""
     reader = JobsReader(CommandContext(parsed_args).data)
     reader.poll()
     return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
@@ -71,7 +71,7 @@ def _script(shell: str) -> str:
 
 
 def _own_shell() -> str:
-    """Return the name of the user's shell: $SHELL or, since containers and services do not set it, the login shell."""
+    """Return the name of the user's shell from $SHELL or, if that is unset, as in containers, of the login shell."""
     return os.path.basename(os.environ.get("SHELL") or _login_shell())
 
 
@@ -107,7 +107,7 @@ def _install(context: CommandContext, shell: str) -> int:
 
 
 def file_for(shell: str) -> Path:
-    """Return the file in the user's folders where a shell looks for completions of this program."""
+    """Return the path in the user's home folder from which a shell loads the completions of this program."""
     home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -135,7 +135,7 @@ def _marked(script: str, shell: str) -> str:
 
 
 def _text_of_ours(file: Path) -> str | None:
-    """Return the content of the file, or None if it is missing; raise `UserError` if it is a link or from elsewhere."""
+    """Return the content of the file, or None if it is missing; raise `UserError` if it is a link or not ours."""
     try:
         if file.is_symlink():
             raise UserError(f"{file} is a link; remove it first")

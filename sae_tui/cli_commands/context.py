@@ -36,7 +36,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
 
-# How long the data folder may take to respond, since a sleeping disk or a restarting file server needs time.
+# How long the data folder may take to respond. A sleeping disk or a restarting file server needs some time.
 _LIMIT_S = 60.0
 
 
@@ -46,7 +46,7 @@ class CommandContext:
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
-        # Why the data folder cannot be used now, for example because its disk or file server hangs.
+        # The reason why the data folder cannot be used now, such as a disk that hangs; "" if it can be used.
         self.hung = _check_folder(base.root, getattr(flags, "folder_limit_s", _LIMIT_S))
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)
@@ -91,13 +91,13 @@ class CommandContext:
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
-        """Yield a snapshot every `every_s` seconds until the reader of the output is gone; the driver stays open."""
+        """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open in between."""
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return watch(source, occupancy, self.data, every_s)
 
     def past(self) -> list[Job]:
-        """Return all jobs, latest first; return none if the store cannot be read."""
+        """Return all jobs, latest first; return an empty list if the store cannot be read."""
         with (
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
@@ -126,10 +126,10 @@ def _check_folder(root: Path, limit_s: float) -> str:
 
     def check() -> None:
         _refuse_unusable(root)
-        with contextlib.suppress(OSError):  # `stat` may be served from a cache, a listing is not
+        with contextlib.suppress(OSError):  # the result of `stat` may come from a cache, a listing does not
             os.listdir(root)
 
-    # On a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.
+    # Run the check in a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.
     answer, words = on_thread(check), f"the data folder {root} does not answer"
     try:
         with tell_when_slow(lambda: warn(f"{words} yet")):
@@ -188,7 +188,7 @@ def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged
 def examine_job(
     path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
 ) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
-    """Return the job without its invalid settings, its problems, and separately the problems of refused code.
+    """Return the job without its invalid settings, the problems of its settings, and the problems of refused code.
 
     The returned job also omits the settings that would run refused code, so that all other settings can be checked.
     """
@@ -215,5 +215,5 @@ def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
 
 
 def _gpus_value(gpus: str) -> str:
-    """Return `0,1` as a TOML list, and `auto:2` or `cpu` as a TOML string."""
+    """Return a value of `--gpus` as TOML: `0,1` as a list, and `auto:2` or `cpu` as a string."""
     return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

@@ -49,7 +49,7 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
         show_text(PrometheusText(context.data, lambda: context.gpus.samples).text())
         return Exit.DONE
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    # One thread per GPU, so that a GPU that hangs does not delay the others.
+    # The sampler uses one thread per GPU, so that a GPU that hangs does not delay the others.
     sampler = Sampler(source, context.settings.sampling_interval_s)
     gpus = AskedGpus(sampler, source.name)
     figures = PrometheusText(context.data, gpus.samples, lambda: sampler.problem)
@@ -107,7 +107,7 @@ class AskedGpus:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves at most `MOST_AT_ONCE` clients at a time; closes further connections immediately, so they cost nothing."""
+    """Serves at most `MOST_AT_ONCE` clients at a time; closes any further connection immediately."""
 
     daemon_threads = True
 

@@ -29,7 +29,7 @@ from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
 WATCH_S = 1.0
-# The sensors of all views, by their name in JSON.
+# Maps the JSON name of each exported sensor to the sensor.
 SENSORS = {one.public: one for kind in (GpuSample, Condition, Aggregate) for one in exported(kind).values()}
 
 
@@ -43,7 +43,7 @@ def show_gpus(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _watch(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the GPUs every second until interrupted or until the reader of the output is gone."""
+    """Print the GPUs every second until interrupted or until the output is closed."""
     problem = ""
     for snapshot in context.watch_gpus(WATCH_S):
         rows = [row for row in _gpus(snapshot) if flags.index in (None, row["index"])]
@@ -225,7 +225,7 @@ def _in_units(sensor: Sensor, value: float | None) -> str:
 
 
 def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
-    """Return a value with the unit of the sensor that has this name in JSON."""
+    """Return a value with the unit of the sensor whose JSON name is `name`."""
     if value is None:
         return UNKNOWN
     if isinstance(value, dict):

@@ -51,13 +51,13 @@ from trainer.contract.wording import duration, gibibytes
 POLL_S = 0.25
 WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
-# The fields of a report card in JSON, and the facts that are printed for people.
+# The fields of a report card that are included in JSON, and the facts that are printed for people.
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
     "parts",
 )  # fmt: skip
 _KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
-# Exit codes of commands that wait for a job.
+# Maps the final state of a job to the exit code of a command that waits for the job.
 EXITS = {
     JobState.FINISHED: Exit.DONE,
     JobState.STOPPED: Exit.STOPPED,
@@ -87,7 +87,7 @@ def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReader) -> Exit:
-    """Print the matching jobs after each change, until the reader of the output is gone."""
+    """Print the matching jobs after each change, until the output is closed."""
     shown, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
     while True:
         matches = _matches(reader, flags)
@@ -189,7 +189,7 @@ def _show_cards(shown: Sequence[Card]) -> None:
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
-    """Return the values of a sweep's best SAE with its label, such as `0.1463 (k=32)`; return none for a single SAE."""
+    """Return the metrics of a sweep's best SAE with its label, such as `0.1463 (k=32)`; return {} for other jobs."""
     if not job.best_sae:
         return {}
     of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
@@ -290,7 +290,7 @@ def _what_came_of(view: JobView) -> str:
 def _wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = True) -> JobView:
     """Wait until the job has ended, print how it ended if `is_told`, and return it.
 
-    Raise `UserError` if the job was deleted meanwhile.
+    Raise `UserError` if the job is deleted in the meantime.
     """
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
@@ -362,7 +362,7 @@ def _evaluation(job: JobView) -> dict[str, Any] | None:
 
 
 def _values(job: JobView) -> dict[str, float | None]:
-    """Return the loss and the metrics of a job by name."""
+    """Return a dict that maps the names of the loss and the metrics to their latest values."""
     return {name: newest_value(job, name) for name in ("loss", *measured_names())}
 
 
@@ -432,7 +432,7 @@ def _listed() -> list[str]:
 
 
 def _judged_text(job: JobView, name: str) -> str:
-    """Return a metric on held-out data; before the first evaluation, return the marked value of the last batches."""
+    """Return a metric on held-out data or, before the first evaluation, its marked value on the last batches."""
     value, is_of_batch = judged_value(job, name)
     return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
 

@@ -38,7 +38,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
     job: AnyJob | None = None
     try:
         job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
-        # The memory need is unknown if defaults replace refused settings.
+        # The memory need is unknown if defaults have replaced invalid settings.
         is_known = not any(problem.severity == "error" for problem in wrong)
         problems = [*refusals, *wrong]
         if job:
@@ -156,7 +156,7 @@ def _check(
         try:
             return _place(context, proposal), problems
         except JobFileError as error:
-            # Skip settings that the earlier checks have already reported in their own words.
+            # Skip settings that the earlier checks have already reported.
             paths = {problem.path for problem in problems if problem.severity == "error"}
             return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 

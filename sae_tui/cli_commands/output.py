@@ -20,14 +20,15 @@ UNKNOWN = "-"
 
 
 def say(text: str = "") -> None:
-    """Print a line to stdout and flush it; make text from logs and other users printable first."""
+    """Print a line to stdout and flush it; replace control characters, such as those from logs."""
     _write(printable(text))
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print lines that this program generates as they arrive; there may be millions.
+    """Print lines, of which there may be millions, as the iterable yields them. They must not contain control
+    characters.
 
-    Write only a few at a time, so that Python's buffer never flushes on its own: then only the explicit flush can
+    Write only 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit flush can
     encounter a full disk or a closed pipe.
     """
     lines = iter(lines)
@@ -96,7 +97,7 @@ def clock_time(timestamp: float | None) -> str:
 
 
 def nobody_reads_for(wait_s: float) -> bool:
-    """Return True as soon as the reader of standard output is gone; False if it remains for `wait_s` seconds."""
+    """Return True as soon as the reader of standard output has closed it; return False after `wait_s` seconds."""
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)
     gone = select.POLLERR | select.POLLHUP | select.POLLNVAL

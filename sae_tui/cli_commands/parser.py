@@ -23,7 +23,8 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules whose commands act on jobs or on the jobs' GPUs; before these run, crashed jobs are reconciled.
+# Modules whose commands act on jobs or on their GPUs. Before such a command runs, the states of crashed jobs are
+# corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
@@ -158,7 +159,7 @@ ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; 
 
 
 class CommandParser(output.SafeParser):
-    """Reports incorrect usage in one line; below argparse's list of all flags it would be easy to miss."""
+    """Reports incorrect usage in one line, without argparse's list of all flags, which would hide the error."""
 
     def sentence_on(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
@@ -216,7 +217,7 @@ def make_parser(open_app: Command) -> CommandParser:
 
 
 def _load_when_run(function: str) -> Command:
-    """Return a command that imports its module when it runs; importing all would take a third of the startup time."""
+    """Return a command that imports its module when it runs; all modules would take a third of the startup time."""
 
     def run(context: CommandContext, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
@@ -537,7 +538,7 @@ def _examples(command: str) -> str:
 
 
 def _shared_flags(*, in_help: bool = True) -> CommandParser:
-    """Return the flags allowed before and after the command; defaults would overwrite values given before it."""
+    """Return the flags allowed before and after the command. They have no defaults, which could overwrite a value."""
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="use simulated GPUs, and keep the jobs in DIR/demo")

@@ -1,4 +1,4 @@
-"""The stored history for `sae-tui metrics --since`: one GPU, or totals of all GPUs, streamed row by row."""
+"""Streams the stored history for `sae-tui metrics --since` row by row: of one GPU, or the totals of all GPUs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.wording import duration, gibibytes
 
-# The maximum number of rows that a person can read at a glance, and the possible steps in seconds; each divides the
-# next.
+# The maximum number of rows of a printed history, and the possible steps in seconds. Each step divides the next.
 MOST_LINES = 60
 STEPS_S = (5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400, 28 * 86400)
 CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
@@ -45,12 +44,12 @@ class StoredSamples:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples of one GPU, regardless of its slot."""
+        """Yield the samples of one GPU, whichever index it had."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
     def of_all(self) -> Iterator[GpuTotals]:
-        """Yield totals over the GPUs present at each time, either over real GPUs or over simulated ones."""
+        """Yield the totals over all GPUs present at each time. Real and simulated GPUs are never added together."""
         with suppress(StoreMissing):
             rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
@@ -112,7 +111,7 @@ class StoredSamples:
         )
 
     def _gpus_then(self, row: GpuTotals) -> int:
-        """Return the number of GPUs at that time, including GPUs that have been removed since."""
+        """Return the number of GPUs now, or the number counted at the row's time if that is larger."""
         return max(self._count, row.gpus_counted)
 
     def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:
@@ -165,7 +164,7 @@ def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> I
 
 
 def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of a JSON array of objects, each given as its lines."""
+    """Yield the lines of a JSON array of objects; each object is given as a sequence of lines."""
     yield "["
     for position, lines in enumerate(objects):
         if position:

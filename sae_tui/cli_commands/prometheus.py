@@ -58,7 +58,7 @@ class PrometheusText(Collector):
         yield gauge("sae_tui_jobs_readable", "Whether the list of jobs can be read.", [({}, not self._jobs.problem)])
 
     def _report(self, *problems: object) -> None:
-        """Warn of each problem once."""
+        """Print a warning for each problem, but only once."""
         for problem in {str(problem) for problem in problems if problem} - self._reported:
             self._reported.add(problem)
             warn(problem)

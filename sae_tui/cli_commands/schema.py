@@ -32,7 +32,7 @@ def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def schemas() -> dict[str, Schema]:
-    """Return the schemas by command, such as `gpus` or `trainer run`; `error` is the schema of failures."""
+    """Return a dict that maps each command, such as `trainer run`, to its schema; `error` is the key for failures."""
     own = dict(sorted(own_answers.ANSWERS.items()))
     of_trainer = {f"trainer {name}": schema for name, schema in sorted(commands.ANSWERS.items()) if name != ERROR}
     return {**own, **of_trainer, ERROR: commands.ANSWERS[ERROR]}

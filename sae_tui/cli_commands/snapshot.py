@@ -1,4 +1,4 @@
-"""Reads every GPU once for a command, however slow the driver is."""
+"""Reads all GPUs for a command, even if the driver is slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.paths import DataDir
 class Snapshot(msgspec.Struct, frozen=True):
     """Samples of all GPUs, and whether each GPU is available to a new job.
 
-    `problem` explains why there are no samples; `is_broken` is true if this requires a repair; `note` reports hidden
+    `problem` explains why there are no samples; `is_broken` is True if that requires a repair; `note` reports hidden
     GPUs.
     """
 
@@ -49,14 +49,14 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     try:
         with tell_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
-            close_source(source)  # `launch --wait` may run for days
+            close_source(source)  # do not keep the driver open, since `launch --wait` may run for days
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
     return _snapshot(source, samples, occupancy, data, problem, is_broken)
 
 
 def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float) -> Iterator[Snapshot]:
-    """Yield a snapshot every `every_s` seconds until the reader of the output is gone.
+    """Yield a snapshot every `every_s` seconds until the output is closed.
 
     Reopen the source after the driver is reloaded. Raise `UserError` if the source cannot be opened initially.
     """

@@ -41,7 +41,7 @@ _FIRST_LINES = 2000
 
 
 def stream(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Write messages about GPUs and jobs, or one log, until standard input ends or the reader of the output is gone."""
+    """Write messages about GPUs and jobs, or the log of one job, until standard input or output is closed."""
     _tell(Hello(PROTOCOL, version("sae-tui")))
     if flags.log is not None:
         return _stream_log(context, flags)
@@ -64,7 +64,7 @@ def stream(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class GpuSide:
-    """The GPUs of this machine, each read by a separate thread, and the holder of each GPU."""
+    """Reads the GPUs of this machine, each in a separate thread, and determines who uses each GPU."""
 
     def __init__(self, context: CommandContext) -> None:
         self._data = context.data

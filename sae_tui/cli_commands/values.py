@@ -75,7 +75,7 @@ def seconds(text: str) -> float:
 
 
 def step(text: str) -> int:
-    """Return a whole number of seconds, so that a period divides into steps without a remainder."""
+    """Return the length of a step, which must be a whole number of seconds."""
     value = seconds(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
@@ -83,7 +83,7 @@ def step(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size like `20GiB` or `500MB`; only units with a B and no i are powers of 1,000."""
+    """Return the bytes of a size like `20GiB`; `kB`, `MB` and so on are powers of 1,000, other units of 1,024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (match[2] or match[3].lower() == "b"):
         raise argparse.ArgumentTypeError(f'takes a size like 20GiB or 500MB, not "{cut(text)}"')

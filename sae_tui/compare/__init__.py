@@ -1,1 +1,1 @@
-"""Compares the curves, settings and results of runs, as text, pictures and tables. This package contains no UI code."""
+"""Compares the curves, settings and results of runs, as text, SVG and CSV. This package contains no UI code."""

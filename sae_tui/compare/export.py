@@ -1,4 +1,4 @@
-"""Writes a comparison to disk: a picture of the curves, or their values as CSV."""
+"""Writes a comparison to disk: the curves as an SVG image, or their values as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 
 
 def picture_title(comparison: Comparison) -> str:
-    """Return the title of the picture: the metric and the names of the runs."""
+    """Return the title of the image: the metric and the names of the runs."""
     names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in comparison.saes)
     return f"{title_of(comparison.metric)}: {', '.join(names)}"
 
@@ -30,7 +30,7 @@ def write_picture(path: Path, comparison: Comparison, view: CurveView, *, force:
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:
-    """Write every value of one metric, or of all metrics, as a tidy CSV; raise `UserError` as `write_picture` does."""
+    """Write every value of one metric, or of all metrics, as a tidy CSV; raise `UserError` like `write_picture`."""
     write_new(path, csv_lines(runs.all_values(metric)), force=force)
 
 
@@ -51,7 +51,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
-    """Write a file (0600) atomically; replace an existing one only with `force`, else raise `UserError`."""
+    """Write a file (0600) atomically; replace an existing one only with `force`, otherwise raise `UserError`."""
     if not force:
         refuse_existing([path])
     try:

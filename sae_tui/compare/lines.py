@@ -1,4 +1,4 @@
-"""Turns curves into lines to draw: smoothed, against an axis, on a linear or logarithmic scale."""
+"""Converts curves into traces to draw: smoothed values over the chosen x axis, on a linear or logarithmic y axis."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from sae_tui.compare.run import Curve, Sample
 from trainer.contract.settings.series import CRITERION, held_out
 
-# The axis titles in a picture.
+# Maps each choice of the x axis to the axis title in an image.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
 
 class CurveView(msgspec.Struct, frozen=True):
-    """How curves are shown; `smoothing` is the weight of the past in a moving average, 0 for none."""
+    """How curves are shown; `smoothing` is the weight of past values in a moving average, 0 for none."""
 
     metric: str = held_out(CRITERION)
     axis: str = "step"
@@ -25,7 +25,9 @@ class CurveView(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve to draw: points (x, y) sorted by x. On a log scale all y are positive, but not yet logarithms."""
+    """A curve to draw: points (x, y) sorted by x. For a logarithmic axis, every y is positive; the logarithm is taken
+    later.
+    """
 
     label: str
     sae: int

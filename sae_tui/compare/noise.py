@@ -1,4 +1,4 @@
-"""Decides whether one SAE's lead over another is real: larger than the errors of both and the spread between seeds."""
+"""Decides whether the difference between two SAEs is significant, given their standard errors and the spread of seeds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sae_tui.compare.run import ComparedSae
 from trainer.contract.runs.row_sums import paired_error
 from trainer.contract.settings.series import CRITERION, held_out
 
-# A lead counts only if it exceeds this number of standard errors.
+# A difference is significant only if it exceeds this number of standard errors.
 LEAD = 2.0
-# If too few seeds are compared to measure their spread, a lead in FVU counts only beyond this share. Different seeds of
-# a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
+# If too few seeds are compared to measure their spread, a difference in FVU is significant only if it exceeds this
+# share of the best value. Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -25,7 +25,9 @@ _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The lead of the best value, the smallest lead that counts, and the reason in words."""
+    """The difference of a value from the best one, the smallest significant difference, and the basis of that
+    threshold.
+    """
 
     lead: float
     least: float
@@ -37,7 +39,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class MeasuredSae(msgspec.Struct, frozen=True):
-    """An SAE with its value of a result and the standard error; each is None if unknown."""
+    """An SAE with the value of one of its results and the value's standard error; either number is None if unknown."""
 
     sae: ComparedSae
     value: float | None
@@ -45,7 +47,7 @@ class MeasuredSae(msgspec.Struct, frozen=True):
 
 
 def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
-    """Return the best SAE's lead over another in one result; None if a value or all sources of noise are unknown.
+    """Return the best SAE's lead over another SAE in a result; None if a value or all sources of noise are unknown.
 
     The spread between seeds is measured on all SAEs in `compared`.
     """
@@ -59,7 +61,7 @@ def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence
 
 
 def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float, str] | None:
-    """Return the smallest significant lead, given both standard errors, and what that threshold is based on."""
+    """Return the smallest significant difference, given both standard errors, and the basis of that threshold."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
@@ -75,7 +77,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
 
 
 def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
-    """Return the smallest significant lead in FVU, given the spread between seeds, and what it is based on."""
+    """Return the smallest significant difference in FVU, given the spread of seeds, and the basis of that threshold."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)

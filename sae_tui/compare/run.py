@@ -22,7 +22,7 @@ from trainer.contract.store.rows import Job
 
 MOST_POINTS = 500
 
-Settings = Mapping[str, Any]  # by dotted path
+Settings = Mapping[str, Any]  # maps the dotted path of a setting to its value
 
 
 class Sample(NamedTuple):
@@ -37,8 +37,8 @@ class Sample(NamedTuple):
 class ComparedSae(msgspec.Struct, frozen=True):
     """An SAE to compare: the only SAE of a run, or one of a sweep.
 
-    `latest` holds its latest values by metric. If it has a report card, the card's values are included under `card_`
-    names.
+    `latest` maps each metric to its latest value. If the SAE has a report card, the card's values are included under
+    names that start with `card_`.
     """
 
     label: str
@@ -134,7 +134,9 @@ class Run:
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
-        """Return the latest values by metric: the SAE's own values, or the run's if its SAEs share the metric."""
+        """Return a dict that maps each metric to its latest value: the SAE's own, or the run's if its SAEs share the
+        metric.
+        """
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
 
@@ -175,10 +177,10 @@ class Run:
 
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
-    """Return the settings of every SAE in a job file, by dotted path; without a sweep, the only label is ""."""
+    """Return a dict that maps the label of each SAE in a job file to its settings; without a sweep, the label is ""."""
     raw = table_of(config)
     job, _ = parse_job(raw)
-    if job is None:  # a setting of another version
+    if job is None:  # the job file contains a setting of another version
         return {"": _flat(raw)}
     return {label: _flat(to_table(member)) for label, member in members(job).items()}
 

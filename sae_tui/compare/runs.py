@@ -54,7 +54,7 @@ class Runs:
                 run.close()
 
     def _poll(self) -> list[tuple[Run, ComparedSae]]:
-        """Return the SAEs of all runs, without runs that have been deleted meanwhile."""
+        """Return the SAEs of all runs that still exist, each with its run."""
         return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
 
 

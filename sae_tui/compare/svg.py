@@ -39,7 +39,7 @@ class PlotArea(NamedTuple):
 
 
 def svg(traces: Sequence[Trace], view: CurveView, title: str) -> str:
-    """Return the complete picture as SVG text; a trace without points appears only in the legend."""
+    """Return the complete SVG image as text; a trace without points appears only in the legend."""
     height = max(_HEIGHT, _TOP + _LINE * len(traces) + _BOTTOM)
     width = _RIGHT + 56 + _LETTER * max([19, *(len(_label(trace)) for trace in traces)])
     box = _box([point for trace in traces for point in trace.points], view, height - _BOTTOM)
@@ -52,7 +52,7 @@ def svg(traces: Sequence[Trace], view: CurveView, title: str) -> str:
 
 
 def _box(points: Sequence[tuple[float, float]], view: CurveView, bottom: float) -> PlotArea:
-    """Return the plot that contains all points."""
+    """Return a plot area whose axes cover all points."""
     xs, ys = ([point[axis] for point in points] or [0.0, 1.0] for axis in (0, 1))
     y = min(ys), max(ys)
     if not points or (view.log and y[0] <= 0):

@@ -35,22 +35,22 @@ UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
 UNFINISHED = "unfinished"
-# Other load on the machine affects speeds and times, so a lead of at most this share does not count.
+# Other load on the machine affects speeds and times, so a difference of at most this share is ignored.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
-# FVU metrics, and the L0 metric that belongs to each.
+# Maps each FVU metric to the L0 metric measured on the same rows.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Token counts are considered equal up to this factor, since a run always ends with a complete step.
 LIKE = 1.02
-# This result is compared like a setting: an automatic batch is smaller in a short run.
+# This value is listed with the settings, since an automatic batch is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
 # Training settings, which are meaningless for an SAE that was not trained here.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class ComparisonRow(msgspec.Struct, frozen=True):
-    """A table row: a title, one value per SAE, and the indices of the best SAEs, or of the SAEs that count as equal.
+    """A table row: a title, one value per SAE, and the indices of the best SAEs or of SAEs that count as equal.
 
-    `why` explains why they count as equal, and what else limits the comparison.
+    `why` explains why these SAEs count as equal, and what else limits the comparison.
     """
 
     title: str
@@ -61,7 +61,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     why: str = ""
     # The indices of the values from unfinished runs, which are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # Text after the star, by index: the SAE's number of training tokens, if it differs between SAEs.
+    # The text after the star of each value: the SAE's number of training tokens, if it differs between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
@@ -91,7 +91,7 @@ def word_of(metric: str) -> Callable[[float], str]:
 _OF_CARD = (
     ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
     ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
-    # With more rows, fewer latents remain that never fire.
+    # This result is not ranked, since more rows leave fewer latents that never fire.
     ComparedFigure("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     ComparedFigure("card_ce_score", "report card CE score", "higher", number),
     ComparedFigure("card_kl_score", "report card KL score", "higher", number),
@@ -109,7 +109,7 @@ _OF_RUN = (
 )
 
 
-# The quality results.
+# The results that measure the quality of an SAE.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
     | {result.name for result in _OF_CARD}
@@ -160,7 +160,7 @@ def _is_imported(sae: ComparedSae) -> bool:
 
 
 def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> list[ComparisonRow]:
-    """Return a row for each result, final or so far; with `settings` also the price and CO₂ of the energy."""
+    """Return a row for each result, final or provisional; with `settings`, also the price and CO₂ of the energy."""
     lines = []
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
@@ -186,8 +186,8 @@ def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonR
 def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return the line with the best value marked; for quality results, only finished runs are ranked.
 
-    Unfinished runs get a mark instead. Values of training batches have no best: they are lower than held-out values,
-    and lowest if a run overfits.
+    Unfinished runs get a mark instead. No value of training batches is marked as best: such values are lower than
+    held-out values, and lowest if a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
@@ -200,13 +200,13 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the line with the best value marked, or with all values that count as equal to the best."""
+    """Return the line with the best value marked, or with all values that do not differ significantly from the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # An SAE between the best and one that counts as equal also counts as equal.
+    # If an SAE does not differ significantly from the best one, neither does any SAE in between.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
@@ -234,7 +234,7 @@ def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Com
 
 
 def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
-    """Return True if the best value leads by the minimum for this result; most results have no minimum."""
+    """Return whether the best value differs enough from the second; most results need no minimum difference."""
     measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
     if result.name not in LEAST_LEAD or len(measured) < 2:
         return True
@@ -258,7 +258,7 @@ def _d_sae(sae: ComparedSae) -> int | None:
 
 
 def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
-    """Return the indices of the best values; none if all are equal."""
+    """Return the indices of the best values; return an empty set if all are equal."""
     measured = [value for value in values if value is not None]
     if not better or len(set(measured)) < 2:
         return frozenset()
@@ -269,7 +269,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return the best value's lead over each other value with known noise, by index."""
+    """Return a dict that maps the index of each other value with known noise to the best value's lead over it."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -281,7 +281,9 @@ def leads_of_best(
 
 
 def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict[int, Lead]) -> str:
-    """Return the largest lead that does not count, the smallest lead that would count, and the reason."""
+    """Return a sentence on the largest insignificant lead, the smallest significant one, and the basis of the
+    threshold.
+    """
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
     counts = f"only a lead above {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"

@@ -16,7 +16,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
-# The minimum speed-up per additional device (1 is ideal) for recommending that device.
+# The minimum efficiency, that is speed-up per device, at which several devices are recommended; 1 is ideal.
 LEAST_EFFICIENCY = 0.7
 
 
@@ -64,7 +64,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Recommend the fewest devices that fit the job now, and the largest worthwhile number; otherwise a remedy."""
+    """Recommend the smallest number of devices that fits the job and the largest worthwhile one, or a remedy."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
@@ -88,13 +88,13 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return the sort key of a way to run the job: prefer ways that fit and are worthwhile, then the cheapest."""
+    """Return a sort key: rows that fit and are efficient are first, then rows with fewer devices and less memory."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 
 
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
-    """Yield the largest number of devices that is worthwhile, or why not even the next larger number is."""
+    """Yield a phrase on the largest number of devices that is worthwhile, or on why no larger number is."""
     others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
     paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
     if paying:

@@ -39,7 +39,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class GpuReadings(msgspec.Struct, frozen=True):
-    """One reading of all GPUs, or the `problem` and its `remedy`. `cuda` is False for simulated GPUs.
+    """One reading of all GPUs, or the `problem` that prevented it, with a `remedy`. `cuda` is False for simulated GPUs.
 
     `samples` holds only the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
     """
@@ -66,7 +66,7 @@ class CheckedMachine:
         python: str = "",
     ) -> None:
         self.data = data
-        # True if the data folder does not respond, for example because its file server hangs.
+        # Whether the data folder does not respond, for example because its file server hangs.
         self.is_silent = False
         # The Python interpreter used for training, if it is in another environment; "" for this one.
         self.python = python
@@ -80,7 +80,7 @@ class CheckedMachine:
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
-        """The columns and lines of the terminal, or None."""
+        """The size of the terminal in columns and lines; None without a terminal."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
                 terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
@@ -98,7 +98,7 @@ class CheckedMachine:
         return self._run(command, limit_s, {**self.environ, **environ})
 
     def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run the trainer, or the code after "-c", with the training Python; return the same as `output`."""
+        """Run the trainer, or the code after "-c", with the Python used for training; return the same as `output`."""
         if self.python and (why := named_python.refusal(self.python)):
             return "", why
         variables = named_python.variables(self.python, self.environ)

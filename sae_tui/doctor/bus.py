@@ -80,7 +80,7 @@ def check_bus(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
-    """Lock the idle GPUs, measure and store their speeds, and report whether these suffice."""
+    """Lock the idle GPUs, measure and store their speeds, and report whether they are fast enough."""
     try:
         box.data.create()
     except UserError as error:

@@ -84,9 +84,9 @@ def job_rows(
     """Forecast the job on the usable GPUs, or on the ones that its file names; on the CPU if there are none.
 
     `busy` are the indices of the GPUs in use, which are taken last. Without `cuda` the GPUs are simulated: they have
-    memory, but the speed of the CPU processes that stand in for them. In the chosen mode, the language model gets
-    separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number; in the other modes
-    it shares the GPUs that train.
+    memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model gets
+    separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number; in the other modes it
+    shares the GPUs that train.
     """
     gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
     kinds = (
@@ -98,7 +98,7 @@ def job_rows(
 
 
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Return the GPUs that the job may use, most free memory first; return none if it requests the CPU.
+    """Return the GPUs that the job may use, most free memory first; return an empty list if it requests the CPU.
 
     If there are entire GPUs, slices are omitted; otherwise only one slice is returned, since a job can use only one.
     """
@@ -112,7 +112,7 @@ def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
 
 
 def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
-    """Return the first `count` of these GPUs; if there are fewer, `count` devices like them, without indices."""
+    """Return the first `count` of these GPUs; if there are fewer, return `count` similar devices without indices."""
     taken = samples[:count]
     name = slowest(gpu.name for gpu in taken) if cuda else CPU
     gpus = tuple(sorted(gpu.index for gpu in taken)) if len(taken) == count else ()
@@ -157,7 +157,7 @@ def _rows(
 
 
 def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware) -> ModelPlacement | None:
-    """Return the automatic placement of the job's language model; None if it has no model to place."""
+    """Return the automatic placement of the job's language model; None if the job has no model to place."""
     if not devices.are_gpus or job.model_gpus == 0:
         return None
     settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")

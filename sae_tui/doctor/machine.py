@@ -52,7 +52,7 @@ def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_locked_memory(box: CheckedMachine) -> Iterator[Finding]:
-    """Check the limit on locked memory, which applies to InfiniBand memory but not to that of the GPU driver."""
+    """Check the limit on locked memory, which affects InfiniBand, but not the GPU driver."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED_BYTES
     infiniband = any((box.root / "sys/class/infiniband").glob("*"))

@@ -24,7 +24,7 @@ def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _inside(box: CheckedMachine, job: str) -> Finding:
-    """Report the allocation of this shell; all jobs started here end when it does."""
+    """Report the allocation of this shell; all jobs started here end with the allocation."""
     nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
     gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
     end = box.environ.get("SLURM_JOB_END_TIME", "")

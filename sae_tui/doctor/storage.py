@@ -94,7 +94,7 @@ def check_locks(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
-    """Check SQLite's version: up to 3.51.2, except on two fixed branches, concurrent writers can corrupt a WAL."""
+    """Check SQLite's version: up to 3.51.2, except in two patched branches, concurrent writers can corrupt a WAL."""
     version = sqlite3.sqlite_version_info
     if not has_wal_reset_bug(version):
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")

@@ -60,7 +60,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime that torch was built for, like `Vendor.torch_runtime`; "" for a CPU build."""
+        """The runtime that torch was built for, in the format of `Vendor.torch_runtime`; "" for a CPU build."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
@@ -153,7 +153,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report GPUs for which torch has neither code with the same major capability nor PTX to compile.
+    """Report GPUs for which torch has neither code for their major compute capability nor PTX to compile.
 
     Code for AMD GPUs runs on a single architecture only.
     """

@@ -9,12 +9,15 @@ from typing import NamedTuple
 from sae_tui.ssh import NO_SAE_TUI
 
 SSH_FAILED = 255  # ssh's exit code if it cannot connect, or if the connection breaks
-# The wait after a refusal, since servers block an address after a few refused logins.
+# The wait in seconds after a refused login. It is long, since servers block an address after a few refused logins.
 _REFUSED_AGAIN_S = 300.0
 
 
 class Cause(NamedTuple):
-    """A sentence that follows a host's name, and the wait before the next attempt; if 0, the caller chooses it."""
+    """A sentence that begins with the host's name, which is left out, and the wait in seconds before the next attempt.
+
+    If the wait is 0, the caller chooses it.
+    """
 
     sentence: str
     wait_s: float = 0.0

@@ -20,11 +20,11 @@ _LEAVE_S = 1.0  # wait for the exit code once the output has ended or is too lon
 
 
 class Errands:
-    """Runs `sae-tui` commands on other hosts, each on the caller's thread; all can be stopped together."""
+    """Runs `sae-tui` commands on other hosts, each in the caller's thread; all can be stopped together."""
 
     def __init__(self, ssh: Sequence[str]) -> None:
         self._ssh = tuple(ssh)
-        # Held while a process starts, so that `end_all` cannot miss it.
+        # Held while a process starts, so that `end_all` cannot miss the process.
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_over = False

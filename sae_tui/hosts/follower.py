@@ -17,10 +17,10 @@ from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.printable import printable
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-# A connection that lasted this long was good, so the next wait is short again.
+# After a connection that lasted longer than this, the wait before the next attempt is short again.
 _STEADY_S = 30.0
-# The host writes every second. A host that sends nothing for longer is shown as silent, and later its connection is cut
-# and reopened. The greeting may take longer, since a login may be slow.
+# A host sends data every second. If it sends nothing for 5 s, it is shown as silent; after 30 s, its connection is cut
+# and reopened. The greeting may take 60 s, since a login may be slow.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 # The number of lines that a login script may print before the greeting.
 _MOST_NOISE = 50
@@ -140,7 +140,7 @@ class HostFollower:
         """Mark a host that sends nothing for 5 s as silent, and cut a connection that has been silent for 30 s.
 
         ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a sign
-        of life, since a message with many jobs takes more than 30 s over a slow connection.
+        of life, since a message with many jobs can take more than 30 s over a slow connection.
         """
         if (link := self._link) is None:
             return

@@ -25,7 +25,7 @@ _LEAVE_S = 1.0
 
 
 class Allowance:
-    """The number of bytes that may be read: `bytes_s` per second, plus a burst after a pause (token bucket)."""
+    """A token bucket that limits reading to `bytes_s` bytes per second, plus a burst after a pause."""
 
     def __init__(self, bytes_s: float = _BYTES_S, burst: float = _BURST) -> None:
         self._bytes_s, self._burst = bytes_s, burst

@@ -139,7 +139,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
-    """The latest jobs of a host; `more` counts the older ones, and `problem` explains why jobs cannot be read."""
+    """The latest jobs of a host; `more` is the number of older jobs, and `problem` explains why jobs cannot be read."""
 
     jobs: Annotated[tuple[FarJob, ...], Meta(max_length=MOST_JOBS)] = ()
     more: Count = 0

@@ -91,7 +91,7 @@ class CardScreen(Evaluates, FramedScreen):
     ]  # fmt: skip
 
     class Found(Message):
-        """The report cards were read, by SAE label."""
+        """The report cards were read; `cards` maps the label of each SAE to its card."""
 
         def __init__(self, cards: dict[str, Card]) -> None:
             super().__init__()
@@ -117,7 +117,7 @@ class CardScreen(Evaluates, FramedScreen):
         self._title()
 
     def show_gpus(self) -> None:
-        """Do nothing, since only the dashboard shows GPUs."""
+        """Do nothing, since this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         """Read the report cards again if the job has changed."""

@@ -37,7 +37,7 @@ _ALL_FROM = 100, 35  # the minimum width and height for showing all views at onc
 
 
 class Compared(Message):
-    """The runs were read again; `problem` explains why that failed."""
+    """The runs were read again; if that failed, `problem` explains why."""
 
     def __init__(self, comparison: Comparison | None, problem: str = "") -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class CompareScreen(FramedScreen):
         self._arrange()
 
     def show_gpus(self) -> None:
-        """Do nothing, since only the dashboard shows GPUs."""
+        """Do nothing, since this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         """Read the runs again, since some job has changed."""

@@ -73,7 +73,7 @@ class Dashboard(FramedScreen):
                 id="dashboard.gpus_up", tooltip="Scroll to the GPUs above"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="Scroll to the GPUs below"),
-        # + and - belong to the jobs while their table has the focus.
+        # While the jobs table has the focus, + and - change the priority of a job.
         *span_keys("dashboard", GPUS, (">", "<"), show=False),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="GPU processes: user, memory, command; send signals"),
@@ -113,7 +113,7 @@ class Dashboard(FramedScreen):
         super().__init__(id="dashboard")
         self.session = session
         self.view = view
-        self._chosen = False  # True once a key has chosen the view
+        self._chosen = False  # True once the user has chosen the view
         self._rows: PanelHeights | None = None
         self._arranged: tuple[PanelHeights, str] | None = None
         self._rested: Timer | None = None
@@ -239,7 +239,7 @@ class Dashboard(FramedScreen):
         return "map"
 
     def _arrange(self, n_gpus: int) -> PanelHeights:
-        """Assign rows to the panels if the layout has changed."""
+        """Compute the rows of each panel; apply them if the layout has changed."""
         view, (width, height) = self._view(n_gpus), self.size
         inside = width - 2 * (frame_of(width, height) == "framed")
         rows = arrange(
@@ -274,7 +274,7 @@ class Dashboard(FramedScreen):
             entitle(panel, "Other hosts")
 
     def show_jobs(self) -> None:
-        """Draw the jobs as last read, and the preview of the job under the cursor."""
+        """Draw the latest jobs, and the preview of the job under the cursor."""
         if not self.is_mounted:
             return
         if self._others:
@@ -302,7 +302,7 @@ class Dashboard(FramedScreen):
 
     def _follow_selected(self) -> None:
         """Have the watcher read the job under the cursor, if there is space for its preview."""
-        # Another screen follows its own job. Textual also considers the screen below the top one current.
+        # A screen on top follows its own job. Textual's `is_current` would also be True for the screen below a dialog.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 

@@ -29,7 +29,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
 from trainer.contract.store.states import JobState
 
-# Actions that are possible on another host's job, by their names in `offers_for`.
+# The names (as in `offers_for`) of the actions that are possible on another host's job.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
 # The offset between the GPU indices of one host and the next, which keeps them distinct.
 _APART = 1_000_000
@@ -48,12 +48,13 @@ class DashboardHosts:
 
     @property
     def titles(self) -> dict[str, str]:
-        """The panel titles that change when there are other hosts, by panel id."""
+        """A dict that maps the id of each panel with a different title if there are other hosts to that title."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
     def _space(self) -> int:
-        """The number of lines inside the frame of the remote GPU panel: at most half the window or the lines left.
+        """The number of lines inside the frame of the remote GPU panel: at most half the window, and at most the lines
+        left.
 
         Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of their hosts.
         """
@@ -70,7 +71,7 @@ class DashboardHosts:
 
     @property
     def rows(self) -> int:
-        """The number of rows that the panel takes with its frame."""
+        """The number of rows of the panel, including its frame."""
         return self._space + FRAMES[frame_of(*self._screen.size)]
 
     def show_gpus(self, chrome: int) -> None:
@@ -183,7 +184,7 @@ def _is_stopping(job: JobView) -> bool:
 
 
 def _obstacle(verb: str, job: JobView) -> str:
-    """Return why the job's state forbids the action, in words that follow the job's name; "" if it allows it."""
+    """Return why the job's state forbids the action, in words that follow the job's name; "" if it is allowed."""
     if verb == "continue":
         return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
     return ENDED[job.state] if job.state.is_final else ""

@@ -60,9 +60,9 @@ def arrange(
 ) -> PanelHeights:
     """Return the rows of the panels in a window of `width` x `height` cells; the head and the footer take one row each.
 
-    `is_card_view` selects the card view; with `tiles`, `n_gpus` counts rows of tiles. `previews` means that a job can
-    be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows of the panel of
-    other hosts, and `words` the number needed to explain why there are no GPUs.
+    `is_card_view` selects the card view; with `tiles`, `n_gpus` is the number of rows of tiles. `previews` means that a
+    job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows of the
+    panel of other hosts, and `words` the number needed to explain why there are no GPUs.
     """
     space = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
@@ -85,7 +85,9 @@ def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_
 def _grown(
     rows: PanelHeights, space: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
 ) -> PanelHeights:
-    """Distribute the remaining rows, most useful first; in views other than lines, GPUs get up to `tallest` rows."""
+    """Distribute the remaining rows in the order of their usefulness; GPUs get up to `tallest` rows each, if it is not
+    0.
+    """
     several = bool(rows.totals) and width >= PLOTS_FROM
     preferences = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
     preferences += [_plots(_LEAST_PLOT)] if several else []

@@ -1,4 +1,4 @@
-"""The doctor screen: one row per finding as soon as it is available, worst first; the selected one in full below."""
+"""The doctor screen: lists the findings, worst first, as soon as each is available; shows the selected one in full."""
 
 from __future__ import annotations
 

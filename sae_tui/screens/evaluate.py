@@ -1,4 +1,4 @@
-"""Asks which parts of a job's SAEs to measure, and shows how long each takes, before anything starts."""
+"""Asks which parts of a job's report card to measure, and shows how long each takes, before anything starts."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ WORDS: dict[Order, str] = {
 
 
 class Opened(Message):
-    """The feature files of a job's SAEs were opened, by SAE label.
+    """The feature files of a job's SAEs were opened; `opened` maps the label of each SAE to its file.
 
-    `problem` explains why that failed; `question` offers a way to create the files, if there is one.
+    If that failed, `problem` explains why, and `question`, if not empty, offers to create the files.
     """
 
     def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:
@@ -109,7 +109,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._title()
 
     def show_gpus(self) -> None:
-        """Do nothing, since only the dashboard shows GPUs."""
+        """Do nothing, since this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         """Read the features again after an evaluation of the job has ended."""

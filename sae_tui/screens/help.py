@@ -16,7 +16,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 
 _EVERYWHERE = "Everywhere"
-# The topic of a binding without a group, by the first part of its id.
+# Maps the first part of a binding's id to the topic of the binding, if it has no group.
 _TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
            "settings": "Settings",
            "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip
@@ -46,7 +46,7 @@ class HelpScreen(TextScreen):
 
 
 def topics(screen: Screen[object]) -> list[Topic]:
-    """Return all keys with a tooltip, by topic: keys of the focused widget, the screen and the app."""
+    """Return the topics with all keys that have a tooltip: keys of the focused widget, the screen and the app."""
     own = {binding.id for binding in type(screen).BINDINGS if isinstance(binding, Binding)}
     by_title: dict[str, dict[str, list[ActiveBinding]]] = {}
     # A screen's own keys come before inherited ones.

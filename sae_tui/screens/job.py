@@ -137,7 +137,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.set_class(self.shows_settings, "-settings")
 
     def show_gpus(self) -> None:
-        """Do nothing, since only the dashboard shows GPUs."""
+        """Do nothing, since this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         """Draw the current state of the job."""

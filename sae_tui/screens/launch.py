@@ -1,4 +1,4 @@
-"""The launch screen's keys: launch the form or save it as a job file, always after a review of its content."""
+"""The launch screen: launches the form's job or saves it as a job file, always after a review of its content."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STYLES = {"error": "bad", "warning": "warn"}
 
 
 def inspection_lines(place: str, inspected: Inspected, width: int) -> list[Line]:
-    """Return the inspection wrapped to a width, with every finding in full."""
+    """Return the lines of the inspection, wrapped to `width` cells, with every finding in full."""
     looked = "all" if inspected.n_looked_at == inspected.n_tokens else f"{inspected.n_looked_at:,} of them checked"
     facts = (
         f"{inspected.n_tokens:,} rows ({looked}), d_in {inspected.d_in}, {inspected.dtype}",
@@ -64,7 +64,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 class Looked(Message):
-    """Stored activations were inspected; `problem` explains why that failed."""
+    """Stored activations were inspected; if that failed, `problem` explains why."""
 
     def __init__(self, place: str, inspected: Inspected | None, problem: str = "") -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class LaunchScreen(FramedScreen):
 
     @property
     def has_to_answer(self) -> bool:
-        """True while a key waits for a review; later keys must then wait too."""
+        """Whether a key still waits for a review; keys typed later must then wait too."""
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:

@@ -71,7 +71,9 @@ class ReviewText(Static):
 
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
-    """Return the review in full if it fits, else without remedies, else the first problems and a count of the rest."""
+    """Return the review in full if it fits, otherwise without remedies, or only the first problems and a count of the
+    rest.
+    """
     in_full = review.sentences
     for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]
@@ -115,14 +117,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        # The entries that determine the kind of job, which has no field in the form.
+        # The entries that determine the kind of the job. The form has no field for the kind.
         self._kind: dict[str, Any] = {}
         self._settings = job_form.chosen_settings({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # The values and the preset that filled the form; a value that differs was changed by the user.
+        # The values and the preset that filled the form. A value that now differs was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
@@ -186,7 +188,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Show needed and free memory; check the draft again when it no longer fits or fits again."""
+        """Show needed and free memory; check the draft again if it has stopped fitting or fits again."""
         need, capacity = (
             self.review.need,
             job_form.capacity(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere)),
@@ -200,7 +202,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def changed(self) -> list[str]:
-        """The settings that the user has changed since the form was filled, by path."""
+        """The paths of the settings that the user has changed since the form was filled."""
         return [path for form in self.query(SettingForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     @property
@@ -314,7 +316,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     @on(SettingForm.Edited)
     @on(GpuPicker.Changed)
     def _check(self) -> None:
-        """Check the draft once the changes have settled; only the latest result counts."""
+        """Check the draft once the changes have settled; only the latest result is shown."""
         self._asked += 1
         if self._soon is not None:
             self._soon.stop()
@@ -363,7 +365,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.post_message(self.Reviewed(number, review, overridden))
 
     def _show_reading(self, number: int, place: Path) -> None:
-        """Say that the review waits for a process that reads the headers of a data path."""
+        """Show that the review waits for a process that reads the headers of a data path."""
         if number == self._asked:
             self.query_one(ReviewText).show_review(Review(summary=f"reading the headers in {place} …"))
 
@@ -393,11 +395,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def has_to_answer(self) -> bool:
-        """True while a key waits for a review; later keys must then wait too."""
+        """Whether a key still waits for a review; keys typed later must then wait too."""
         return self._then is not None
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the form's valid values, including the kind of job, and the errors of the other fields, by path."""
+        """Return two dicts by path: the form's valid values, including the kind of job, and the errors of other fields."""
         values, wrong = form.values()
         return self._kind | values, wrong
 

@@ -50,7 +50,7 @@ class LogScreen(FramedScreen):
     """
 
     class Lines(Message):
-        """The reader with this number has read lines."""
+        """Lines that the reader with this number has read."""
 
         def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ class LogScreen(FramedScreen):
             self._reader.stop()
 
     def show_gpus(self) -> None:
-        """Do nothing, since only the dashboard shows GPUs."""
+        """Do nothing, since this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         self._title()
@@ -117,7 +117,7 @@ class LogScreen(FramedScreen):
 
     @property
     def job(self) -> JobView | None:
-        """The job as last read, if it is listed."""
+        """The latest state of the job; None if the job is not listed."""
         return next((one for one in self.session.jobs if one.id == self.job_id), None)
 
     @property

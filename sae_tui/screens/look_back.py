@@ -21,7 +21,7 @@ T = TypeVar("T")
 def span_keys(
     screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
 ) -> list[Binding]:
-    """Return the keys of a screen that has `action_longer`; the footer and the help show them as `display`."""
+    """Return the keys that change the span of a screen with `action_longer`; footer and help show them as `display`."""
     longer, shorter = display
     return [
         Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,
@@ -41,10 +41,10 @@ class LookBack(Generic[T]):
         """Data was read and should be drawn."""
 
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
-        """Take the screen to notify, and a function that reads a subject's last seconds into at most n columns."""
+        """Take the screen to notify, and a function that reads a subject's last seconds as at most n columns."""
         self._screen, self._read = screen, read
         self._place = 0  # 1-based index into `SPANS_S`; 0 means the latest samples
-        self._due = 0.0  # when to read next
+        self._due = 0.0  # time of the next read
         self._found: dict[tuple[str, float], T] = {}
         # Running reads. While a read hangs on its disk, the same read is not started again.
         self._under_way: set[tuple[str, float]] = set()

@@ -1,4 +1,4 @@
-"""The app's driver in a browser: packets on standard output and input, which the server relays."""
+"""The app's driver for browsers: exchanges packets over standard input and output, which the server relays."""
 
 from __future__ import annotations
 

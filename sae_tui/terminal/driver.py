@@ -105,7 +105,7 @@ class Quitter:
         if is_first:
             try:
                 self._quit_app(self.code)
-            except RuntimeError:  # the app has ended, and the rest must not wait
+            except RuntimeError:  # the app has ended, so do not wait for the time limit
                 self._hurry()
 
     def _hurry(self) -> None:
@@ -146,7 +146,7 @@ class TerminalDriver(LinuxDriver):
         """Take over the terminal. From now on, the event loop handles ctrl+z and SIGCONT, between two callbacks.
 
         A Python signal handler can interrupt any code. If it interrupts a write and itself writes, it deadlocks on the
-        single lock of the output queue: about one in a hundred stops hung while the app was drawing.
+        single lock of the output queue: about one in a hundred suspensions hung while the app was drawing.
         """
         if os.isatty(_STDERR):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
@@ -182,7 +182,8 @@ class TerminalDriver(LinuxDriver):
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
-        # Otherwise the kernel would stop a background process that changes the terminal.
+        # If this signal were not blocked, the kernel would stop a background process that changes the terminal's
+        # settings.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         with contextlib.suppress(termios.error, OSError):  # the terminal is gone
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
@@ -210,7 +211,7 @@ class TerminalDriver(LinuxDriver):
         _stop()
 
     def _sigcont_application(self, *args: Any) -> None:
-        """Take back the terminal if it was given up; after any other stop, Textual would start reading it twice.
+        """Take back the terminal if it was given up; after any other stop, Textual would read the input twice.
 
         An app that is quitting leaves the terminal alone, since the shell has it now.
         """
@@ -245,8 +246,8 @@ def _at_rest(app: App[Any]) -> Iterator[None]:
 class Stopper:
     """Handles SIGTSTP outside of the event loop: closes the GPU driver and stops the process.
 
-    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. That stop comes afterwards,
-    since a nested pause would wait for the same lock forever.
+    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. The process then stops again
+    after the first stop, since a nested pause would wait for the same lock forever.
     """
 
     def __init__(self, app: Any) -> None:
@@ -284,7 +285,7 @@ def has_shell() -> bool:
 
 @contextlib.contextmanager
 def give_away(app: App[None]) -> Iterator[None]:
-    """Give the terminal to another program; raise `SuspendNotSupported` if the app has none.
+    """Give the terminal to another program; raise `SuspendNotSupported` if the app has no terminal.
 
     ctrl+c and ctrl+\\ in that program do not end the app, and the shell handles ctrl+z, whereas Textual would stop the
     app even if no shell can continue it. Exceptions are raised after the block, since Textual takes back the terminal
@@ -303,8 +304,8 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
-    # The other program does not inherit a handler, but would inherit an ignored signal. While the app waits for the
-    # other program, it cannot quit.
+    # The other program does not inherit a handler, but it would inherit the fact that a signal is ignored. While the
+    # app waits for the other program, it cannot quit.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
     acts[signal.SIGTSTP] = stop

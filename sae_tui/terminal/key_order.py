@@ -1,8 +1,8 @@
 """Handles keys in the order in which they were typed, even if many arrive at once.
 
 Textual 8.2 passes a character to the focused field immediately, but a bound key first bubbles up to the app through the
-queue of every widget in between. A screen or field that it opens only gets keys several messages later. Over a slow
-connection several keys arrive in one read, and typing `/quick` would quit the app.
+queue of every widget in between. The screen or field that such a key opens gets keys only several messages later. Over
+a slow connection, several keys arrive in one read, so typing `/quick` would quit the app.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 _LONGEST_S = 5.0
 # A key that quits the app is dispatched after this time, even if keys before it are still waiting.
 _URGENT_AFTER_S = 1.0
-# The polling interval for a screen that has to answer.
+# The interval for polling a screen that has not answered yet.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
 
@@ -31,7 +31,7 @@ Typed = events.Key | events.Paste | Packet
 
 
 class KeysInOrder(App[None]):
-    """Dispatches a key only once the previous one is handled: the focus has moved, the screen is open.
+    """Dispatches a key only once the previous one is handled: the focus has moved and the new screen is open.
 
     Text pasted while no field has the focus is not treated as keys, even if the terminal does not mark pasted text.
     """
@@ -102,7 +102,7 @@ class KeysInOrder(App[None]):
             await self._wait_until_settled()
 
     async def _wait_until_settled(self) -> None:
-        """Wait until focus and screen no longer change and the screen has nothing left to answer."""
+        """Wait until focus and screen no longer change and the screen has given all its answers."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:

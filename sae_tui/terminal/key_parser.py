@@ -1,8 +1,8 @@
 """Turns terminal input into messages: reports which keys arrived together, and joins pasted text from several reads.
 
-A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
-queries. Textual 8.2 stops at the first byte that is not UTF-8 and at some sequences, and interprets an unknown sequence
-as keys.
+A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to that
+program's queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and interprets
+an unknown sequence as keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from textual.message import Message
 # If at least this many characters arrive in one read and some are not bound to a command, they are treated as pasted
 # text.
 FEWEST_PASTED = 4
-# A paste that receives no more text for this long counts as complete.
+# A paste is treated as complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
 # Escape followed by another key in one read, except the combinations that terminals send for a single key: alt with
@@ -48,9 +48,9 @@ _SEQUENCE = re.compile(
 )
 # An incomplete sequence or paste marker whose remainder may still arrive.
 _BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
-# Sequences other than keys that Textual handles.
+# Sequences that Textual handles and that do not represent keys.
 _KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)
-# The parser waits for the end of an unrequested string up to this many characters.
+# The maximum number of characters of an unterminated string that the parser keeps until its end arrives.
 _LONGEST_STRING = 1024
 # No screen has more columns or lines than this; a mouse position in pixels is below 2^16.
 _MOST_CELLS, _MOST_PIXELS = 2000, 65535
@@ -74,7 +74,7 @@ class TerminalDecoder:
 
     def __init__(self) -> None:
         self._decode = getincrementaldecoder("utf-8")("replace").decode
-        # Trailing bytes that may begin a report, and the number of bytes that a report still lacks.
+        # Trailing bytes that may begin a report, and the number of bytes still missing from the current report.
         self._begun, self._n_left = b"", 0
         self._read_at = 0.0
 
@@ -136,7 +136,7 @@ class PacketParser(XTermParser):
             yield from super().feed(pending)  # alt with a key that also begins sequences
 
     def parse_mouse_code(self, code: str) -> Message | None:
-        """Return the event for a mouse report; None if its position is on no screen."""
+        """Return the event for a mouse report; None if its position cannot be on any screen."""
         if any(int(number) > _MOST_PIXELS for number in re.findall(r"\d+", code)):
             return None
         try:
@@ -145,7 +145,7 @@ class PacketParser(XTermParser):
             return None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
-        """Return the keys of a sequence; return none if its numbers are not characters."""
+        """Return the keys of a sequence; return an empty list if its numbers are not characters."""
         try:
             keys = list(super()._sequence_to_key_events(sequence, alt))
             for key in keys:
@@ -168,7 +168,7 @@ class PacketParser(XTermParser):
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 begun = _BEGUN.search(keys)
                 if begun and (begun[0] != _ESC or not marker):
-                    # A sequence that is incomplete before a marker remains incomplete.
+                    # Drop an incomplete sequence before a marker, since the rest of it cannot arrive any more.
                     keys, self._pending = keys[: begun.start()], "" if marker else begun[0][:_LONGEST_STRING]
                 yield from self._keys(keys)
             self._pasting ^= bool(marker)

@@ -34,9 +34,9 @@ _GAP = 2
 class Printable(LineFilter):
     """Blocks text that could control the terminal, whichever widget draws it.
 
-    Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 and the marks of right-to-left text. The filter
-    preserves the width of the text, since the layout depends on it: zero-width characters are removed, others are
-    replaced by a mark.
+    Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 codes and the control characters of right-to-left
+    text. The filter preserves the width of the text, since the layout depends on it: zero-width characters are removed,
+    others are replaced by a mark.
     """
 
     def apply(self, segments: list[Segment], background: Background) -> list[Segment]:
@@ -57,7 +57,7 @@ class Painter:
 
     def __init__(self) -> None:
         self._shown: dict[int, dict[int, Cell]] = {}
-        self._whole: tuple[Screen[object], Size] | None = None  # last complete paint, and its size
+        self._whole: tuple[Screen[object], Size] | None = None  # last screen repainted completely, its size
 
     def lighten(self, screen: Screen[object], renderable: Any) -> Any:
         """Return what to send instead of `renderable`; an update is reduced to the cells that differ."""

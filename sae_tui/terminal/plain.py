@@ -42,7 +42,7 @@ _SIGNS = {
 
 
 def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
-    """Return True to draw with ASCII only: as the user chose, or depending on the terminal and its characters."""
+    """Return whether to draw with ASCII only, as the setting says or, for "auto", as the terminal requires."""
     return look == "plain" if look != "auto" else not has_blocks or bool(_PLAIN_TERMS.match(term))
 
 
@@ -88,13 +88,13 @@ def _sign(char: str, letters: bool) -> str:
 
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
-# On a scale of 1: a background that differs from the app's by more than the first value stands out; text whose
+# On a scale from 0 to 1: a background that differs from the app's by more than the first value stands out; text whose
 # brightness differs from its background's by less than the second is faint.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 
 def is_colourless(environ: Mapping[str, str]) -> bool:
-    """Return True to send no colours: NO_COLOR is set, or the terminal has none."""
+    """Return whether to send no colours, because NO_COLOR is set or the terminal supports none."""
     return "NO_COLOR" in environ or bool(_COLOURLESS_TERMS.match(environ.get("TERM", "")))
 
 

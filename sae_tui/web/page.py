@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.contract.errors import UserError
 
 MISSING = "serve needs a terminal for browsers: pip install 'sae-tui[web]'"
-# Maps a name in our page to the file of textual-serve and its content type.
+# Maps the name of a file in the page to its path in textual-serve and its content type.
 _BROUGHT = {
     "terminal.js": ("js/textual.js", "text/javascript"),
     "terminal.css": ("css/xterm.css", "text/css"),
@@ -56,7 +56,7 @@ Asset = tuple[str, bytes]  # content type and content
 
 
 def read_assets() -> Mapping[str, Asset]:
-    """Return the files that the page needs, by name; raise `UserError` if the terminal is not installed."""
+    """Return a dict that maps the name of each file of the page to its content; raise `UserError` if one is missing."""
     spec = importlib.util.find_spec("textual_serve")
     if spec is None or not spec.submodule_search_locations:
         raise UserError(MISSING)

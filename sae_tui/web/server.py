@@ -1,4 +1,4 @@
-"""The server of browser sessions: only on this machine, only with the token, and only a few at a time."""
+"""Serves browser sessions: only on this machine, only to clients with the token, and only a few at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from trainer.contract.printable import printable
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
-# Any other request must finish within this time: the terminal is 1 MB, which takes a while over a slow connection.
+# The time limit for requests that are not sessions. It is long, since the terminal's files have 1 MB, which takes a
+# while over a slow connection.
 PATIENCE_S = 60.0
 # Pasted text arrives in a single message.
 LONGEST_MESSAGE = 256 << 10
@@ -34,7 +35,7 @@ _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
 # A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval. It
 # must be long, since on a slow connection the ping may be queued behind a lot of output.
 _HEARTBEAT_S = 60.0
-_MOST_CELLS = 1000  # columns, and lines
+_MOST_CELLS = 1000  # maximum number of columns, and of lines
 _MOST_COMPLAINTS = 8
 
 _HEADERS = {
@@ -46,8 +47,8 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# The terminal's script would insert its own style into the page. The policy blocks it like all inline styles; page.css
-# contains it instead.
+# The terminal's script would insert its own style into the page. The policy blocks that style, like all inline styles;
+# page.css contains it instead.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src {address}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -83,7 +84,7 @@ async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[
 
 def _listen(port: int) -> socket.socket:
     listening = socket.socket()
-    # Otherwise the port could not be reused for a minute.
+    # Without this option, the port could not be reused for a minute.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((LOOPBACK, port))
@@ -127,7 +128,7 @@ class Looks:
         return f"/{self._token}/"
 
     def be_at(self, port: int) -> None:
-        """Accept only this Host header (a guard against DNS rebinding).
+        """Accept only requests whose Host header names this port, as a guard against DNS rebinding.
 
         "localhost" is not accepted either: in a browser it may be ::1, where another user can listen.
         """
@@ -240,7 +241,7 @@ def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
 
 
 async def _run_until_first(jobs: Sequence[Any]) -> None:
-    """Run all until one has ended; it is not an error if a browser or an app disconnects in the meantime."""
+    """Run the coroutines until one has ended; it is not an error if a browser or an app disconnects meanwhile."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -310,7 +311,7 @@ class _Connection(web.RequestHandler):
 
 
 class _Complaints:
-    """Passes on asyncio's error messages, each once, except those about connections.
+    """Reports each of asyncio's error messages once, except errors of connections.
 
     Otherwise another user could fill the terminal or the log of the server.
     """

@@ -22,12 +22,12 @@ _XID = typed(
         "is_fatal": "Whether jobs cannot start on the GPU before a reset.",
     },
 )
-# Schemas of the sensors that msgspec does not describe as required, by field name.
+# Maps the field name of each sensor that needs a schema other than the one from msgspec to its schema.
 _KINDS = {"slowed_by": or_null(list_of(str)), "xid": or_null(_XID)}
 
 
 def _sensors(kind: type) -> dict[str, tuple[object, str]]:
-    """Return the type and description of each exported sensor of a class of readings, by its public name."""
+    """Return a dict that maps the public name of each exported sensor of the class to its type and description."""
     hints = get_type_hints(kind)
     return {one.public: (_KINDS.get(name, hints[name]), one.meaning) for name, one in exported(kind).items()}
 
@@ -94,7 +94,7 @@ _TOTALS_THEN = fields(
 
 
 def _with(schema: Schema, title: str, **more: tuple[object, str]) -> Schema:
-    """Return the schema of an object with additional fields."""
+    """Return an object's schema extended by the given fields."""
     added = fields(title, more)
     return added | {
         "properties": schema["properties"] | added["properties"],
