@@ -1,4 +1,4 @@
-"""Decides whether the difference between two SAEs is significant, given their standard errors and the spread of seeds."""
+"""Decides whether two SAEs differ significantly, given their standard errors and the spread between seeds."""
 
 from __future__ import annotations
 

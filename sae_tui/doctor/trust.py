@@ -34,7 +34,7 @@ def check_owner(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_readers(box: CheckedMachine) -> Iterator[Finding]:
-    """Check file modes: new files are accessible only to their owner, but older or copied ones may be open to others."""
+    """Check file modes: new files are accessible only to their owner, but older or copied ones may be exposed."""
     root = box.data.root
     if not os.path.exists(root):
         return

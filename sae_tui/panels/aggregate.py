@@ -34,7 +34,9 @@ class Total:
     ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
-        """Return text like `298.7 / 842.4 GiB · 6 of 8 GPUs`; if short, omit `GPUs`; no count if all GPUs report."""
+        """Return text like `298.7 / 842.4 GiB · 6 of 8 GPUs`; if `short`, omit `GPUs`. The count of all GPUs is
+        omitted.
+        """
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"

@@ -10,7 +10,7 @@ from sae_tui.widgets.lines import Line
 
 
 class CausePanel(DetailPanel, can_focus=True):
-    """Shows the cause of a failure; hidden for other jobs. The log panel shows the last lines of the failed rank."""
+    """Shows why a job failed; hidden if it did not fail. The log panel shows the last lines of the failed rank."""
 
     DEFAULT_CSS = "CausePanel { height: auto; max-height: 60%; } CausePanel.-none { display: none; }"
 
@@ -29,7 +29,7 @@ class CausePanel(DetailPanel, can_focus=True):
         return [] if postmortem is None else cause_lines(postmortem, self.width, self.screen.size.height // 2)
 
     def _draw(self) -> None:
-        # An empty panel has no size yet, so do not wait for it to get one.
+        # Draw even without a size, since an empty panel has none.
         if self._detail:
             self._redraw(self._detail)
 

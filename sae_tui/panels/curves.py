@@ -23,7 +23,7 @@ from trainer.contract.store.metrics_store import Point
 
 _LEAST_WIDTH = 32  # of a curve, with its frame
 _MOST_IF_NARROW = 4
-# The speed series; for an extraction it counts rows.
+# The name of the speed series. For an extraction, its values are rows per second.
 SPEED = "tokens_per_s"
 
 
@@ -108,6 +108,6 @@ def of_member(name: str, member: str) -> str:
 
 
 def members_of(detail: JobDetail) -> list[str]:
-    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; return none for a single SAE."""
+    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; [] for a single SAE."""
     labels = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
     return in_order(labels, detail.view.config)

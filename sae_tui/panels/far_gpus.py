@@ -102,9 +102,9 @@ class FarGpus(LineView, can_focus=True):
 
 
 def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
-    """Return how many lines each host's GPUs get, by host index: first host `first`, then all hosts that fit.
+    """Return a dict that maps the index of each host whose GPUs fit to the number of their lines.
 
-    Only the first host may show some instead of all of its GPUs.
+    Host `first` takes precedence. Only this host may show a part of its GPUs; other hosts show all or none.
     """
     opened: dict[int, int] = {}
     left = space - len(counts)
@@ -116,7 +116,7 @@ def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
 
 
 def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, space: int) -> list[Line]:
-    """Return lines for the GPUs in at most `space` lines; if some do not fit, the last line counts them."""
+    """Return lines for the GPUs in at most `space` lines; if some do not fit, the last line shows their number."""
     if len(rows) <= space or not space:
         return gpu_lines(rows[:space], of, width)
     more = (fit(f"   {len(rows) - space + 1} more", width), "dim")
@@ -157,7 +157,7 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
 
 
 def process_lines(view: HostView, width: int) -> list[Line]:
-    """Return the processes on a host's GPUs; below each GPU, those that use the most memory."""
+    """Return lines with a host's GPUs, each followed by the processes that use most of its memory."""
     lines: list[Line] = []
     for gpu in view.gpus:
         head = f"GPU {gpu.index} {short_name(gpu.name)}"

@@ -50,7 +50,7 @@ class FarRows:
 
 
 def heading(name: str, note: str) -> Row:
-    """Return a row with the name of a host and a note, which the cursor skips."""
+    """Return a heading with the name of a host and a note; the cursor skips this row."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
     return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=0, is_heading=True)

@@ -102,7 +102,7 @@ class JobsFinder(Filtered):
         self._draw()
 
     def _of_hosts(self, n_matching: int, words: str) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Return this host's heading and the rows of other hosts; return none if no other hosts are shown."""
+        """Return this host's heading and the rows of other hosts; both are empty if no other hosts are shown."""
         if self._far_rows is None:
             return (), ()
         from sae_tui.panels.far_jobs import heading, local_note

@@ -36,14 +36,16 @@ _GAP = 2  # cells between two GPUs
 
 @dataclass(frozen=True, slots=True)
 class CardGrid:
-    """The grid of the card view: GPUs side by side in `columns`, in stacked bands of `height` lines."""
+    """The grid of the card view: `bands` rows of `columns` GPUs, each GPU `height` lines tall."""
 
     columns: int
     height: int
     bands: int
 
     def count_fitting(self, space: int) -> int:
-        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to count the others."""
+        """Return how many bands fit into `space` lines; if not all fit, one line is reserved for the number of the
+        others.
+        """
         fitting = space // self.height
         return self.bands if fitting >= self.bands else max(1, (space - 1) // self.height)
 

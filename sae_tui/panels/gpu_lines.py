@@ -29,7 +29,7 @@ _SHORTEST_NAME = 4  # cells
 _MARGIN = 1  # cells at the right edge
 _ERROR_TOLD_S = 3600.0
 _LONG_WORD = 8  # the first of two lines may be up to this much shorter than the second, because words are not split
-_NARROW_HISTORY = 10  # cells of the history that columns with a `drop` leave
+_NARROW_HISTORY = 10  # cells that columns with a `drop` must leave for the history
 _WIDE_BAR, _BAR = 10, 6
 _WIDE_HOLDER, _HOLDER = 24, 13
 
@@ -93,7 +93,7 @@ def _cell(row: GpuRow, column: GpuColumn, width: int) -> Span:
 
 def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Span]], rest: str) -> Line:
     spans: list[Span] = []
-    carried = 0  # cells of the columns before that have no text of their own
+    carried = 0  # cells of preceding columns that have no text in this line
     for column, width in layout.widths.items():
         if column is HOLDER:
             break

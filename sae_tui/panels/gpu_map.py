@@ -1,4 +1,4 @@
-"""GPUs as a map of tiles, for more GPUs than fit as lines: each tile has a shade, a number, and a sign if needed."""
+"""GPUs as a map of tiles, for more GPUs than fit as lines: each tile shows a GPU's index, utilisation and state."""
 
 from __future__ import annotations
 

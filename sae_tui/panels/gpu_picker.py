@@ -1,4 +1,4 @@
-"""The list for choosing GPUs: their models, what is free, and why a GPU is unavailable."""
+"""The list for choosing GPUs: their models, their free memory, and why a GPU is unavailable."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class GpuPicker(KeyedTable):
             words = f"{ranges([choice.index for choice in withheld])}: {withheld[0].reason}"
             cells = (" – ", "other", "", "", "", words)
             rows.append(Row("withheld", tuple((text, "dim") for text in cells)))
-        # Never truncate a GPU's number, since users choose by it.
+        # Never truncate a GPU's index, since users choose GPUs by their index.
         longest = max(len(row.cells[1][0]) for row in rows)
         self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)
         self.show_rows(rows)

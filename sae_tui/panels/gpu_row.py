@@ -17,7 +17,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 
 HOT_C = 85
 NO_CONDITION = Condition()
-# By the unit of a sensor: the function that formats its value, and the width of its column.
+# Maps the unit of a sensor to the function that formats the sensor's values and to the width of its column.
 _WORDS: Mapping[str, tuple[Callable[[float | None], str], int]] = {
     "°C": (celsius, 5),
     "W": (watts, 6),
@@ -48,7 +48,7 @@ class GpuRow:
 
     @property
     def mark(self) -> str:
-        """The addition to the name's style while the cursor is on the GPU."""
+        """The suffix of the name's style: " cursor" while the cursor is on the GPU, otherwise ""."""
         return " cursor" if self.has_cursor else ""
 
 
@@ -185,7 +185,7 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# The style of a value by field, and its limit, which the column shows too.
+# These dicts map a field to a function that returns the style of its value, and to one that returns its limit.
 _STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 

@@ -22,10 +22,10 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Draws GPUs as lines, card view or map; a single widget, so that a tick of 8 GPUs costs one repaint.
+    """Draws GPUs as lines, card view or map; it is a single widget, so that an update causes one repaint.
 
-    If not all GPUs fit, the last line counts the hidden GPUs above and below. While the panel has the focus, one GPU
-    has the cursor.
+    If not all GPUs fit, the last line shows how many GPUs are hidden above and below. While the panel has the focus,
+    one GPU has the cursor.
     """
 
     BINDINGS = [

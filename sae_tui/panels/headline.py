@@ -73,7 +73,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     end: Line = (*_metrics(detail, member), (left, "text"))
     first = (*start, speed, *end)
     if _cells(first) > width:
-        # The speed has a curve of its own.
+        # Omit the speed, since it is also shown as a curve.
         first = (*start, *end)
     for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
         if more.strip() and _cells(first) + cell_len(more) <= width:
@@ -129,7 +129,7 @@ def _failure_text(job: Job) -> str:
 
 
 def memory_words(job: JobView) -> list[str]:
-    """Return wordings for a rank's peak memory and the estimate, most detailed first; return none if unknown."""
+    """Return wordings for a rank's peak memory and the estimate, most detailed first; [] if unknown."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
     guess = f"{gibibytes(expected)} expected" if expected else ""

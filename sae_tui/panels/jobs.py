@@ -68,7 +68,7 @@ class JobsPanel(KeyedTable):
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
 
     def show_steps(self, steps: Sequence[Line]) -> None:
-        """Show these lines instead of jobs as long as there are none."""
+        """Show these lines while there are no jobs."""
         if tuple(steps) != self.steps:
             if self.empty == self.steps:
                 self.empty = tuple(steps)
@@ -140,7 +140,7 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return the row of a job that has no values, with words in place of them."""
+    """Return the row of a job that has no values, with words in their place."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
     return Row(str(job.id), cells, spill=len(head))
 

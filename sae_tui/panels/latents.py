@@ -155,7 +155,7 @@ class LatentDetail(LineView, can_focus=True):
         self._draw()
 
     def show_instead(self, text: str) -> None:
-        """Show a message if there is no latent to show."""
+        """Show a message instead of a latent."""
         self._shown, self._instead = None, text
         self._draw()
 

@@ -35,7 +35,8 @@ COLOURS = {
     "slack": "label",
     "context": "text",
 }
-# Draw a small job on a large GPU larger than to scale, since its components would be too small to distinguish.
+# The bar's full width represents at most this multiple of the job's memory, so that the components of a small job on a
+# large GPU remain distinguishable.
 MOST_ROOM = 3
 WIDE = 116
 

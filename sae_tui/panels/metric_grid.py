@@ -93,7 +93,7 @@ class MetricGrid(Grid, can_focus=True):
         cursor: float | None,
         chosen: int | None,
     ) -> None:
-        """Draw these metrics, which must fit; highlight number `chosen`, which Enter shows alone."""
+        """Draw these metrics, which must fit; highlight the one at index `chosen`, which Enter shows alone."""
         if not self.display:
             # A closing screen accepts no more plots: a plot without a screen has no styles.
             return

@@ -16,7 +16,7 @@ from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.settings.series import CRITERION, curves, series_named
 
-_ENTRY = 30  # columns of a setting with its value
+_ENTRY = 30  # cells of a setting with its value
 _NAME = 14
 _LEAST_SETTINGS = 1  # lines that remain if a warning is long
 FVU = series_named(CRITERION)

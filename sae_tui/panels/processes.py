@@ -15,7 +15,7 @@ UNSEEN = "cannot be seen from here"
 
 
 class ProcessTable(KeyedTable):
-    """Shows processes, jobs with their ranks folded, and parent processes; row keys are those of each `ProcessRow`."""
+    """Shows processes, jobs with their ranks folded, and parent processes; row keys are `ProcessRow.key`."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         columns = (

@@ -1,4 +1,4 @@
-"""The speed of every rank and how its step time is spent, to reveal a slow rank."""
+"""Shows the speed of each rank and how its step time is spent, to reveal a slow rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ LEAST_SPARK, SIGN = 3, 5
 class RanksPanel(DetailPanel):
     """One line per rank: tokens per second, with a history on a shared axis, and the work time in milliseconds.
 
-    Both exclude the time that a rank waits for others, so that a slow rank stands out; it is also marked.
+    Both exclude the time that a rank waits for other ranks, so that a slow rank stands out. A slow rank is also marked.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job; hide the panel for a job that trains no SAE and has no times of ranks."""
+        """Draw the current state of the job; hide the panel for a job that trains no SAE, since it records no such
+        times.
+        """
         self.display = kind_of(detail.view.config).trains
         super().show_detail(detail)
 

@@ -1,4 +1,4 @@
-"""THE REGISTRY of the panels on a job's screen, as strings, so that listing them imports nothing.
+"""The registry of the panels on a job's screen. It names them as strings, so that it imports none of them.
 
 To add a panel, add one file in this folder, with the widget and its size in `DEFAULT_CSS`, and one entry in `PANELS`.
 The screen then composes and redraws it. A `DetailPanel` with a `title` has a frame.

@@ -53,7 +53,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
 
 def _hooks(job: JobView) -> list[tuple[str, str]]:
-    """Return each hook of an extraction that has other names, with these names."""
+    """Return each hook of an extraction that is known by other names, with these names."""
     return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 

@@ -53,8 +53,8 @@ class DashboardHosts:
 
     @property
     def _space(self) -> int:
-        """The number of lines inside the frame of the remote GPU panel: at most half the window, and at most the lines
-        left.
+        """The number of lines inside the frame of the remote GPU panel: half the window or the lines left, whichever is
+        less.
 
         Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of their hosts.
         """

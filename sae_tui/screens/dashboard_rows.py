@@ -85,9 +85,7 @@ def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_
 def _grown(
     rows: PanelHeights, space: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
 ) -> PanelHeights:
-    """Distribute the remaining rows in the order of their usefulness; GPUs get up to `tallest` rows each, if it is not
-    0.
-    """
+    """Distribute the remaining rows, most useful first; if `tallest` is not 0, GPUs get up to `tallest` rows each."""
     several = bool(rows.totals) and width >= PLOTS_FROM
     preferences = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
     preferences += [_plots(_LEAST_PLOT)] if several else []

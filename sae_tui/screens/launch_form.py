@@ -71,9 +71,7 @@ class ReviewText(Static):
 
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
-    """Return the review in full if it fits, otherwise without remedies, or only the first problems and a count of the
-    rest.
-    """
+    """Return the review in full, or without remedies, or only its first problems, whichever fits first."""
     in_full = review.sentences
     for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]
@@ -92,7 +90,7 @@ _SETTLE_S = 0.05
 
 
 class ClonedJob(msgspec.Struct, frozen=True):
-    """The job being cloned: its original settings, and the settings with which the new form starts."""
+    """The job being cloned: its original settings, and the initial settings of the new form."""
 
     job_id: int
     was: AnyJob
@@ -399,7 +397,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return self._then is not None
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return two dicts by path: the form's valid values, including the kind of job, and the errors of other fields."""
+        """Return two dicts by path: the valid values, including the kind of job, and the errors of other fields."""
         values, wrong = form.values()
         return self._kind | values, wrong
 

@@ -38,7 +38,7 @@ class MetricsList(Filtered):
 
 
 class MetricsScreen(FramedScreen):
-    """Shows all metrics of the job that is being followed."""
+    """Shows all metrics of the job that the watcher follows."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="metrics.back", tooltip="Back to all metrics, then to the job"),
@@ -73,7 +73,7 @@ class MetricsScreen(FramedScreen):
         self.job_id = job_id
         self._chosen = 0  # index among the metrics that the expression matches
         self._alone = False
-        # The visible range of steps, None for all; and the step that is read out, None for the latest.
+        # The visible range of steps (None: all steps), and the step whose values are shown (None: the latest).
         self._span: tuple[float, float] | None = None
         self._cursor: float | None = None
 
@@ -95,7 +95,7 @@ class MetricsScreen(FramedScreen):
         self.show_jobs()
 
     def show_jobs(self) -> None:
-        """Draw the metrics as last read."""
+        """Draw the latest metrics."""
         detail = self.session.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
@@ -123,7 +123,7 @@ class MetricsScreen(FramedScreen):
         return "it has no measurements" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:
-        """Return the metrics that the expression matches, or all if it is invalid, and the error in it."""
+        """Return the metrics that the expression matches, or all metrics and the error if the expression is invalid."""
         detail = self.session.detail
         assert detail is not None
         try:

@@ -67,7 +67,7 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the monitor lists the processes of the GPUs
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # offered for a rank, before any signal
+_JOB = "job"  # choice before the signals: stop the job of a rank
 
 
 class ProcessPage(TextScreen):
@@ -100,7 +100,7 @@ class ProcessPage(TextScreen):
 
 
 class ProcessList(Filtered):
-    """The processes on the GPUs in the given samples."""
+    """A list of the processes on the GPUs whose samples it shows."""
 
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
@@ -157,7 +157,7 @@ class ProcessList(Filtered):
         pids = [process.pid for sample in samples for process in sample.processes or ()]
         if gpus != self._gpus:
             self._processes = None
-        # Request the shares again, since the previous list cancels the request when it closes.
+        # Request the SM shares again, since the previous list cancels the request when it closes.
         self.session.monitor.want_shares(True)
         shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
         # Read immediately if a new process appears or the first shares arrive.
@@ -205,7 +205,7 @@ class ProcessList(Filtered):
         self.say(" · ".join(filter(None, notes)))
 
     def _silence(self) -> str:
-        """Return how old the list is if the system has not responded for a while, else ""."""
+        """Return how old the list is if the system has not responded for a while, otherwise ""."""
         silent_s = time.monotonic() - self._read_at
         if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
             return ""

@@ -24,7 +24,8 @@ from trainer.contract.wording import join_words, plural
 
 
 class SettingsScreen(FramedScreen):
-    """Shows the content of the settings file; `draft` keeps unsaved input, by setting, while the screen is closed.
+    """Shows the content of the settings file. `draft` keeps the unsaved input of each setting while the screen is
+    closed.
 
     Saving writes only changed settings, so that changes made to the file by other programs are kept.
     """
@@ -50,10 +51,10 @@ class SettingsScreen(FramedScreen):
         self._draft = draft
         self._read_settings = read_settings
         self._path = session.data.settings_file
-        # The content of the file, whether valid or not, and why it cannot be read.
+        # The parsed content of the file, including invalid settings, and the reason if the file cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
-        # Settings in the file that are not applied, with the reason.
+        # Maps each setting in the file that is not applied to the reason.
         self._warnings: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
@@ -93,7 +94,7 @@ class SettingsScreen(FramedScreen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The settings that were changed and are valid, by name."""
+        """A dict that maps the name of each changed setting to its new value, without invalid values."""
         values, _ = self.query_one(SettingForm).values()
         typed = {
             name: values.get(name, setting.default) for name, setting in _settings().items() if name in self._draft
@@ -112,7 +113,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:
-        """Return the errors in settings by name, including settings that were not changed."""
+        """Return a dict that maps the name of each invalid setting, changed or not, to the error."""
         values, wrong = self.query_one(SettingForm).values()
         for name in values.get("hosts", []):
             try:

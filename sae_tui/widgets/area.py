@@ -24,8 +24,8 @@ def area(
 ) -> list[Line]:
     """Return the heading and `height` rows below it, of `width` cells each.
 
-    `history` contains values from 0 to 1, as shares of `ceiling`, the end of the axis. None leaves a gap, which is
-    marked if another quantity, `others`, has a value there. `cursor` is a column to mark.
+    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, which
+    is marked if another quantity, `others`, has a value there. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [

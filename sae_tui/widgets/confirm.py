@@ -18,8 +18,8 @@ LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 class _Question(Static):
     """The question's text; `painted` is True once it is visible on the terminal.
 
-    Textual handles no key between rendering the lines and writing them. It also renders a question behind another
-    dialog, which may cover it, and while the app batches updates; `painted` is False then.
+    Textual handles no key between rendering the lines and writing them. It also renders a question while the app
+    batches updates, and behind another dialog, which may cover the question. In both cases, `painted` is False.
     """
 
     painted = False
@@ -33,7 +33,7 @@ class _Question(Static):
 class Confirm(Dialog[bool]):
     """Asks a question; Escape and the default button mean no.
 
-    `also` is the label of an alternative to yes; `took_other` is set if the user chose it.
+    `also` is the label of an alternative to yes; `took_other` is True if the user chose that alternative.
     """
 
     BINDINGS = [

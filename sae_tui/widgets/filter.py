@@ -23,7 +23,7 @@ class Filter(Input):
 
     def action_leave(self, keep: bool) -> None:
         self.value = self.value if keep else ""
-        # Immediately, since the next key is meant for the table.
+        # Move the focus immediately, since the next key is meant for the table.
         self.query_ancestor(Filtered).focus_rows()
 
 
@@ -67,7 +67,7 @@ class Filtered(Vertical):
 
     @property
     def filtering(self) -> bool:
-        """True if there is a filter, or one is being typed."""
+        """Whether there is a filter, or one is being typed."""
         return bool(self.words) or self.query_one(Filter).has_focus
 
     def say(self, text: str) -> None:

@@ -12,9 +12,9 @@ from textual.widgets import Label
 
 Frame = Literal["framed", "ruled", "bare"]
 
-FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # with the number of rows that each takes
-# In smaller windows, the sides and feet of frames are not worth their space; with fewer rows than the third value,
-# neither are the titles.
+FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # the number of rows that each kind takes
+# A smaller window shows only the top line of each frame, with the title. With fewer rows than the third value, it shows
+# no frames at all.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
 

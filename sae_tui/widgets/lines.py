@@ -1,7 +1,7 @@
 """A view of styled lines that repaints only the spans that changed.
 
-Over ssh, the cost of a monitor is the bytes that it sends: an entire row costs ten times more than the two changed
-digits in it. Such a view also replaces dozens of widgets.
+Over ssh, the cost of a monitor is the number of bytes that it sends: an entire row costs ten times more than its two
+changed digits. A view also replaces dozens of widgets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GRAPHS = {"spark": "$primary", "bar": "$success", "memory": "$secondary", "heat"
 SHADES = (45, 56, 67, 78, 89)
 PALETTE |= {f"{name}-{shade}": f"{colour} {shade}%" for name, colour in GRAPHS.items() for shade in SHADES}
 BEFORE_TITLE: Span = (" ", "text")  # used if there is no frame
-# The terminal's own 16 colours include no surfaces and no shades.
+# The terminal's own 16 colours include neither surface colours nor shades.
 _OF_16 = {
     "trough": "on ansi_bright_black",
     "rail": "ansi_bright_black",
@@ -65,7 +65,7 @@ _OF_16 = {
 
 
 class LazyLines(Sequence[Line]):
-    """Lines that are created when accessed, so that only the visible rows of a thousand cost time."""
+    """A sequence of lines that are created when they are accessed, so that invisible lines take no time."""
 
     def __init__(self, count: int, make: Callable[[int], Line]) -> None:
         self._count, self._make = count, make
@@ -88,8 +88,8 @@ class LazyLines(Sequence[Line]):
 class LineView(ScrollView, can_focus=False):
     """Draws lines of (text, style name) spans; `show` repaints only the differences."""
 
-    # Do not use component classes: Textual 8.2 recomputes each of them whenever a widget's classes change, which was a
-    # third of the app's work while the user types.
+    # Do not use component classes: Textual 8.2 recomputes each of them whenever a widget's classes change, which took a
+    # third of the app's CPU time while the user typed.
     palette: ClassVar[Mapping[str, str]] = PALETTE
     DEFAULT_CSS = """
     LineView {
@@ -122,7 +122,7 @@ class LineView(ScrollView, can_focus=False):
 
     @property
     def has_title(self) -> bool:
-        """True if the view is a panel with a frame that can contain a title."""
+        """Whether the view is a panel with a frame that can contain a title."""
         return self.has_class("panel") and frame_of(*self.screen.size) != "bare"
 
     def show_titled(self, title: Line, lines: Sequence[Line], hint: str = "") -> None:
@@ -179,7 +179,7 @@ class LineView(ScrollView, can_focus=False):
             self._write_title()
 
     def _style(self, names: str) -> RichStyle:
-        """Return the style with this name, or of several combined names, such as `"good cursor"`."""
+        """Return the style for one name, or for several names combined, such as `"good cursor"`."""
         if names not in self._styles:
             look = self.visual_style
             for name in names.split():
@@ -211,7 +211,7 @@ def _apart(text: str, style: str) -> tuple[Span, ...]:
 
 
 def _changes(y: int, old: Line, new: Line) -> list[Region]:
-    """Return the cells of a line that differ, as regions; a line whose spans moved is a single region."""
+    """Return the cells of a line that differ, as regions; a line whose spans have moved is a single region."""
     if old == new:
         return []
     if [cell_len(text) for text, _ in old] != [cell_len(text) for text, _ in new]:

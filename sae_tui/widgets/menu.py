@@ -1,4 +1,4 @@
-"""A drop-down menu, opened by enter or space; the arrow keys move past it, as they do for a text field."""
+"""A drop-down menu, opened by enter or space. As in a text field, the arrow keys move the focus to another field."""
 
 from __future__ import annotations
 

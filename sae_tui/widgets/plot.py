@@ -100,7 +100,7 @@ class Plot(LineView):
         return self._span or (min(xs), max(xs))
 
     def _row(self, front: str, back: str) -> Line:
-        """Return a row of the plot: the curve, the curve behind it in blank cells, and the cursor over both."""
+        """Return a row of the plot: the curve, the curve behind it where the first is blank, and the cursor."""
         cells = [(back[at], "dim") if cell == _BLANK else (cell, "spark") for at, cell in enumerate(front)]
         if self._cursor is not None:
             first, last = self._steps
@@ -164,7 +164,7 @@ def braille(
     high: float,
     span: tuple[float, float] | None = None,
 ) -> list[str]:
-    """Draw the points as `height` rows of `width` braille characters, joined by vertical strokes.
+    """Draw the points as `height` rows of `width` braille characters, connected by lines.
 
     `span` is the range of x, by default the range of the points.
     """

@@ -134,7 +134,7 @@ class SettingRow(Horizontal):
         return str(self.editor.value) if there else self.field.show(self.start)
 
     def set_value(self, value: Any) -> None:
-        """Set a value without counting it as typed."""
+        """Set a value that does not count as changed by the user."""
         self.start = value
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
@@ -144,7 +144,9 @@ class SettingRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "", warning: str = "") -> None:
-        """Show the problem, else the warning, else the effect of another setting and the help."""
+        """Show the problem or, if there is none, the warning; otherwise show the effect of another setting and the
+        help.
+        """
         self._problem, self._overridden, self._warning = problem, overridden, warning
         self.set_class(bool(warning and not problem), "-warned")
         self.set_class(bool(problem), "-wrong")
@@ -173,7 +175,7 @@ class SettingRow(Horizontal):
 
     @property
     def is_unusual(self) -> bool:
-        """True if the value is invalid or differs from the default."""
+        """Whether the value is invalid or differs from the default."""
         try:
             value = self.field.parse(self.text)
         except ValueError:
@@ -182,7 +184,7 @@ class SettingRow(Horizontal):
 
     @property
     def is_changed(self) -> bool:
-        """True if there is an original value and the current value differs from it."""
+        """Whether there is an original value and the current value differs from it."""
         return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[Text, str]]:
@@ -269,7 +271,7 @@ class SettingForm(Vertical):
         return [row for row in self.children if isinstance(row, SettingRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the valid values, and the problems of the other fields, both by path."""
+        """Return two dicts by path: the valid values, and the problems of the other fields."""
         values: dict[str, Any] = {}
         problems: dict[str, str] = {}
         for row in self.rows:
@@ -284,12 +286,12 @@ class SettingForm(Vertical):
 
     @property
     def texts(self) -> dict[str, str]:
-        """The text of every field, by path."""
+        """A dict that maps the path of each field to its text."""
         return {row.field.path: row.text for row in self.rows}
 
     @property
     def is_sweep(self) -> bool:
-        """True if a field seems to contain several values, judging by commas and brackets."""
+        """Whether a field seems to contain several values, judging by commas and brackets."""
         return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
