@@ -1,4 +1,4 @@
-"""`python -m sae_tui` is `sae-tui`."""
+"""Runs the `sae-tui` program for `python -m sae_tui`."""
 
 from __future__ import annotations
 

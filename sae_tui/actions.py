@@ -142,7 +142,7 @@ class Also(NamedTuple):
 
 
 def steps_to_finish(job: Job) -> int | None:
-    """Return how many cool-down steps the job would make if asked to finish now; None if it cannot."""
+    """Return how many cool-down steps the job would make if asked to finish now, or None if it cannot."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or not kind_of(job.config).trains:
         return None
@@ -178,7 +178,7 @@ class Actions:
         self._app = app
         # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
-        # The ids of jobs that the app has seen before their end. The end of any other job is not reported.
+        # The ids of jobs that had not ended when they were last seen; only the end of these jobs is reported.
         self._active: set[int] = set()
         self._one_edit = threading.Lock()
 
@@ -255,7 +255,7 @@ class Actions:
     # stopping, pausing, resuming
 
     def stop(self, job_id: int) -> None:
-        """Ask a running job to save and stop. If it was asked before, offer to kill it."""
+        """Ask a running job to save and stop. If the job is stopping already, offer to kill it."""
         job = self.job(job_id)
         if job is None or self.refused():
             return
@@ -276,7 +276,7 @@ class Actions:
             self.ask(*_stop_question(job), functools.partial(edits.stop, self._state.data, job_id), also)
 
     def pause(self, job_id: int) -> None:
-        """Ask a job to save and pause. Its GPUs are free until it is resumed."""
+        """Ask a job to save and pause. The job's GPUs are free until the job is resumed."""
         job = self.job(job_id)
         if job is not None and not self.refused() and not self._has_ended(job):
             self.do(functools.partial(edits.pause, self._state.data, job_id))
@@ -311,7 +311,7 @@ class Actions:
     # evaluating
 
     def offer_evaluation(self, job_id: int) -> EvaluationOffer | None:
-        """Return the available parts of an evaluation and how long each takes; None if there is no such job.
+        """Return the available parts of an evaluation and how long each takes, or None if there is no such job.
 
         Raise `UserError` if the job cannot be evaluated now.
         """
@@ -321,7 +321,7 @@ class Actions:
         return offer_of(self._state.data, job, self._idle_gpu(job), cuda=self._state.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
-        """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
+        """Start the evaluation of a job's SAEs. The end of the evaluation is reported as an event of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
@@ -337,7 +337,7 @@ class Actions:
     # deleting
 
     def delete(self, job_ids: Sequence[int]) -> None:
-        """Delete the jobs after asking once. This can be undone until the app quits."""
+        """Delete the jobs after asking once. The deletion can be undone until the app quits."""
         jobs = [job for job_id in job_ids if (job := self.job(job_id))]
         if self.refused():
             return
@@ -366,7 +366,7 @@ class Actions:
         self.do(lambda: "; ".join(trash.put_all_back(self._state.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Remove the deleted jobs permanently. Any that cannot be removed now are removed when an app starts next."""
+        """Remove the deleted jobs permanently. The next start of an app removes jobs that cannot be removed now."""
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._state.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 

@@ -98,7 +98,7 @@ class SaeApp(KeysInOrder, Notices):
         Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="The keys of this screen"),
         Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.commands",
                 tooltip="Find a command or a job by a few letters"),
-        # A text field takes the question mark as input, so the footer shows this key there instead.
+        # In a text field, the question mark is typed as text, so the footer shows F1 instead.
         Binding("f1", "help", "Help", key_display="F1", show=False, id="app.help_in_text",
                 tooltip="The keys of this screen"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
@@ -147,8 +147,7 @@ class SaeApp(KeysInOrder, Notices):
             data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
         dashboard = Dashboard(self.session, settings.monitor_view_default)
-        # Create this before any style is read: it sets the theme, and Textual reads all styles again after a change of
-        # theme.
+        # It sets the theme, so create it before any style is read: a new theme makes Textual read all styles again.
         self.redraw = Refresh(self, self.session, dashboard, make_hosts)
         self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()

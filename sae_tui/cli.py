@@ -97,7 +97,8 @@ def _exit_of(error: UserError) -> Exit:
 def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
     if in_browser:
-        # Exit together with the server process. If it has already exited, the app finds its standard input closed.
+        # Exit together with the server process.
+        # If the server has already exited, the app finds its standard input closed.
         end_with_parent(os.getppid())
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(

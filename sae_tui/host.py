@@ -46,7 +46,7 @@ class Host:
         return self._load
 
     def _read(self, elapsed_s: float | None) -> HostLoad:
-        # Imported with the first reading, after the first frame, since the import takes 15 ms.
+        # psutil is imported with the first reading, after the first frame, since the import takes 15 ms.
         import psutil
 
         before, self._moved = self._moved, _bytes_moved()

@@ -1,5 +1,4 @@
-"""Shows notifications. Each is one line above the footer until the next replaces it; errors stay until a key is
-pressed.
+"""Shows notifications as one line above the footer. The next notification replaces it; errors stay until a key press.
 
 The end of a job, an event or an alert also rings the bell or sends a desktop notification, depending on the settings.
 """

@@ -34,8 +34,8 @@ def refuse_another(program: str = "sae-tui") -> None:
 def _fault() -> str:
     """Return why `import trainer` would not find this project's package; "" if it would.
 
-    The name is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files replace ours.
-    The check does not run any code of the other package.
+    The name `trainer` is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files
+    replace ours. The check does not run any code of the other package.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:

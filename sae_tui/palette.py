@@ -68,7 +68,9 @@ class Commands(Provider):
 
 
 class JobCommands(Provider):
-    """Provides actions on jobs that the query names by id or by part of the name. They rank below the commands."""
+    """Provides actions on jobs that the query names by id or by part of the name. These actions rank below the
+    commands.
+    """
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()

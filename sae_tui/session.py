@@ -47,8 +47,7 @@ class Session:
         given: Mapping[str, str] | None = None,
     ) -> None:
         self.data = data
-        # Maps the name of each setting that a flag or the terminal overrides in this run to a description of the
-        # override.
+        # Maps each setting that a flag or the terminal overrides in this run to a description of the override.
         self.given = given or {}
         self.readonly = readonly
         self.hosts = hosts
@@ -59,8 +58,8 @@ class Session:
         self.actions = Actions(self, app)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        # The disk of the data folder may hang, so a thread reads locks that are stored there. A lock folder outside the
-        # data folder is in memory, where a read cannot hang.
+        # The disk of the data folder may hang, so a thread reads locks that are stored there.
+        # A lock folder outside the data folder is in memory, where a read cannot hang.
         locks = lock_folder(data, monitor.source_name)
         self._locks = HolderReader(locks) if locks.is_relative_to(data.root) else locks
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from trainer.contract.errors import UserError
 from trainer.contract.printable import printable
 
-# Never ask for a password, forward nothing to the other host, detect a dead connection within 15 s, and never let
-# another ssh session of the user depend on this one.
+# Never ask for a password, forward nothing to the other host, and detect a dead connection within 15 s.
+# Never let another ssh session of the user depend on this one.
 _OPTIONS = (
     "BatchMode=yes", "ClearAllForwardings=yes", "ForwardX11=no", "ForwardAgent=no", "PermitLocalCommand=no",
     "RemoteCommand=none", "Tunnel=no", "ControlMaster=no", "ConnectTimeout=10", "ServerAliveInterval=5",

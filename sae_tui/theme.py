@@ -148,8 +148,8 @@ COLOUR_BLIND_16 = replace(
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name
-# Maps each value of the setting `theme` to its theme and to a variant for terminals with only 16 colours, which cannot
-# show the surface colours.
+# Maps each value of the setting `theme` to its theme and to a variant for terminals with only 16 colours.
+# Such terminals cannot show the surface colours.
 THEMES: dict[ThemeName, tuple[str, str]] = {
     "dark": (DARK.name, _TERMINAL),
     "light": (LIGHT.name, _TERMINAL),

@@ -1,4 +1,4 @@
-"""The kinds of alerts. Each declares a measured value, its bound, and how long the value must exceed the bound."""
+"""The kinds of alerts. Each kind declares a measured value, its bound, and how long the value must exceed the bound."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AlertKind(NamedTuple):
     clear_s: float
     raise_s: float = 0.0
     slack: float = 0.0
-    # For a flag: seconds per unit of its setting, and how many seconds have already passed when the flag is set.
+    # For a flag: the seconds per unit of its setting, and how long the problem has lasted when the flag is set.
     unit_s: float = 1.0
     passed_s: float = 0.0
 
@@ -69,7 +69,7 @@ class AlertKind(NamedTuple):
         return Rule(bound, bound - self.slack, self.raise_s, self.clear_s)
 
     def badness(self, value: float | None) -> float | None:
-        """Return the value with its sign chosen so that larger is always worse, as in the bounds of the rule."""
+        """Return the value, negated if low values are bad, so that it can be compared with the bounds of the rule."""
         return -value if value is not None and self.bad == "below" else value
 
 
@@ -81,7 +81,7 @@ def _on_gpu(sample: GpuSample, value: float | None, words: str, held: Holders) -
         "gpu_uuid": sample.uuid,
         "job_id": job.id if job else None,
     }
-    # Use the index, since the UUID is unknown if the GPU has been lost since the start.
+    # Identify the GPU by its index, since its UUID is unknown if it was lost before the app started.
     return MeasuredValue(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
 
 

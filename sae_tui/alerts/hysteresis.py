@@ -6,18 +6,18 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-# The value for something that no longer exists, such as a removed GPU.
+# The value for a measurement whose object no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins three times within an hour is flapping. It then ends only after the value has been good for 5 min
-# or, if that is longer, for twice the longest good period of the last hour. A periodic fault thus raises only one
-# alert.
+# An alert that begins three times within an hour is flapping. A periodic fault should raise only one alert.
+# A flapping alert therefore ends only after 5 min with good values, or after twice the longest good period of
+# the last hour, whichever is longer.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
-    """When an alert begins and ends.
+    """The conditions under which an alert begins and ends.
 
-    It begins after `raise_s` seconds at or above `raise_at`, and ends after `clear_s` seconds below `clear_at`.
+    An alert begins after `raise_s` seconds at or above `raise_at`, and ends after `clear_s` seconds below `clear_at`.
     """
 
     raise_at: float
@@ -27,14 +27,14 @@ class Rule(NamedTuple):
 
 
 class Hysteresis:
-    """Tracks one value; times are in seconds, from any monotonic clock."""
+    """Tracks one value and its alert. Times are in seconds, from any monotonic clock."""
 
     def __init__(self, rule: Rule, *, is_raised: bool = False) -> None:
         self.is_raised = is_raised
         self._rule = rule
         self._since: float | None = None
         self._raised: deque[float] = deque(maxlen=FLAPS_AT)
-        # When the value last stopped being good, and the end and duration of each long good period.
+        # The time when the value was last bad, and the end and duration of each long good period.
         self._bad_at: float | None = None
         self._returns: deque[tuple[float, float]] = deque(maxlen=64)
 

@@ -20,7 +20,7 @@ Words = Annotated[str, Meta(max_length=1000)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem of the machine; times are seconds since the epoch, and `cleared` is None while it lasts."""
+    """A problem of the machine; times are seconds since the epoch, and `cleared` is None while the problem lasts."""
 
     kind: Words
     place: Words

@@ -59,8 +59,8 @@ _FAILURES = {
 
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# Changes of one kind are collected for this many seconds after a report, since GPUs that fail together are detected one
-# by one.
+# After a report, changes of the same kind are collected for this many seconds.
+# The reason is that GPUs that fail together are detected one by one.
 GROUP_S = 5.0
 
 
@@ -85,8 +85,8 @@ class Alerts:
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
         # Maps the key of each active alert whose value is unknown to the time when the value became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
-        # Unreported changes, and the earliest time of the next report. The keys are the kind of alert and whether it
-        # has ended.
+        # Unreported changes, and the earliest time of the next report.
+        # The keys are (kind of alert, whether the alert has ended).
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
         # The reason why a kind of alert could not be checked; "" if all kinds were checked.
@@ -94,7 +94,7 @@ class Alerts:
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The active alerts, oldest first; if the value of an alert is unknown, its text says since when."""
+        """The active alerts, oldest first. An alert whose value is unknown says since when it is unknown."""
         return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
@@ -117,7 +117,7 @@ class Alerts:
             try:
                 measured = list(kind.measure(look))
             except Exception as error:
-                # Continue with the other kinds.
+                # An error in one kind of alert must not affect the other kinds.
                 self.failure = f"alerts of {kind.title} cannot be checked: {error!r}"
                 seen |= {key for key in self._states if key[0] == kind.name}
                 continue
@@ -125,7 +125,7 @@ class Alerts:
                 seen.add((kind.name, one.place))
                 changed += self._take(kind, rule, one)
         for key in self._states.keys() - seen if look.samples else ():
-            # The driver still lists other GPUs, but not this one.
+            # The GPU is gone: the driver still lists other GPUs, but not this one.
             if self._states[key].changes(GONE, self._clock()):
                 changed.append(self._end(key))
         return self._news(changed)
@@ -234,7 +234,7 @@ class AlertWatcher:
     ) -> None:
         self.changed: tuple[Alert, ...] = ()
         self.active: tuple[Alert, ...] = ()
-        # Failures of the checks, the file or the command, as one sentence each.
+        # The failures of checks, of the alert file and of the user's command, each as one sentence.
         self.problems: tuple[str, ...] = ()
         self._data, self._on_change, self._readonly = data, on_change, readonly
         self.change(settings)
@@ -250,7 +250,7 @@ class AlertWatcher:
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
 
     def change(self, settings: Settings) -> None:
-        """Use new bounds from now on."""
+        """Use the bounds in these settings from now on."""
         self.interval_s = max(1.0, settings.sampling_interval_s)
         self._settings = settings
 
@@ -353,7 +353,7 @@ class AlertWatcher:
             self._on_change()
 
     def _free_bytes(self) -> int | None:
-        """Return the free bytes as last read; None while the disk does not respond.
+        """Return the number of free bytes when last read, or None while the disk does not respond.
 
         Do not query the disk again until it has responded.
         """

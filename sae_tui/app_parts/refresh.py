@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.03
 _MOST_LOOKS = 60
 
-# A function that creates the other hosts from the settings and the flags, and also returns the problems with host names
-# in the settings.
+# Creates the other hosts from the settings and the flags, and returns problems with host names in the settings.
 MakeHosts = Callable[[Settings], tuple["Hosts | None", list[Problem]]]
 
 

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Opens the screens, each with the session, and keeps the launch form until its job is launched or replaced."""
+    """Opens the screens, each with the session, and keeps the launch form until its job is launched or the form is
+    replaced.
+    """
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
         self._app = app
@@ -89,11 +91,11 @@ class Router:
         if self._kept and form and (is_as_wanted or (form.changed and kind in (JobConfig.kind, form.kind))):
             self.switch_to(self._kept)
             form.tell_draft()
-        elif form is None and (draft := kept(session.data, kind)):  # saved when the app ended
+        elif form is None and (draft := kept(session.data, kind)):  # a draft saved when the app ended
             self._keep(screen := LaunchScreen(session, preset=draft))
             self._app.call_later(screen.form.tell_draft)
         else:
-            # This asks only before an extraction, since "New job" shows a changed draft in the branch above.
+            # This asks only if `kind` is an extraction, since "New job" shows a changed draft of any kind above.
             new = LaunchScreen(session, preset=extraction_preset() if kind == ExtractJob.kind else None)
             self._replace_form("an extraction form", new)
 
@@ -127,7 +129,9 @@ class Router:
             self._keep(new)
 
     def _keep(self, new: LaunchScreen) -> None:
-        """Show a new launch form. It is installed, so that it keeps its content while other screens are shown."""
+        """Show a new launch form. The form is installed in the app, so that it keeps its content while other screens
+        are shown.
+        """
         self.show_dashboard()
         self._forget_form()
         self._kept, self._python = new, self._session.settings.python

@@ -38,7 +38,7 @@ def show_card(context: CommandContext, job_id: int, number: int) -> None:
 
 
 def measured(version: Version) -> float | None:
-    """Return the time of the latest measurement in a report card; None if unknown."""
+    """Return the time of the latest measurement in a report card, or None if it is unknown."""
     return max((part.measured for part in version.card.parts.values()), default=None)
 
 

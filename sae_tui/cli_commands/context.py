@@ -51,8 +51,7 @@ class CommandContext:
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)
         self.data = DataDir(base.root / "demo") if demo else base
-        # Commands read and write in job folders, so the folders of all jobs named on the command line are checked here,
-        # once.
+        # Commands read and write in job folders, so check the folders of all jobs named on the command line once.
         for job_id in _jobs_named(flags):
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
@@ -91,7 +90,9 @@ class CommandContext:
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
-        """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open in between."""
+        """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open between the
+        snapshots.
+        """
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return watch(source, occupancy, self.data, every_s)
@@ -126,7 +127,7 @@ def _check_folder(root: Path, limit_s: float) -> str:
 
     def check() -> None:
         _refuse_unusable(root)
-        with contextlib.suppress(OSError):  # the result of `stat` may come from a cache, a listing does not
+        with contextlib.suppress(OSError):  # `stat` may be answered from a cache, but a listing is not
             os.listdir(root)
 
     # Run the check in a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.

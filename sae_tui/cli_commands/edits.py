@@ -1,4 +1,7 @@
-"""`sae-tui pause | resume | clone | hold | release | priority | after | rename | tag | note | rm | repair`."""
+"""Commands that change existing jobs.
+
+`sae-tui pause | resume | clone | hold | release | priority | after | rename | tag | note | rm | repair`.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ HOSTS = ("127.0.0.1", "localhost")
 # A client is disconnected after this many seconds.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
-# After `REST_AFTER_S` seconds without a request the driver is closed; the next request waits up to `WAKE_S` seconds for
-# it to open.
+# The driver is closed after `REST_AFTER_S` seconds without a request.
+# The next request waits up to `WAKE_S` seconds for the driver to open.
 REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 
@@ -159,8 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        # Prevent DNS rebinding: a web page can reach this port through its own host name, but the Host header then
-        # contains that name.
+        # Prevent DNS rebinding.
+        # A web page can reach this port through its own host name, but then the Host header contains that name.
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
             self._answer(403, "use the name 127.0.0.1 or localhost\n")
         elif self.path != "/metrics":

@@ -25,8 +25,7 @@ def say(text: str = "") -> None:
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print lines, of which there may be millions, as the iterable yields them. They must not contain control
-    characters.
+    """Print the lines of an iterable, which may yield millions of lines. They must not contain control characters.
 
     Write only 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit flush can
     encounter a full disk or a closed pipe.

@@ -23,8 +23,8 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules whose commands act on jobs or on their GPUs. Before such a command runs, the states of crashed jobs are
-# corrected.
+# Modules whose commands act on jobs or on their GPUs.
+# Before such a command runs, the states of crashed jobs are corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
@@ -217,7 +217,7 @@ def make_parser(open_app: Command) -> CommandParser:
 
 
 def _load_when_run(function: str) -> Command:
-    """Return a command that imports its module when it runs; all modules would take a third of the startup time."""
+    """Return a command that imports its module when run; importing all modules takes a third of the startup time."""
 
     def run(context: CommandContext, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
@@ -538,7 +538,10 @@ def _examples(command: str) -> str:
 
 
 def _shared_flags(*, in_help: bool = True) -> CommandParser:
-    """Return the flags allowed before and after the command. They have no defaults, which could overwrite a value."""
+    """Return the flags allowed before and after the command.
+
+    They have no defaults: a default of a flag after the command would overwrite the value given before it.
+    """
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="use simulated GPUs, and keep the jobs in DIR/demo")

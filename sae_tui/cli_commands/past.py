@@ -111,7 +111,7 @@ class StoredSamples:
         )
 
     def _gpus_then(self, row: GpuTotals) -> int:
-        """Return the number of GPUs now, or the number counted at the row's time if that is larger."""
+        """Return the current number of GPUs, or the number at the time of the row if that is larger."""
         return max(self._count, row.gpus_counted)
 
     def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ def positive(text: str) -> int:
 
 
 def job_id_in(text: str) -> int | None:
-    """Return the text as a job id; None if it is not a number but, for example, the name of a folder."""
+    """Return the text as a job id, or None if it is not a number but, for example, the name of a folder."""
     return int(text) if re.fullmatch(r"\d{1,18}", text) else None
 
 
@@ -83,7 +83,7 @@ def step(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size like `20GiB`; `kB`, `MB` and so on are powers of 1,000, other units of 1,024."""
+    """Return the bytes of a size like `20GiB`; units such as `kB` and `MB` are powers of 1,000, others of 1,024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (match[2] or match[3].lower() == "b"):
         raise argparse.ArgumentTypeError(f'takes a size like 20GiB or 500MB, not "{cut(text)}"')

@@ -63,7 +63,6 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
 
 def _csv_line(cells: Iterable[object]) -> str:
     line = io.StringIO()
-    # A name may contain a carriage return, but the csv module quotes a cell only if it contains a character of the line
-    # terminator.
+    # A name may contain a carriage return, which the csv module quotes only if the line terminator contains it too.
     csv.writer(line, lineterminator="\r\n").writerow(cells)
     return line.getvalue().removesuffix("\r\n") + "\n"

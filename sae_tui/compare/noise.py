@@ -15,8 +15,8 @@ from trainer.contract.settings.series import CRITERION, held_out
 
 # A difference is significant only if it exceeds this number of standard errors.
 LEAD = 2.0
-# If too few seeds are compared to measure their spread, a difference in FVU is significant only if it exceeds this
-# share of the best value. Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
+# With too few seeds to measure their spread, a difference in FVU must exceed this share to be significant.
+# Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -25,9 +25,7 @@ _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The difference of a value from the best one, the smallest significant difference, and the basis of that
-    threshold.
-    """
+    """The difference of a value from the best one, the threshold of significance, and the basis of that threshold."""
 
     lead: float
     least: float
@@ -47,7 +45,7 @@ class MeasuredSae(msgspec.Struct, frozen=True):
 
 
 def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
-    """Return the best SAE's lead over another SAE in a result; None if a value or all sources of noise are unknown.
+    """Return the best SAE's lead over another SAE in a result, or None if a value or all sources of noise are unknown.
 
     The spread between seeds is measured on all SAEs in `compared`.
     """

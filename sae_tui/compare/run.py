@@ -98,7 +98,7 @@ class Run:
         return True
 
     def curve(self, metric: str, sae: ComparedSae, place: int) -> Curve | None:
-        """Return the metric over the run in about `MOST_POINTS` points; None if the SAE does not have the metric.
+        """Return the metric over the run in about `MOST_POINTS` points, or None if the SAE does not have the metric.
 
         If the SAEs of a sweep share a metric, it is returned only for the first SAE.
         """
@@ -110,12 +110,12 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # If this run has a damaged file, it has no curve, but the other runs are still compared.
+                # A run with a damaged file has no curve, but the other runs are still compared.
                 return None
         return Curve(label, place, self._curves[name, label])
 
     def all_values(self, metric: str, sae: ComparedSae) -> Iterator[Sample]:
-        """Yield every value of a metric, reading lazily; non-finite values are None."""
+        """Yield every value of a metric, read from the store on demand; non-finite values are None."""
         name = self._name(metric, sae.member)
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
             return
@@ -144,7 +144,7 @@ class Run:
         return self._cards[member].values() if member in self._cards else {}
 
     def _name(self, metric: str, member: str) -> str | None:
-        """Return the name of an SAE's metric in the run's store; None if the run does not have the metric."""
+        """Return the name of an SAE's metric in the run's store, or None if the run does not have the metric."""
         own = f"{metric}@{member}"
         if member and own in self._live.latest:
             return own
@@ -167,7 +167,7 @@ class Run:
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:
-        """Return when the run's first value was written; the job row of a resumed run contains only a later start."""
+        """Return the time of the run's first value; the job row of a resumed run contains only its latest start."""
         if self._began is None and self._live.reader:
             written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
             starts = [self._job.started] if self._job and self._job.started else []

@@ -269,7 +269,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return a dict that maps the index of each other value with known noise to the best value's lead over it."""
+    """Return the best value's lead over each other value whose noise is known, as a dict by index."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -294,7 +294,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
 
 
 def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> frozenset[int]:
-    """Return the indices of values whose formatted text equals the best value's; return none if all are equal."""
+    """Return the indices of values that look the same as the best one; return an empty set if all look the same."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:
@@ -307,7 +307,7 @@ def value_of(sae: ComparedSae, name: str) -> float | None:
     if name == "duration_s":
         return _duration_s(sae)
     if name == "energy_wh":
-        # A partly measured energy would look like a lower consumption.
+        # A partial measurement would look like a lower consumption.
         energy = energy_of(sae.job, Settings())
         return energy.energy_wh if is_whole(energy) else None
     if name in sae.latest:

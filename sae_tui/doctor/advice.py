@@ -94,7 +94,7 @@ def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
 
 
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
-    """Yield a phrase on the largest number of devices that is worthwhile, or on why no larger number is."""
+    """Yield the largest worthwhile number of devices, or the reason why no larger number is worthwhile, in words."""
     others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
     paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
     if paying:
@@ -123,7 +123,7 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _named(row: JobRow) -> str:
-    """Name the devices and, for several, the mode, like `4 GPUs as tensor` or `1 GPU`."""
+    """Return the devices in words and, if there are several, the mode, like `4 GPUs as tensor` or `1 GPU`."""
     devices = _devices(row.ranks, bool(row.n_gpus))
     return devices if row.ranks == 1 else f"{devices} as {row.mode}"
 

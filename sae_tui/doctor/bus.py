@@ -19,7 +19,7 @@ from trainer.contract.planning.hardware import MeasuredHardware, Speeds, read_bo
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
-# Importing torch from a network disk in all ranks takes most of this time.
+# Most of this time is for importing torch from a network disk in all ranks.
 LIMIT_S = 120.0
 # The speed that a full PCIe 4.0 slot achieves through host memory.
 LEAST_BYTES_PER_S = 12e9
@@ -47,7 +47,7 @@ class Probed(msgspec.Struct, frozen=True):
 
 
 def check_bus(box: CheckedMachine) -> Iterator[Finding]:
-    """Measure the bus if all GPUs are idle; locks prevent jobs from starting on them meanwhile.
+    """Measure the bus if all GPUs are idle; locks prevent jobs from starting on them in the meantime.
 
     If packages are missing, return without a finding, since `check_torch` reports them.
     """

@@ -66,7 +66,8 @@ PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
-# Checks that use the data folder. If its disk hangs, the remaining ones are skipped, since each of them would hang too.
+# Checks that use the data folder.
+# If the folder's disk hangs, the remaining checks are skipped, since they would hang too.
 OF_FOLDER: frozenset[Check] = frozenset(
     (
         trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
@@ -74,8 +75,9 @@ OF_FOLDER: frozenset[Check] = frozenset(
         storage.check_space,
     )
 )  # fmt: skip
-# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total. Checks
-# that run on request limit the time of each program they start.
+# The time limit in seconds for the next finding of a check.
+# GPU reads have their own limits, 37 s in total.
+# Checks that run on request limit the time of each program they start.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),

@@ -65,7 +65,7 @@ class Devices(msgspec.Struct, frozen=True):
         return "" if self.are_gpus and self.name == CPU else None
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
-        """Return whether `n_bytes` fit into `room_bytes`; None if there are too few devices or the size is unknown."""
+        """Return whether `n_bytes` fit into `room_bytes`, or None if that is unknown or there are too few devices."""
         if room_bytes is None or (self.are_gpus and not self.gpus):
             return None
         return n_bytes <= room_bytes
@@ -81,7 +81,7 @@ def job_rows(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> tuple[JobRow, ...]:
-    """Forecast the job on the usable GPUs, or on the ones that its file names; on the CPU if there are none.
+    """Forecast the job on the usable GPUs, on the GPUs that its file names, or on the CPU if there is no such GPU.
 
     `busy` are the indices of the GPUs in use, which are taken last. Without `cuda` the GPUs are simulated: they have
     memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model gets
@@ -157,7 +157,7 @@ def _rows(
 
 
 def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware) -> ModelPlacement | None:
-    """Return the automatic placement of the job's language model; None if the job has no model to place."""
+    """Return the automatic placement of the job's language model, or None if the job has no model to place."""
     if not devices.are_gpus or job.model_gpus == 0:
         return None
     settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")

@@ -127,8 +127,8 @@ def _vendors(gpus: GpuReadings) -> list[Vendor]:
 def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, vendor: Vendor | None) -> Finding:
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
-    A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor for
-    whose GPUs torch is built; None if the machine has no such GPUs.
+    A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor of
+    the GPUs that torch is built for, or None if the machine has no such GPUs.
     """
     driver = gpus.facts.cuda
     if not build.runtime:

@@ -14,7 +14,7 @@ _REFUSED_AGAIN_S = 300.0
 
 
 class Cause(NamedTuple):
-    """A sentence that begins with the host's name, which is left out, and the wait in seconds before the next attempt.
+    """A sentence without its subject, the host's name, and the wait in seconds before the next attempt.
 
     If the wait is 0, the caller chooses it.
     """

@@ -24,7 +24,7 @@ class Errands:
 
     def __init__(self, ssh: Sequence[str]) -> None:
         self._ssh = tuple(ssh)
-        # Held while a process starts, so that `end_all` cannot miss the process.
+        # This lock is held while a process starts, so that `end_all` cannot miss the process.
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_over = False

@@ -19,8 +19,9 @@ from trainer.contract.printable import printable
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # After a connection that lasted longer than this, the wait before the next attempt is short again.
 _STEADY_S = 30.0
-# A host sends data every second. If it sends nothing for 5 s, it is shown as silent; after 30 s, its connection is cut
-# and reopened. The greeting may take 60 s, since a login may be slow.
+# A host sends data every second. A host that sends nothing for 5 s is shown as silent.
+# After 30 s without data, its connection is cut and reopened.
+# The greeting may take 60 s, since a login may be slow.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 # The number of lines that a login script may print before the greeting.
 _MOST_NOISE = 50
@@ -90,12 +91,12 @@ class HostFollower:
         self.cut()
 
     def cut(self) -> None:
-        """Stop ssh; the thread then starts it again."""
+        """Stop ssh; the thread then starts ssh again."""
         if link := self._link:
             link.stop()
 
     def past(self, n: int, interval_s: float) -> RecentHistory:
-        """Return the last `n` intervals of each GPU, by this machine's clock."""
+        """Return the history of each GPU over the last `n` intervals, by this machine's clock."""
         return past(self._rings, n, interval_s=interval_s, now=time.time())
 
     def _run(self) -> None:
@@ -172,8 +173,7 @@ class HostFollower:
 
     def _take_gpus(self, message: RemoteGpus) -> None:
         now = time.time()
-        # Keep rings only for the indices in this message, since otherwise a host could fill the memory with new
-        # indices.
+        # Keep rings only for the indices in this message, so that a host cannot fill the memory with new indices.
         self._rings = {gpu.index: self._rings.get(gpu.index) or Ring() for gpu in message.gpus}
         for gpu in message.gpus:
             self._rings[gpu.index].append(gpu.sample(now))

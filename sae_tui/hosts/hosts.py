@@ -49,11 +49,11 @@ class Hosts:
 
     @property
     def views(self) -> tuple[HostView, ...]:
-        """The current view of each host, in the order of their names at the start."""
+        """The current view of each host, in the order in which the hosts were named."""
         return tuple(follower.view for follower in self._followers.values())
 
     def past(self, name: str, n: int, interval_s: float) -> RecentHistory:
-        """Return the last `n` intervals of each GPU of a host."""
+        """Return the history of each GPU of a host over the last `n` intervals."""
         return self._followers[name].past(n, interval_s)
 
     def argv(self, name: str, *words: str) -> list[str]:

@@ -40,7 +40,7 @@ class Allowance:
 
 
 class Link:
-    """A subprocess and its output; used by one thread, although any thread may call `stop`.
+    """A subprocess and its output. Only one thread may use the link, but any thread may call `stop`.
 
     Its standard input is a pipe that closes when this process ends, even if this process is killed.
     """

@@ -65,7 +65,8 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     holder: str = ""
     use: Use = "dim"
-    # The other sensors that a GPU list shows, by field; a reader ignores sensors that it does not know.
+    # Maps the fields of the other sensors in a GPU list to their values. A reader ignores sensors that it does not
+    # know.
     sensors: Annotated[dict[str, Reading], Meta(max_length=MOST_SENSORS)] = {}
     processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 
@@ -126,7 +127,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()
     note: str = ""
-    # A separate field, since older versions do not know the state `imported`.
+    # This is a separate field, since older versions do not know the state `imported`.
     imported: bool = False
 
     def view(self, host: str) -> JobView:

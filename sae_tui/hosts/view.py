@@ -26,8 +26,8 @@ class ConnectionStage(StrEnum):
 class HostView(msgspec.Struct, frozen=True):
     """A host with its latest GPUs and jobs; `sentence` follows its name and explains why it is not connected.
 
-    `since` (seconds since the epoch) is when the stage began; for SILENT, it is when data last arrived. `problem` and
-    `jobs_problem` are reported by the host.
+    `since` (seconds since the epoch) is the time when the stage began; for SILENT, it is the time when data last
+    arrived. `problem` and `jobs_problem` are reported by the host.
     """
 
     name: str

@@ -34,8 +34,9 @@ class Total:
     ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
-        """Return text like `298.7 / 842.4 GiB · 6 of 8 GPUs`; if `short`, omit `GPUs`. The count of all GPUs is
-        omitted.
+        """Return text like `298.7 / 842.4 GiB · 6 of 8 GPUs`; if `short`, omit `GPUs`.
+
+        The count is omitted if all GPUs report the quantity.
         """
         if self.counted in (0, self.gpu_count):
             return self.text
@@ -44,7 +45,7 @@ class Total:
 
 
 class AggregatePanel(LineView):
-    """Four quantities, as one line each or as plots in a two by two grid."""
+    """Shows four quantities, as one line each or as plots in a two-by-two grid."""
 
     _plot = 0
     _totals: tuple[Total, ...] = ()

@@ -21,7 +21,7 @@ from trainer.contract.settings.catalog import CurveAxis, Series
 from trainer.contract.settings.series import OF_BATCH, curves, held_out, held_out_metrics, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
-_LEAST_WIDTH = 32  # of a curve, with its frame
+_LEAST_WIDTH = 32  # cells of a curve with its frame
 _MOST_IF_NARROW = 4
 # The name of the speed series. For an extraction, its values are rows per second.
 SPEED = "tokens_per_s"

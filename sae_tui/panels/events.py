@@ -16,7 +16,7 @@ _MOST = 50  # no screen has space for more
 
 
 class EventsPanel(DetailPanel):
-    """As many of the latest events as fit, each in full."""
+    """Shows as many of the latest events as fit, each in full."""
 
     DEFAULT_CSS = "EventsPanel { height: 1fr; width: 1fr; }"
 

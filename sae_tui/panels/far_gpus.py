@@ -34,14 +34,14 @@ _FEWEST = 3  # lines
 
 @dataclass(frozen=True, slots=True)
 class FarHost:
-    """A host and the rows of its GPUs."""
+    """A remote host and the rows that show its GPUs."""
 
     view: HostView
     rows: tuple[GpuRow, ...]
 
 
 class FarGpus(LineView, can_focus=True):
-    """One line per host, plus the GPUs of as many hosts as fit.
+    """Shows one line per host, plus the GPUs of as many hosts as fit.
 
     While the panel has the focus, the cursor is on one host, whose GPUs take precedence.
     """

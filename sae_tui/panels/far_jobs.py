@@ -22,7 +22,7 @@ def key_of(host: str, job_id: int) -> str:
 
 
 def parse_key(key: str | None) -> tuple[str, int] | None:
-    """Return the host and job id from a row's key; None if the row is not a remote job."""
+    """Return the host and job id from a row's key, or None if the row is not a remote job."""
     host, _, job_id = (key or "").rpartition(_SEPARATOR)
     return (host, int(job_id)) if host and job_id.isdecimal() else None
 

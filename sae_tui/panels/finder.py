@@ -57,7 +57,7 @@ class JobsFinder(Filtered):
 
     @property
     def marked(self) -> list[int]:
-        """The marked jobs, including those hidden by the filter, oldest first."""
+        """The ids of the marked jobs, including jobs that the filter hides, oldest first."""
         return sorted(self.table.marked)
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:

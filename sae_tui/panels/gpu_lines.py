@@ -112,8 +112,8 @@ def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Sp
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
     """Return the text below the holder's name, and its style.
 
-    It is the first available of: an error of the last hour, what slows the GPU, the rest of the holder's name, and the
-    processes.
+    The text is the first available one of: an error of the last hour, what slows the GPU, the rest of the holder's
+    name, and the processes.
     """
     condition = row.sample.condition
     if condition and condition.xid and time.time() - condition.xid.timestamp < _ERROR_TOLD_S:

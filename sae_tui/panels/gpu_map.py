@@ -27,7 +27,7 @@ from sae_tui.widgets.lines import Line, Span
 LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
 TALLEST = 4  # lines: utilisation; memory; temperature and power; holder
 _LEAST_WIDTH = 10  # cells: index, two signs, utilisation and the gap to the next tile
-_OF_A_NODE = 8  # GPUs per machine; a row of tiles holds whole machines
+_OF_A_NODE = 8  # GPUs per machine; a row of tiles shows complete machines
 # Upper limits of utilisation in percent, each with the shade for values below it.
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
 
@@ -71,7 +71,7 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
     return [
         ((fit(memory, width, right=True), "dim"),),
         (*left, (fit(drawn, width - sum(len(text) for text, _ in left), right=True), "dim")),
-        # The sign already shows that another user holds the GPU.
+        # Omit "used by", since the sign already shows that another process uses the GPU.
         ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
 

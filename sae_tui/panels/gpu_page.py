@@ -25,7 +25,7 @@ _LEAST_WIDTH = 12  # cells; a narrower history shows nothing useful
 
 
 class GpuHistory(LineView):
-    """Utilisation, memory, power and temperature over time, one below the other; a cursor reads out the values."""
+    """Shows utilisation, memory, power and temperature over time, and a cursor that selects a time."""
 
     DEFAULT_CSS = "GpuHistory { height: 1fr; width: 1fr; }"
 

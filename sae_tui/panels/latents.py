@@ -82,7 +82,7 @@ class LatentList(LineView, can_focus=True):
 
     @property
     def _border(self) -> int | None:
-        """The line between the latents that fire on the search words and the others; None if there are no others."""
+        """The line between the latents that fire on the search words and the others, or None if there are no others."""
         return self._n_firing if self._n_firing < len(self.latents) else None
 
     def _line_of(self, place: int) -> int:

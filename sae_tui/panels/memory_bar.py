@@ -14,8 +14,8 @@ from sae_tui.jobs.launch.memory_need import FreeMemory, Need
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 
-# The first letter of each name appears in the bar, so that the names also serve as the legend. Short names are for 80
-# columns.
+# The first letter of each name appears in the bar, so that the names also serve as the legend.
+# The short names are for terminals with 80 columns.
 NAMES = {
     "weights": ("Weights", "Weights"),
     "gradients": ("Gradients", "Grad"),
@@ -35,8 +35,8 @@ COLOURS = {
     "slack": "label",
     "context": "text",
 }
-# The bar's full width represents at most this multiple of the job's memory, so that the components of a small job on a
-# large GPU remain distinguishable.
+# The bar's full width represents at most this multiple of the job's memory.
+# The components of a small job on a large GPU thus remain distinguishable.
 MOST_ROOM = 3
 WIDE = 116
 

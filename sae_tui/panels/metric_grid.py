@@ -17,7 +17,7 @@ from trainer.contract.settings.catalog import CurveAxis
 from trainer.contract.settings.series import curves, series_named, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
-_LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
+_LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # minimum size of a plot with its frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> l
 
 
 def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
-    """Return the cells of a curve's glyphs: its latest point, and one every few cells, offset from the next curve's."""
+    """Return the cells for a curve's glyph: at the latest point, and every few cells, offset from other curves."""
     chosen, due = [places[-1]], (3 + 5 * number) % _BETWEEN
     for x, y in places:
         if x >= due:

@@ -64,7 +64,7 @@ class ParetoPanel(Chart):
 
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """Return the axis titles, and (L0, FVU) of every SAE; None for an SAE that lacks one of these values."""
+    """Return the axis titles, and (L0, FVU) of every SAE, or None for an SAE that lacks one of these values."""
     for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
         measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
         if measured and None not in measured:

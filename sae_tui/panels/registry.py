@@ -1,7 +1,7 @@
-"""The registry of the panels on a job's screen. It names them as strings, so that it imports none of them.
+"""The registry of the panels on a job's screen. It names panels by strings, so that it imports none of them.
 
 To add a panel, add one file in this folder, with the widget and its size in `DEFAULT_CSS`, and one entry in `PANELS`.
-The screen then composes and redraws it. A `DetailPanel` with a `title` has a frame.
+The screen then composes and redraws the panel. A `DetailPanel` with a `title` has a frame.
 """
 
 from __future__ import annotations

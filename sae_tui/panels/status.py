@@ -39,7 +39,7 @@ class StatusContent:
 
 
 class StatusLine(LineView):
-    """One line; a problem replaces the summary."""
+    """Shows the status in one line; a problem replaces the summary."""
 
     DEFAULT_CSS = "StatusLine { height: 1; background: $panel; }"
 

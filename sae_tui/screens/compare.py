@@ -46,7 +46,7 @@ class Compared(Message):
 
 
 class CompareScreen(FramedScreen):
-    """Shows one view at a time on a small terminal; on a large one, all views until one is chosen twice."""
+    """Shows one view at a time on a small terminal; on a large one, all views until the user chooses one twice."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To the previous screen"),

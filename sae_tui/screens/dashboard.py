@@ -302,7 +302,8 @@ class Dashboard(FramedScreen):
 
     def _follow_selected(self) -> None:
         """Have the watcher read the job under the cursor, if there is space for its preview."""
-        # A screen on top follows its own job. Textual's `is_current` would also be True for the screen below a dialog.
+        # A screen on top of the dashboard follows its own job.
+        # Textual's `is_current` would also be True for the screen below a dialog.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 

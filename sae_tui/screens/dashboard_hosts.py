@@ -48,7 +48,7 @@ class DashboardHosts:
 
     @property
     def titles(self) -> dict[str, str]:
-        """A dict that maps the id of each panel with a different title if there are other hosts to that title."""
+        """The titles that panels have only while other hosts are shown, as a dict by panel id."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
@@ -191,7 +191,7 @@ def _obstacle(verb: str, job: JobView) -> str:
 
 
 def _early_steps(job: JobView) -> int | None:
-    """Return the number of cool-down steps; None if the job cannot finish early.
+    """Return the number of cool-down steps, or None if the job cannot finish early.
 
     Hosts do not send the config, but a job that has a loss is a training.
     """

@@ -72,7 +72,7 @@ def arrange(
 
 
 def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
-    """Give each panel its minimum. If that does not fit, drop the totals first, then take rows from the jobs."""
+    """Give each panel its minimum. If the minimums do not fit, drop the totals first, then take rows from the jobs."""
     left = space - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (is_card_view and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome
@@ -108,5 +108,5 @@ def _grown(
 
 
 def _plots(rows: int) -> dict[str, int]:
-    """Return the fields for plots of `rows` rows, in a two by two grid with a heading each."""
+    """Return the fields for plots of `rows` rows, in a two-by-two grid with a heading each."""
     return {"plot": rows, "totals": 2 * (rows + 1)}

@@ -55,7 +55,7 @@ class GpuScreen(FramedScreen):
         super().__init__(name="gpu")
         self.session, self.index = session, index
         self._back = LookBack(self, self._read_store)
-        # The time at which values are read out; None for the current values.
+        # The time whose values are shown, or None for the current values.
         self._cursor_time: float | None = None
 
     def compose(self) -> ComposeResult:
@@ -80,7 +80,7 @@ class GpuScreen(FramedScreen):
 
     @property
     def sample(self) -> GpuSample | None:
-        """The latest sample of the GPU; None if the GPU is no longer present."""
+        """The latest sample of the GPU, or None if the GPU is no longer present."""
         return next((one for one in self.session.monitor.latest() if one.index == self.index), None)
 
     def show_gpus(self) -> None:
@@ -132,7 +132,7 @@ class GpuScreen(FramedScreen):
             self._show_history(sample)
 
     def _cursor_in(self, window: Window) -> int | None:
-        """Return the column of the time that is read out; None if it is outside the window."""
+        """Return the column of the time whose values are shown, or None if the time is outside the window."""
         if self._cursor_time is None:
             return None
         column = int((self._cursor_time - window.begin) // window.step_s)

@@ -133,7 +133,7 @@ class LaunchScreen(FramedScreen):
             form.toggle_all()
 
     def action_to_review(self) -> None:
-        """Go to the first wrong setting, or to the launch button if all are correct."""
+        """Go to the first invalid setting, or to the launch button if all settings are valid."""
         wrong = [row.field.path for row in self.query(SettingRow) if row.has_class("-wrong")]
         if wrong:
             self.query_one(SettingForm).focus_field(wrong[0])
@@ -216,8 +216,7 @@ class LaunchScreen(FramedScreen):
             self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
 
     def _launch_there(self, host: str, gpus: str) -> None:
-        # Send the form as typed: values that are wrong here, such as paths to data on the other host, may be correct
-        # there.
+        # Send the form as typed: values that are invalid here, such as paths on the other host, may be valid there.
         if self.session.hosts:
             launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)

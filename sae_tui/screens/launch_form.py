@@ -172,7 +172,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draw the current state of the GPUs. When the first GPUs appear, select those given in the settings."""
+        """Draw the current state of the GPUs. When the first GPUs appear, select the GPUs that the app's settings
+        select by default.
+        """
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -217,7 +219,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
 
     def fill(self, path: Path) -> None:
-        """Load a job file into the form. If it cannot be read, notify the user and leave the form unchanged."""
+        """Load a job file into the form. If the file cannot be read, notify the user and leave the form unchanged."""
         try:
             table = job_form.read_job_table(path)
         except UserError as error:
@@ -442,7 +444,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return self.session.recommend(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
-        """Select the GPUs given in the settings."""
+        """Select the GPUs that the app's settings select by default."""
         default = self.session.settings.default_gpu_selection
         if default == "available":
             picker.action_available()

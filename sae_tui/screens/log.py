@@ -24,7 +24,7 @@ ALL = "all"
 
 
 class Reader(Protocol):
-    """A thread that delivers lines."""
+    """A thread that reads the lines of a log."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -50,7 +50,7 @@ class LogScreen(FramedScreen):
     """
 
     class Lines(Message):
-        """Lines that the reader with this number has read."""
+        """New lines of a log; `number` identifies the reader that has read them."""
 
         def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
             super().__init__()
@@ -117,7 +117,7 @@ class LogScreen(FramedScreen):
 
     @property
     def job(self) -> JobView | None:
-        """The latest state of the job; None if the job is not listed."""
+        """The latest state of the job, or None if the job is not listed."""
         return next((one for one in self.session.jobs if one.id == self.job_id), None)
 
     @property

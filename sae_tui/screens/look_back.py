@@ -51,7 +51,7 @@ class LookBack(Generic[T]):
 
     @property
     def span_s(self) -> int | None:
-        """The span in seconds that is read from the store; None while the latest samples are shown."""
+        """The span in seconds that is read from the store, or None while the latest samples are shown."""
         return SPANS_S[self._place - 1] if self._place else None
 
     def longer(self, by: int) -> None:
@@ -64,7 +64,7 @@ class LookBack(Generic[T]):
         self._found, self._due = {}, 0.0
 
     def stored(self, subject: str, n: int) -> T | None:
-        """Return the data read last, None before the first read; start a new read for `n` columns if it is due."""
+        """Return the data read last, or None before the first read; start a new read for `n` columns if due."""
         span_s = self.span_s
         if span_s is None:
             return None
@@ -77,7 +77,7 @@ class LookBack(Generic[T]):
         return self._found.get((subject, span_s))
 
     def _fetch(self, subject: str, span_s: float, n: int) -> None:
-        # Registered here rather than by the caller, since a worker may be cancelled before its thread starts.
+        # Register the read here rather than in the caller, since a worker may be cancelled before its thread starts.
         self._under_way.add((subject, span_s))
         try:
             self._found[subject, span_s] = self._read(subject, span_s, n)

@@ -26,7 +26,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.table import KeyedTable
 
-_NAME = 13  # cells of a fact's name
+_NAME = 13  # cells of the column of names
 _MOST_OF_A_PARENT = 160  # characters; enough to identify what started a process
 _AIR: Line = ((" ", "text"),)
 
@@ -100,7 +100,7 @@ class ProcessPage(TextScreen):
 
 
 class ProcessList(Filtered):
-    """A list of the processes on the GPUs whose samples it shows."""
+    """Lists the processes on some GPUs, with a filter, an order and a tree."""
 
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,

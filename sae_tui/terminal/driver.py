@@ -32,15 +32,15 @@ vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda
 _STDERR = 2
 # Without a handler, these signals would end the app at once and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# How many seconds the app has to quit after such a signal. systemd and container runtimes send SIGKILL after 10 s or
-# more.
+# The app must quit within this time after such a signal, in seconds.
+# systemd and container runtimes send SIGKILL after 10 s or more.
 _QUIT_LIMIT_S = 5.0
 # End an unfinished sequence, then switch off what Textual switched on: paste, wrap, resize reports, mouse, keyboard
 # protocol, alternate screen, cursor, focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
-# The log is emptied when it reaches the first number of bytes, which is checked each time the second number of bytes
-# has been drawn.
+# The log is emptied if it has more bytes than the first number.
+# Its size is checked whenever as many bytes as the second number have been drawn.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 
@@ -182,8 +182,7 @@ class TerminalDriver(LinuxDriver):
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
-        # If this signal were not blocked, the kernel would stop a background process that changes the terminal's
-        # settings.
+        # Without this mask, the kernel would stop a background process that changes the terminal's settings.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         with contextlib.suppress(termios.error, OSError):  # the terminal is gone
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
@@ -304,8 +303,8 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
-    # The other program does not inherit a handler, but it would inherit the fact that a signal is ignored. While the
-    # app waits for the other program, it cannot quit.
+    # The other program would inherit ignored signals, but it does not inherit handlers.
+    # While the app waits for the other program, the app cannot quit.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
     acts[signal.SIGTSTP] = stop

@@ -22,7 +22,7 @@ from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 _LONGEST_S = 5.0
 # A key that quits the app is dispatched after this time, even if keys before it are still waiting.
 _URGENT_AFTER_S = 1.0
-# The interval for polling a screen that has not answered yet.
+# The interval for polling a screen on which a key still waits for an answer.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
 
@@ -36,7 +36,7 @@ class KeysInOrder(App[None]):
     Text pasted while no field has the focus is not treated as keys, even if the terminal does not mark pasted text.
     """
 
-    # The ids of bindings that are followed by text input.
+    # The ids of the key bindings that open a text field.
     BEFORE_TEXT: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class KeysInOrder(App[None]):
             await self._wait_until_settled()
 
     async def _wait_until_settled(self) -> None:
-        """Wait until focus and screen no longer change and the screen has given all its answers."""
+        """Wait until focus and screen no longer change and no key still waits for an answer of the screen."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:

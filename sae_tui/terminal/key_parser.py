@@ -28,8 +28,7 @@ from textual._xterm_parser import (
 )
 from textual.message import Message
 
-# If at least this many characters arrive in one read and some are not bound to a command, they are treated as pasted
-# text.
+# At least this many characters in one read, some of them not bound to a command, are treated as pasted text.
 FEWEST_PASTED = 4
 # A paste is treated as complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
@@ -68,8 +67,8 @@ class Packet(events.Event, bubble=False):
 class TerminalDecoder:
     """Decodes terminal input: UTF-8, with U+FFFD for any invalid byte.
 
-    An old mouse report has three bytes from 32 to 255 that are not text: button, column and line. They become spaces,
-    so that the report stays three characters long.
+    An old mouse report has three bytes from 32 to 255 that are not text: button, column and line. The decoder replaces
+    them by spaces, so that the report stays three characters long.
     """
 
     def __init__(self) -> None:

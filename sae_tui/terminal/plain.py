@@ -88,8 +88,8 @@ def _sign(char: str, letters: bool) -> str:
 
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
-# On a scale from 0 to 1: a background that differs from the app's by more than the first value stands out; text whose
-# brightness differs from its background's by less than the second is faint.
+# The difference in colour at which a background stands out from the app's background, from 0 to 1;
+# and the difference in brightness below which text is faint on its background, from 0 to 1.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 

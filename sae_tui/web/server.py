@@ -285,8 +285,7 @@ class _Connection(web.RequestHandler):
         self._hanging_up: asyncio.TimerHandle | None = None
         assert self._manager is not None  # None only once the connection is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
-            # Refuse the connection before aiohttp starts a task for it, which would fail as soon as the connection is
-            # gone.
+            # Refuse it before aiohttp starts a task for it, which would fail as soon as the connection is gone.
             transport.abort()  # type: ignore[attr-defined]
             return
         super().connection_made(transport)

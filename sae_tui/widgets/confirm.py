@@ -16,9 +16,9 @@ LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 
 
 class _Question(Static):
-    """The question's text; `painted` is True once it is visible on the terminal.
+    """The question's text; `painted` is True once the text is visible on the terminal.
 
-    Textual handles no key between rendering the lines and writing them. It also renders a question while the app
+    Textual handles no key between rendering the lines and writing them. Textual also renders a question while the app
     batches updates, and behind another dialog, which may cover the question. In both cases, `painted` is False.
     """
 

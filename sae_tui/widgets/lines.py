@@ -88,8 +88,8 @@ class LazyLines(Sequence[Line]):
 class LineView(ScrollView, can_focus=False):
     """Draws lines of (text, style name) spans; `show` repaints only the differences."""
 
-    # Do not use component classes: Textual 8.2 recomputes each of them whenever a widget's classes change, which took a
-    # third of the app's CPU time while the user typed.
+    # Do not use component classes: Textual 8.2 recomputes each of them whenever a widget's classes change.
+    # This took a third of the app's CPU time while the user typed.
     palette: ClassVar[Mapping[str, str]] = PALETTE
     DEFAULT_CSS = """
     LineView {
@@ -230,7 +230,7 @@ def _width(line: Line) -> int:
 
 
 def cut(line: Line, width: int) -> Line:
-    """Return the line in at most `width` cells."""
+    """Return the line, truncated to at most `width` cells."""
     spans: list[Span] = []
     for text, style in line:
         space = width - _width(tuple(spans))

@@ -110,7 +110,7 @@ class Plot(LineView):
         return tuple(("".join(text for text, _ in run), style) for style, run in runs)
 
     def _value(self) -> str:
-        """Return the latest value, or the last one up to the cursor with its step."""
+        """Return the latest value or, with a cursor, the last value up to the cursor and its step."""
         if self._cursor is not None and self._cursor < self._points[0][0]:
             return UNKNOWN
         if self._cursor is None:
