@@ -92,8 +92,8 @@ def run_app(
         given=_given(plain, look, settings, hosts),
     )
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
-    # A screen has thousands of objects with almost no reference cycles. At Python's default rate, garbage collection
-    # took an eighth of the time to handle a key.
+    # A screen has thousands of objects with almost no reference cycles.
+    # At Python's default rate, garbage collection took an eighth of the time to handle a key.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

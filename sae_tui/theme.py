@@ -88,8 +88,8 @@ HIGH_CONTRAST = Theme(
         "style-full": "bold underline #000000 on #ffd75f",
     },
 )
-# Based on the palette of Okabe and Ito (2008), with lighter colours for text. The colours for good and bad differ in
-# brightness and in blue, which people without red or green cones can see.
+# Based on the palette of Okabe and Ito (2008), with lighter colours for text.
+# The colours for good and bad differ in brightness and in blue, which people without red or green cones can see.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",

@@ -69,8 +69,8 @@ class Hosts:
 
         `gpus` selects GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
-        # The user has allowed the job's code in the form. The flag is sent only if needed, since older versions lack
-        # it.
+        # The user has allowed the job's code in the form.
+        # The flag is sent only if needed, since older versions lack it.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

@@ -65,8 +65,8 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     holder: str = ""
     use: Use = "dim"
-    # Maps the fields of the other sensors in a GPU list to their values. A reader ignores sensors that it does not
-    # know.
+    # Maps the fields of the other sensors in a GPU list to their values.
+    # A reader ignores sensors that it does not know.
     sensors: Annotated[dict[str, Reading], Meta(max_length=MOST_SENSORS)] = {}
     processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 

@@ -13,8 +13,8 @@ import msgspec
 
 from sae_tui.jobs.view.watcher import JobDetail
 
-# From top to bottom: "top"; "live", as wide as the screen; "middle", side by side; "bottom". The settings key shows
-# "side" next to the last three, or in place of them if the screen is narrow.
+# From top to bottom: "top"; "live", as wide as the screen; "middle", side by side; "bottom".
+# The settings key shows "side" next to the last three, or in place of them if the screen is narrow.
 Place = Literal["top", "live", "middle", "bottom", "side"]
 
 

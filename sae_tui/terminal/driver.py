@@ -35,8 +35,8 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # The app must quit within this time after such a signal, in seconds.
 # systemd and container runtimes send SIGKILL after 10 s or more.
 _QUIT_LIMIT_S = 5.0
-# End an unfinished sequence, then switch off what Textual switched on: paste, wrap, resize reports, mouse, keyboard
-# protocol, alternate screen, cursor, focus.
+# End an unfinished sequence, then switch off the modes that Textual has switched on.
+# These are paste, wrap, resize reports, mouse, keyboard protocol, alternate screen, cursor and focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
 # The log is emptied if it has more bytes than the first number.
@@ -187,8 +187,8 @@ class TerminalDriver(LinuxDriver):
         with contextlib.suppress(termios.error, OSError):  # the terminal is gone
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
             terminal = os.dup(drawn_on)
-            # A thread may be stuck in a write, which blocks all other writes. A signal interrupts that write, and its
-            # remaining output goes to /dev/null.
+            # A thread may be stuck in a write, which blocks all other writes.
+            # A signal interrupts that write, and its remaining output goes to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), drawn_on)
             if (writer := self._writer_thread) and writer.ident and writer.is_alive():
                 signal.pthread_kill(writer.ident, signal.SIGWINCH)

@@ -33,12 +33,14 @@ FEWEST_PASTED = 4
 # A paste is treated as complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
-# Escape followed by another key in one read, except the combinations that terminals send for a single key: alt with
-# backspace, tab, b and f, which move and delete in text fields.
+# Escape followed by another key in one read, except for combinations that terminals send for a single key.
+# These are alt with backspace, tab, b and f, which move and delete in text fields.
 _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
-# A complete ECMA-48 sequence: keys, mouse reports and replies. In this order: function keys of the Linux console; the
-# old mouse report (see `TerminalDecoder`); shifted keys of rxvt, which have no final letter; any other control
-# sequence; keypad keys; strings up to their terminator or an interrupting escape; a terminator without a string.
+# A complete ECMA-48 sequence: a key, a mouse report or a reply. The alternatives match, in this order:
+# - a function key of the Linux console, or an old mouse report (see `TerminalDecoder`);
+# - a shifted key of rxvt, which has no final letter, or any other control sequence;
+# - a keypad key;
+# - a string up to its terminator or an interrupting escape, or a terminator without a string.
 _SEQUENCE = re.compile(
     r"(\x1b\[(?:\[(?:[A-E]|(?=[^A-E]))|M(?: {3}| {0,2}(?=[^ ]))|\d+\$(?![@-~])|(?![M\[])[ -?]*(?:[@-~]|(?=[^ -~])))"
     r"|\x1bO(?:[ -~]|(?=[^ -~]))"

@@ -18,8 +18,8 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 Look = Literal["auto", "full", "plain"]
-# Terminals that show only ASCII or, like the Linux console, a few blocks but no braille. TERM=vte is GNOME's terminal,
-# which shows everything.
+# Terminals that show only ASCII or, like the Linux console, a few blocks but no braille.
+# TERM=vte is GNOME's terminal, which shows everything.
 _PLAIN_TERMS = re.compile(r"vt(?!e)|linux|ansi|cons|sun|wy|dumb", re.IGNORECASE)
 
 _SIGNS = {
@@ -88,8 +88,8 @@ def _sign(char: str, letters: bool) -> str:
 
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
-# The difference in colour at which a background stands out from the app's background, from 0 to 1;
-# and the difference in brightness below which text is faint on its background, from 0 to 1.
+# A background stands out if it differs from the app's by more than the first value, on a scale from 0 to 1.
+# Text is faint if its brightness differs from its background's by less than the second value.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 

@@ -23,8 +23,8 @@ from trainer.contract.printable import printable
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
-# The time limit for requests that are not sessions. It is long, since the terminal's files have 1 MB, which takes a
-# while over a slow connection.
+# The time limit for requests that are not sessions.
+# It is long, since the terminal's files have 1 MB, which takes a while over a slow connection.
 PATIENCE_S = 60.0
 # Pasted text arrives in a single message.
 LONGEST_MESSAGE = 256 << 10
@@ -32,8 +32,8 @@ LONGEST_MESSAGE = 256 << 10
 _LEAST_COST = 512
 # A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
-# A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval. It
-# must be long, since on a slow connection the ping may be queued behind a lot of output.
+# A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval.
+# It must be long, since on a slow connection the ping may be queued behind a lot of output.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # maximum number of columns, and of lines
 _MOST_COMPLAINTS = 8
@@ -47,8 +47,8 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# The terminal's script would insert its own style into the page. The policy blocks that style, like all inline styles;
-# page.css contains it instead.
+# The terminal's script would insert its own style into the page.
+# The policy blocks that style, like all inline styles; page.css contains it instead.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src {address}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -13,8 +13,8 @@ from textual.widgets import Label
 Frame = Literal["framed", "ruled", "bare"]
 
 FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # rows that each kind of frame takes
-# A smaller window shows only the top line of each frame, with the title. With fewer rows than the third value, it shows
-# no frames at all.
+# A smaller window shows only the top line of each frame, with the title.
+# With fewer rows than the third value, it shows no frames at all.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
 
