@@ -9,7 +9,6 @@ from typing import NamedTuple
 # The value for a measurement whose object no longer exists, such as a removed GPU.
 GONE = -math.inf
 # An alert that begins three times within an hour is flapping. A periodic fault should raise only one alert.
-# 
 # It ends only after good values for 5 min, or for twice the longest good period of the last hour if that is longer.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
