@@ -134,7 +134,7 @@ class Settings(msgspec.Struct, frozen=True):
     on_alert: Annotated[
         list[str],
         about(
-            "Command to run when an alert begins or ends; it gets the alert as JSON on standard input.",
+            "Command to run when an alert begins or ends; it receives the alert as JSON on standard input.",
             group=_ALERTS,
             wanted='a list of words like ["/home/me/bin/send-alert"]',
         ),

@@ -44,7 +44,7 @@ examples:
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
   sae-tui import their-sae --data activations   make a job from another tool's SAE: evaluate, compare, train it
   sae-tui eval 7 --wait                         report card and max-activating examples
-  sae-tui features 7 --search king              latents of job 7 that fire on kings (evaluate first)
+  sae-tui features 7 --search king              latents of job 7 that fire on "king" (evaluate it first)
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill ends it within 5 s
   sae-tui stop 7 --finish                       cool down first, and end as a shorter, finished run
@@ -100,7 +100,7 @@ COMMAND_EXAMPLES = {
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
     "job": [
         "job 7",
-        "job 7 --wait     when it has ended",
+        "job 7 --wait     wait until it has ended",
         "job 7 --json | jq .heldout_fvu",
         "job 7 --cards    list its current and earlier report cards; job 7 --card 2 shows one",
     ],
@@ -145,7 +145,7 @@ COMMAND_EXAMPLES = {
     ],
     "features": [
         "features 7                     the latents of job 7, sparse ones first",
-        "features 7 --search king       latents that fire on kings",
+        'features 7 --search king       latents that fire on "king"',
         "features 7 1234                max-activating examples of latent 1234",
     ],
     "completion": [
@@ -232,8 +232,8 @@ def _load_when_run(function: str) -> Command:
 def _add_gpu_commands(add: Add) -> None:
     show = add("gpus", "gpus.show_gpus", "List the GPUs and who uses them")
     show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="show only this GPU, as one object")
-    show.add_argument("--watch", action="store_true", help="repeat every second; with --json, one line of JSON each")
-    selects = "Print free GPUs for any program, as CUDA_VISIBLE_DEVICES (AMD: ROCR_VISIBLE_DEVICES) takes them"
+    show.add_argument("--watch", action="store_true", help="repeat every second; with --json, one line each time")
+    selects = "Print free GPUs for any program, in the format of CUDA_VISIBLE_DEVICES (AMD: ROCR_VISIBLE_DEVICES)"
     choose = add("select", "select.select", selects)
     choose.add_argument(
         "-n", "--count", type=positive, default=1, metavar="N", help="number of GPUs; default: %(default)s"
@@ -258,7 +258,7 @@ def _add_gpu_commands(add: Add) -> None:
     )
     every = (
         "average over steps of this length, 1 s or more, as in `metrics --view per_gpu --since 24h --every 5m --json`;"
-        " default: every sample in JSON per GPU, otherwise about 60 steps; older times have one-minute means only"
+        " default: every sample in JSON or CSV per GPU, otherwise about 60 steps; old data has one-minute means only"
     )
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
     metrics.add_argument("--csv", action="store_true", help="print the history since --since as CSV")
@@ -277,7 +277,7 @@ def _add_serve(add: Add) -> None:
 
 
 def _add_job_file_commands(add: Add) -> None:
-    recommend = add("recommend", "gpus.recommend", "Name the GPUs that suit a job best")
+    recommend = add("recommend", "gpus.recommend", "Recommend GPUs for a job")
     recommend.add_argument("--count", type=positive, metavar="N", help="number of GPUs; default: as in the job file")
     validate = add("validate", "launching.validate", "List everything that would keep a job from running")
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
@@ -317,7 +317,7 @@ def _add_job_file_commands(add: Add) -> None:
 def _add_importing(add: Add) -> None:
     take = add("import", "importing.take_in", "Make a job from an SAE that another tool trained")
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
-    data = "stored activations to evaluate it on and train it further"
+    data = "stored activations for evaluating the SAE and training it further"
     take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
     take.add_argument("--format", choices=READ_FORMATS, help="default: detected from the files")
     take.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
@@ -334,7 +334,7 @@ def _add_export(add: Add) -> None:
     share.add_argument(
         "--best", action="store_true", help="export the checkpoint with the lowest held-out FVU, not the last one"
     )
-    share.add_argument("--force", action="store_true", help="replace an SAE that is there already")
+    share.add_argument("--force", action="store_true", help="replace an SAE that is already in the folder")
     share.add_argument(
         "--only", action="append", default=[], metavar="LABEL", help="export only this SAE of a sweep; may be repeated"
     )
@@ -405,7 +405,7 @@ def _add_finding(add: Add) -> None:
     words = "list only jobs that match all of these: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
-    find.add_argument("--watch", action="store_true", help="repeat at every change; with --json, one line of JSON each")
+    find.add_argument("--watch", action="store_true", help="repeat after every change; with --json, one line each time")
     find.add_argument("--limit", type=positive, metavar="N", help="list only the first N")
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")
@@ -418,8 +418,8 @@ def _add_finding(add: Add) -> None:
     look.add_argument("--x", choices=tuple(AXES), default="step", help="x axis of the curves; default: %(default)s")
     look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="smoothing factor of a moving average")
     look.add_argument("--log", action="store_true", help="use a logarithmic scale")
-    look.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the curves")
-    look.add_argument("--csv", type=Path, metavar="FILE", help="write the values of the curves")
+    look.add_argument("--svg", type=Path, metavar="FILE", help="write the curves as an SVG image")
+    look.add_argument("--csv", type=Path, metavar="FILE", help="write the values of the curves as CSV")
     look.add_argument("--force", action="store_true", help="overwrite existing files")
     judge = add("eval", "evaluation.evaluate", "Evaluate the SAE of a job that has ended, in the background")
     _job_id(judge)
@@ -428,7 +428,7 @@ def _add_finding(add: Add) -> None:
     judge.add_argument(
         "--probe", action="store_true", help="with --model: k-sparse probing with 1 and 16 latents on labelled texts"
     )
-    keep = "do not measure rows again if the report card has them for these weights"
+    keep = "do not measure rows again if the report card already has this measurement for the same weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
     judge.add_argument(
         "--no-splice",
@@ -449,7 +449,10 @@ def _add_finding(add: Add) -> None:
         "latent", type=rank, nargs="?", metavar="LATENT", help="show only this latent, with its max-activating examples"
     )
     latents.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
-    order = "sparse: latents on 0.01 to 1 %% of the rows first, by largest activation, dense ones last; default: sparse"
+    order = (
+        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last;"
+        " default: sparse"
+    )
     latents.add_argument("--sort", choices=get_args(Order), default="sparse", help=order)
     latents.add_argument(
         "--search",
@@ -464,7 +467,7 @@ def _add_finding(add: Add) -> None:
 def _add_edit_commands(add: Add) -> None:
     resume = add("resume", "edits.resume", "Resume a job that has ended or is paused, from its last good checkpoint")
     clone = add("clone", "edits.clone", "Launch a new job with the settings of another job")
-    pause = add("pause", "edits.pause", "Save a job and free its GPUs until it is resumed")
+    pause = add("pause", "edits.pause", "Save a checkpoint of a job and free its GPUs until it is resumed")
     hold = add("hold", "edits.hold", "Hold a queued job, so that it does not start")
     release = add("release", "edits.release", "Release a held job, so that it can start")
     priority = add("priority", "edits.prioritise", "Set the priority of a queued job")
@@ -505,7 +508,7 @@ def _add_edit_commands(add: Add) -> None:
     mend = add(
         "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair what a crash left behind"
     )
-    gone = "also mark the jobs of this host, which is gone for good, as lost; not those active in the last 3 minutes"
+    gone = "also mark the jobs of this host, which no longer exists, as lost, except jobs active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 
@@ -517,9 +520,9 @@ def _add_own_commands(add: Add) -> None:
     script.add_argument(
         "--install",
         action="store_true",
-        help="write the script to the place where the shell finds it; default: print it",
+        help="write the script to the file that the shell loads; default: print it",
     )
-    schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's answer, or list all schemas")
+    schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's output, or list all schemas")
     schema.add_argument("words", nargs="*", metavar="COMMAND", help="such as `gpus`, `trainer run`, or `error`")
     add("skill", "skill.show_skill", "Print a guide for agents that work with JSON")
 

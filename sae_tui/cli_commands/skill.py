@@ -18,7 +18,7 @@ description: Train and evaluate sparse autoencoders on GPUs with commands that p
 # Training a sparse autoencoder with `sae-tui`
 
 With `--json` a command prints one JSON value on standard output and nothing else; warnings go to standard error.
-`sae-tui schema COMMAND` is the JSON Schema of its answer, with the unit of each field and when it is null.
+`sae-tui schema COMMAND` prints the JSON Schema of its output, with the unit of each field and when it is null.
 `sae-tui COMMAND --help` shows its flags and examples. Training needs `pip install 'sae-tui[train]'`.
 
 A command that fails prints `{{"error": {{"field": ..., "message": ..., "fix": ...}}}}`; do what `fix` says, or change
@@ -57,7 +57,7 @@ END
 
 ## 3. Choose, check, launch
 
-`recommend` answers with indices for `--gpus`. No indices and exit code 1 mean that no GPU suits; use `--gpus cpu` then.
+`recommend` returns indices for `--gpus`. If it returns none and exits with 1, no GPU is suitable; use `--gpus cpu`.
 `validate` lists everything that would keep the job from running. `launch` returns at once with the `id`, here 1 and 2.
 The jobs run in the background.
 
@@ -82,7 +82,7 @@ sae-tui job 2 --wait --json
 
 ## 5. Evaluate, compare, export
 
-`heldout_fvu` (lower is better) and `heldout_l0` in the answer of `job` are measured on held-out rows; `fvu` is measured
+`heldout_fvu` (lower is better) and `heldout_l0` in the output of `job` are measured on held-out rows; `fvu` is measured
 on the last training batches and is too optimistic. `card` has `figures` with errors: `fvu`, `l0`, `dead`. An export is
 a folder that SAELens loads; `--format` selects other formats. `output_path` of a job is already such a folder.
 

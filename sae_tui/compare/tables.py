@@ -286,9 +286,13 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
     """
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
-    counts = f"only a lead above {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
+    counts = (
+        f"only a lead above {number(lead.least)} is significant"
+        if math.isfinite(lead.least)
+        else "no lead is significant"
+    )
     return (
-        f"{line.title}: {names} are the same, as {saes[top].label} is {number(lead.lead)} ahead and "
+        f"{line.title}: {names} count as the same; {saes[top].label} leads by {number(lead.lead)}, but "
         f"{counts}: {lead.why}"
     )
 

@@ -57,7 +57,7 @@ def check_bus(box: CheckedMachine) -> Iterator[Finding]:
         yield Finding(
             "note",
             "bus",
-            "this machine has no real GPUs to measure it between",
+            "not measured, since this machine has no real GPUs",
             "run it on a machine with at least two GPUs",
         )
         return

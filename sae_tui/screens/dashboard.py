@@ -67,7 +67,7 @@ class Dashboard(FramedScreen):
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
                 tooltip="Lines, card view or map"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
-                  key_display="0…9", tooltip="The GPU with this number in full screen" if index == 0 else "")
+                  key_display="0…9", tooltip="The GPU with this index in full screen" if index == 0 else "")
           for index in range(10)),
         Binding("left_square_bracket", "scroll_gpus(-1)", "GPUs up", key_display="[", show=False, group=GPUS,
                 id="dashboard.gpus_up", tooltip="Scroll to the GPUs above"),
@@ -93,13 +93,14 @@ class Dashboard(FramedScreen):
                 tooltip="The logs of the job: follow, search, filter"),
         Binding("f", "open_features", "Features", id="dashboard.features", group=JOBS,
                 tooltip="Max-activating examples of its latents"),
-        Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS, tooltip="A new job like this one"),
+        Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS,
+                tooltip="A new job with the settings of this one"),
         Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS,
                 tooltip="Delete the job, or the marked jobs"),
         Binding("u", "app.undo_delete", "Undo", id="dashboard.undo", group=JOBS,
                 tooltip="Restore the last deleted jobs"),
         Binding("comma", "app.settings", "Settings", key_display=",", id="dashboard.settings", group=_EVERYWHERE,
-                tooltip="Theme, alerts, other hosts and all else that can be set"),
+                tooltip="Theme, alerts, other hosts and all other settings"),
     ]  # fmt: skip
     HELP = (
         "GPUs above, jobs below. A job runs independently: quitting the app, closing the terminal or losing the "

@@ -32,7 +32,7 @@ class JobEdits(JobsFinder):
         Binding("number_sign", "tag", "Tags", key_display="#", show=False, id="jobs.tag", group=JOBS,
                 tooltip="Add or remove tags on the marked jobs, or on this job"),
         Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Rename the job"),
-        Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note to the job"),
+        Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note on the job"),
         Binding("plus", "prioritise(1)", "Sooner", key_display="+", id="jobs.sooner", group=QUEUE,
                 tooltip="Raise the priority of the queued job"),
         Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later", group=QUEUE,

@@ -60,7 +60,7 @@ def test_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
     assert line_of(*(run(*each) for each in values)).best == {0}
     apart = line_of(run(*values[0]), run(2, other.fvu, 0.005, sums_of(1.03, rows="b")))
     assert apart.same == {0, 1}
-    assert apart.why.startswith("report card FVU: 1 and 2 are the same, as 1 is 0.00")
+    assert apart.why.startswith("report card FVU: 1 and 2 count as the same; 1 leads by 0.00")
     assert apart.why.endswith("2 standard errors of both together")
 
 
@@ -76,7 +76,7 @@ def test_few_texts_show_no_lead_and_equal_values_form_a_group() -> None:
     same = line_of(*(run(number, one.fvu, 0.001, one) for number, one in enumerate([few(3, 1.0), few(3, 1.0)])))
     assert same.same == frozenset()
     line = line_of(*(run(number, few(3, one).fvu, 0.001, few(3, one)) for number, one in enumerate((1.0, 1.05))))
-    assert line.why.endswith("no lead counts: the rows come from 3 texts, too few to estimate an error")
+    assert line.why.endswith("no lead is significant: the rows come from 3 texts, too few to estimate an error")
     values = [(1, 0.100, 1e-6), (2, 0.103, 1e-6), (3, 0.104, 0.01)]
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 

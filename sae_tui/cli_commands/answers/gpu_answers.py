@@ -44,7 +44,7 @@ _PROCESS = typed(
 )
 _CARD: dict[str, tuple[object, str]] = {
     "index": (int, "Index of the GPU, as the driver and nvidia-smi number it."),
-    "uuid": (str, "UUID, as CUDA_VISIBLE_DEVICES takes it; jobs are pinned to it."),
+    "uuid": (str, "UUID, in the format of CUDA_VISIBLE_DEVICES; jobs are pinned to it."),
     "name": (str, "Model of the GPU."),
     **_sensors(GpuSample),
     "is_busy": (bool, "Whether the GPU is in use."),
@@ -54,7 +54,7 @@ _CARD: dict[str, tuple[object, str]] = {
         "Kind of use: a job of this data folder (training) or anything else (foreign); null: free.",
     ),
     "healthy": (bool, "Whether the GPU can be read and jobs can run on it."),
-    "reason": (str, 'Why no job can take the GPU, as a phrase; "": it is free.'),
+    "reason": (str, 'Why no job can use the GPU, as a phrase; "": it is free.'),
     "timestamp": (float, "Time of the reading, in s since the epoch."),
     "processes": (or_null(list_of(_PROCESS)), f"Processes that hold memory on the GPU; {_NO_SENSOR}."),
     **_sensors(Condition),
@@ -85,7 +85,10 @@ _TOTALS = fields(
     | {
         "unhealthy_count": (int, "Number of GPUs that cannot be read or used."),
         **{name: one for name, one in _sensors(Aggregate).items() if name not in _TOTAL},
-        "gpus_with": (typed("ContributingGpus", ContributingGpus, _COUNTED), "Number of GPUs that each figure covers."),
+        "gpus_with": (
+            typed("ContributingGpus", ContributingGpus, _COUNTED),
+            "Number of GPUs that report each quantity.",
+        ),
     },
 )
 _TOTALS_THEN = fields(
@@ -106,7 +109,7 @@ _PAST = {
     "aggregated": _with(
         _TOTALS,
         "All GPUs, with --since",
-        every_s=(int | None, "Length of a step, in s; null: single samples, without means."),
+        every_s=(int | None, "Length of a step, in s; null: samples, not means."),
         history=(list_of(_TOTALS_THEN), "Stored values, oldest first."),
     ),
     "per_gpu": _with(

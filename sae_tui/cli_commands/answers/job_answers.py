@@ -44,8 +44,8 @@ _JOB: dict[str, tuple[object, str]] = {
     **metrics(),
     "overfitting": (
         str | None,
-        "How much better it fits training rows than held-out rows, and when it was best; null: it does not overfit, or"
-        " an older version trained it, and only `job` reports it.",
+        "How much better it fits training rows than held-out rows, and at which step it was best; null: it does not"
+        " overfit. For a job of an older version, only `job` reports it.",
     ),
     "tokens_per_s": (float | None, "Tokens per second; null: not known yet."),
     "device": (word("cuda", "cpu"), "Devices that it runs on."),
@@ -56,7 +56,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "mode": (str | None, "Parallel mode; null: not chosen yet."),
     "host": (str, "Machine that it was launched on."),
     "user": (str | None, "User who launched it; null: not known."),
-    "attempt": (int, "How often its ranks were started; 0: not yet."),
+    "attempt": (int, "Number of times that its ranks were started; 0: not yet."),
     "waits_for": (str | None, "Why it is still queued, as a phrase; null: nothing holds it back."),
     "priority": (int, "Priority from -100 to 100; jobs with a higher one start first."),
     "held": (bool, "Whether it is held or paused."),
@@ -73,7 +73,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "dropped": (int | None, "Number of metric rows that could not be stored; null: not known."),
     "silent": (
         str | None,
-        "How long its host has sent no heartbeat, as a phrase; its state is then not known; null: heartbeats arrive.",
+        "For how long its host has sent no heartbeat, as a phrase; its state is then unknown; null: heartbeats arrive.",
     ),
     "evaluation": (
         or_null(
@@ -112,7 +112,7 @@ _RANK = typed(
     Rank,
     {
         "job_id": "Id of the job.",
-        "attempt": "Number of the attempt, that is, of the start of its ranks.",
+        "attempt": "Number of the attempt; each start of the ranks is an attempt.",
         "rank": "Number of the rank.",
         "pid": "Process id.",
         "start_ticks": "Start time of the process, in the kernel's clock ticks.",
@@ -185,7 +185,7 @@ _LAUNCHED = fields(
     "Launched job",
     {
         "id": _ID,
-        "gpus": (list_of(int), "Indices of its GPUs; empty if it takes any GPUs, or the CPU."),
+        "gpus": (list_of(int), "Indices of its GPUs; empty if it uses any GPUs, or the CPU."),
         "device": (word("cuda", "cpu"), "Devices that it runs on."),
         "logout": (str, "Whether the job survives your logout, in a sentence."),
     },
@@ -316,13 +316,13 @@ _COMPARED = fields(
     {
         "runs": (list_of(_RUN), "One entry for each SAE."),
         "differences": (by_name({"type": "array"}), "Settings that differ, by name, with a value for each of `runs`."),
-        "same": (by_name(list_of(str)), "By result: the SAEs whose difference from the best is within the error."),
-        "same_because": (by_name(str), "By result: why the difference does not count, and which lead would."),
+        "same": (by_name(list_of(str)), "Maps a result to the SAEs that do not differ significantly in it."),
+        "same_because": (by_name(str), "Maps a result to the reason, with the smallest significant difference."),
     },
 )
 _WRITTEN = fields(
     "With --svg or --csv: the files",
-    {"svg": (str, "Absolute path of the picture."), "csv": (str, "Absolute path of the table.")},
+    {"svg": (str, "Absolute path of the SVG image."), "csv": (str, "Absolute path of the CSV table.")},
     may_lack=["svg", "csv"],
 )
 _MOVED = typed("Token", LogitChange, {"text": "The token.", "logit": "Change of its logit."})
@@ -385,8 +385,8 @@ _EXPORTED = fields(
         "step": (int, "Step of the checkpoint."),
         "output_path": (str, "Absolute path of the folder that was written."),
         "saes": (by_name(str), "For a sweep: the folder of each SAE, by label."),
-        "left_out": (by_name(str), "For a sweep: why the format cannot hold an SAE, by label."),
-        "notes": (list_of(str), "What the format cannot hold; left out if it holds everything."),
+        "left_out": (by_name(str), "For a sweep: why the format cannot store an SAE, by label."),
+        "notes": (list_of(str), "What the format cannot store; left out if it can store everything."),
     },
     may_lack=["saes", "left_out", "notes"],
 )

@@ -13,12 +13,12 @@ _INSTALLED = fields(
     {
         "shell": _SHELL,
         "file": (str, "Absolute path of the file that was written."),
-        "changed": (bool, "Whether the file was new or different before."),
+        "changed": (bool, "Whether the file was created or changed."),
         "next": (str, 'What you still have to do, in a sentence; "": nothing.'),
         "undo": (str, "Command that undoes the installation."),
     },
 )
-_LIST = fields("Without COMMAND", {"commands": (list_of(str), "Names that `sae-tui schema` takes.")})
+_LIST = fields("Without COMMAND", {"commands": (list_of(str), "Names that `sae-tui schema` accepts.")})
 _ONE = {"title": "With COMMAND: a JSON Schema", "type": "object", "required": ["$schema"]}
 _GUIDE = fields("Guide for an agent", {"guide": (str, "The guide, in Markdown.")})
 _SERVED = fields(
