@@ -360,7 +360,7 @@ class Actions:
         if self.refused():
             return
         if not self.thrown_away:
-            self._app.notify("No job was deleted since the app started.", severity="warning")
+            self._app.notify("No job has been deleted since the app started.", severity="warning")
             return
         job_ids = self.thrown_away.pop()
         self.do(lambda: "; ".join(trash.put_all_back(self._state.data, job_ids)))

@@ -261,7 +261,7 @@ class SaeApp(KeysInOrder, Notices):
             # Suspend the process group, as the terminal does, since the shell may wait for a wrapper such as `uv run`.
             os.killpg(os.getpgrp(), signal.SIGTSTP)
         else:
-            self.notify("Not suspended: there is no shell here that could continue the app.")
+            self.notify("Not suspended: there is no shell here that could resume the app.")
 
     def action_undo_delete(self) -> None:
         self.session.actions.undo_delete()

@@ -152,7 +152,7 @@ def test_deleted_jobs_can_be_restored_in_reverse_order(
     actions.undo_delete()
     assert sorted(job.name for job in state.jobs) == ["a", "b", "c"]
     actions.undo_delete()
-    assert person.told[-1] == "warning: No job was deleted since the app started."
+    assert person.told[-1] == "warning: No job has been deleted since the app started."
 
 
 def test_a_running_job_is_not_deleted(box: Box, state: State, actions: Actions, person: Person) -> None:

@@ -59,7 +59,7 @@ def complete_in_shell(context: CommandContext, flags: argparse.Namespace) -> int
 
 
 def _which_shell() -> BadUsage:
-    message, fix = "SHELL: the shell is not known", "give bash, zsh or fish"
+    message, fix = "SHELL: the shell is unknown", "give bash, zsh or fish"
     return BadUsage(message, f"{PROGRAM}: error: {message}; {fix}\n", fix)
 
 

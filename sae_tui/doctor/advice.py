@@ -52,11 +52,11 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
     """Report whether the time estimates use speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
-        return Finding("ok", "speeds", "times use speeds measured on this machine")
+        return Finding("ok", "speeds", "time estimates use speeds measured on this machine")
     *fewer, most = assumed
     on = join_words([*map(str, fewer), _devices(most, bool(gpus))])
     source = "published specifications of these GPUs" if gpus and cuda else "the speed of a typical core"
-    sentence = f"times on {on} use {source}"
+    sentence = f"time estimates for {on} use {source}"
     measure = (
         "`sae-tui doctor --probe` measures the speeds, and so does" if len(gpus) > 1 else "the speeds are measured by"
     )
@@ -75,7 +75,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
             if best.gpus
             else "other programs"
         )
-        sentence = f"it fits on {needs}, but not now, next to {used}"
+        sentence = f"it fits on {needs}, but not now, because of {used}"
         wait = "which waits for the other jobs" if best.gpus else "when enough memory is free"
         return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")
     if not best.n_gpus and not job.on_cpu:

@@ -144,7 +144,7 @@ def _judge(probed: Probed) -> Finding:
     """Report whether the exchange between all GPUs is fast enough."""
     speed = f"{plural(probed.ranks, 'GPU')} exchange {rate(probed.bus_bytes_per_s)} in an all-reduce"
     if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
-        return Finding("ok", "bus", f"{speed}; a small one takes {probed.latency_s * 1e6:.0f} µs")
+        return Finding("ok", "bus", f"{speed}; a small all-reduce takes {probed.latency_s * 1e6:.0f} µs")
     sentence = f"{speed}; at this speed, ddp of a wide SAE is slower than one GPU"
     return Finding("warning", "bus", sentence, 'use parallel.mode "tensor", or "auto", which uses this measurement')
 
@@ -161,4 +161,6 @@ def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterat
             for pair, speed in slow.items()
         ]
         sentence = f"{join_words(named)} exchange less than half of the median speed, {rate(usual)}"
-        yield Finding("warning", "bus", sentence, f"give jobs other GPUs, and check their slots with `{topology}`")
+        yield Finding(
+            "warning", "bus", sentence, f"choose other GPUs for jobs, and check the slots of these with `{topology}`"
+        )

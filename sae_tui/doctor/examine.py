@@ -99,7 +99,7 @@ def examine(box: CheckedMachine, checks: Iterable[Check] = CHECKS) -> Iterator[F
         else:
             yield from _within_limit(box, check)
     if left_out:
-        yield Finding("note", "not checked", join_words(left_out), "run the doctor again when the data folder answers")
+        yield Finding("note", "not checked", join_words(left_out), "run the doctor again when the data folder responds")
 
 
 def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
     if size < LEAST_SHARED_BYTES:
         yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GiB", remedy)
     elif free < LEAST_SHARED_BYTES:
-        cure = "remove files that ended programs left there; `ls -l /dev/shm` lists them"
+        cure = "remove files that programs left there; `ls -l /dev/shm` lists them"
         yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GiB", cure)
     else:
         yield Finding("ok", "shared memory", sentence)

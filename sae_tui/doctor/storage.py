@@ -100,8 +100,8 @@ def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
         return
     sentence = (
-        f"version {sqlite3.sqlite_version} can, rarely, damage a store that several processes write at the same time "
-        "(WAL-reset bug); this concerns the list of jobs, since the metrics of a run have only one writer"
+        f"version {sqlite3.sqlite_version} can, in rare cases, damage a store that several processes write to at once "
+        "(WAL-reset bug); this affects the list of jobs, since the metrics of a run have only one writer"
     )
     remedy = "use a Python with SQLite 3.51.3 or newer, 3.50.7 or 3.44.6"
     yield Finding("warning", "SQLite", sentence, remedy)

@@ -31,7 +31,7 @@ def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause
     if exit_code == NO_SAE_TUI:
         return Cause("has no sae-tui on its PATH; install it there, with a link to it in ~/.local/bin")
     if re.search("invalid choice: '?stream", output):
-        return Cause("has a sae-tui that is too old for this; update sae-tui there")
+        return Cause("has a version of sae-tui that is too old; update sae-tui there")
     return Cause(f"ended sae-tui: {_last(complaints) or f'exit code {exit_code}'}")
 
 
@@ -55,7 +55,7 @@ def _of_ssh(host: str, output: str, complaints: Sequence[str]) -> Cause:
         return Cause(f"is not known to ssh yet; run ssh {host} once and check its key", _REFUSED_AGAIN_S)
     if "Permission denied" in output or "Too many authentication failures" in output:
         return Cause(
-            f"accepts none of your keys; let ssh {host} work without a password, for example with ssh-add",
+            f"accepts none of your keys; make ssh {host} work without a password, for example with ssh-add",
             _REFUSED_AGAIN_S,
         )
     if "Could not resolve" in output:

@@ -55,7 +55,7 @@ class Errands:
         argv = ssh_argv(host, words, self._ssh)
         with tempfile.TemporaryFile() as file, self._lock:
             if self._is_over:
-                raise UserError(f"host {host} was not contacted, since sae-tui is ending")
+                raise UserError(f"host {host} was not contacted, since sae-tui is exiting")
             file.write(given.encode())
             file.seek(0)
             process = subprocess.Popen(

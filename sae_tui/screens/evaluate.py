@@ -24,7 +24,7 @@ class EvaluateDialog(Dialog[EvaluationChoice | None]):
 
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel", id="evaluate.cancel", tooltip="Measure nothing"),
-        Binding("enter", "start", "Start", id="evaluate.start", tooltip="Measure what is ticked", priority=True),
+        Binding("enter", "start", "Start", id="evaluate.start", tooltip="Measure the selected parts", priority=True),
         Binding("down,j", "app.focus_next", show=False),
         Binding("up,k", "app.focus_previous", show=False),
     ]

@@ -49,7 +49,7 @@ class ProcessesScreen(FramedScreen):
         processes = self.query_one(ProcessList)
         entitle(processes, f"Processes on {plural(len(samples), 'GPU')}")
         unlisted = [sample.index for sample in samples if sample.processes is None]
-        nothing = "No process is on a GPU." if samples else "There is no GPU here; d says why."
+        nothing = "No process is on a GPU." if samples else "This machine has no GPU; d shows why."
         if unlisted:
             nothing = f"The processes of GPU {', '.join(map(str, unlisted))} cannot be listed."
         processes.show_samples(samples, nothing)

@@ -134,7 +134,7 @@ class SettingsScreen(FramedScreen):
     def action_back(self) -> None:
         """Leave the form; unsaved input is kept for the next time."""
         if self._draft:
-            self.notify(f"Draft kept: {plural(len(self._draft), 'setting')} not saved; the key , opens them again.")
+            self.notify(f"Draft kept: {plural(len(self._draft), 'setting')} not saved; press , to reopen them.")
         self.app.pop_screen()
 
     def action_find_setting(self) -> None:

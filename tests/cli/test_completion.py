@@ -55,7 +55,7 @@ def test_completion_replaces_neither_a_link_nor_an_existing_file(shell, home) ->
 
 def test_an_unknown_shell_is_rejected_and_nothing_is_written(shell, home) -> None:
     (line,) = shell.errors("completion", "--install", code=2, HOME=str(home), SHELL="/bin/tcsh")
-    assert line == "sae-tui: error: SHELL: the shell is not known; give bash, zsh or fish"
+    assert line == "sae-tui: error: SHELL: the shell is unknown; give bash, zsh or fish"
     assert list(home.iterdir()) == []
 
 

@@ -69,7 +69,7 @@ def test_the_speeds_finding_says_whether_times_are_measured() -> None:
     speeds, _ = advice(job(), gpus(4))
     assert (speeds.level, speeds.sentence) == (
         "note",
-        "times on 1, 2 and 4 GPUs use published specifications of these GPUs",
+        "time estimates for 1, 2 and 4 GPUs use published specifications of these GPUs",
     )
     assert "doctor --probe" in speeds.remedy
     speeds, _ = advice(job(), gpus(2), speeds=measured("NVIDIA H100", "bf16", 1e10, 2))
@@ -81,7 +81,7 @@ def test_a_job_that_fits_only_if_gpus_are_free_is_a_warning() -> None:
     taken = [dataclasses.replace(sample, **used) for sample in gpus(1)]
     _, finding = advice(job(), taken)
     assert finding.level == "warning"
-    assert "but not now, next to the present use of GPU 0" in finding.sentence
+    assert "but not now, because of the present use of GPU 0" in finding.sentence
 
 
 def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:

@@ -64,7 +64,7 @@ def test_tmux_screen_and_neither_are_distinguished(sandbox) -> None:
     levels = [(finding.level, finding.sentence.split(":")[0]) for box in boxes for finding in check_multiplexer(box)]
     assert levels == [
         ("ok", "inside tmux"),
-        ("note", "inside screen, which passes at most 256 colours"),
+        ("note", "inside screen, which supports at most 256 colours"),
         ("note", "not inside tmux or screen"),
     ]
 

@@ -12,7 +12,7 @@ CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key ver
     [
         (255, CHANGED, "has a different host key than before: if you expect that, run ssh-keygen -R gpu1"),
         (255, ["Host key verification failed."], "is not known to ssh yet; run ssh me@gpu1 once and check its key"),
-        (255, ["me@gpu1: Permission denied (publickey)."], "accepts none of your keys; let ssh me@gpu1 work without"),
+        (255, ["me@gpu1: Permission denied (publickey)."], "accepts none of your keys; make ssh me@gpu1 work without"),
         (255, ["ssh: Could not resolve hostname gpu1: Name or service not known"], "is not found; correct its name"),
         (255, ["ssh: connect to host gpu1 port 22: Connection refused"], "cannot be reached: ssh: connect to host"),
         (255, [], "cannot be reached: ssh says nothing"),
@@ -20,7 +20,7 @@ CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key ver
         (
             2,
             ["sae-tui: error: COMMAND: invalid choice: 'stream' (choose from gpus)"],
-            "too old for this; update sae-tui",
+            "that is too old; update sae-tui",
         ),
         (1, ["sae-tui: error: /x is not a folder"], "ended sae-tui: sae-tui: error: /x is not a folder"),
         (9, [], "ended sae-tui: exit code 9"),

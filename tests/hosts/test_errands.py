@@ -75,7 +75,7 @@ def test_stopping_also_ends_an_errand_that_is_just_starting(monkeypatch) -> None
         with pytest.raises(UserError):
             asked.result(20)
     wait_until(lambda: not runs(f"sleep {mark}"))
-    with pytest.raises(UserError, match="host far was not contacted, since sae-tui is ending"):
+    with pytest.raises(UserError, match="host far was not contacted, since sae-tui is exiting"):
         wrapped.run("far", "stop", "7")
 
 

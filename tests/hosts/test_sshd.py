@@ -120,9 +120,9 @@ def test_a_host_is_followed_over_a_slow_connection(sshd, tmp_path) -> None:
 def test_each_connection_error_is_reported_with_its_remedy(sshd) -> None:
     assert sentence(sshd).startswith("has no sae-tui on its PATH")
     sshd.program("echo \"sae-tui: error: COMMAND: invalid choice: 'stream'; see sae-tui --help\" >&2; exit 2")
-    assert sentence(sshd) == "has a sae-tui that is too old for this; update sae-tui there"
+    assert sentence(sshd) == "has a version of sae-tui that is too old; update sae-tui there"
     sshd.use_key("other_key")
-    assert sentence(sshd).startswith("accepts none of your keys; let ssh gpu1 work without a password")
+    assert sentence(sshd).startswith("accepts none of your keys; make ssh gpu1 work without a password")
     sshd.know(sshd.folder / "other_key.pub")
     assert sentence(sshd) == "has a different host key than before: if you expect that, run ssh-keygen -R gpu1"
     sshd.know(None)

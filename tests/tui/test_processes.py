@@ -198,7 +198,7 @@ async def test_without_gpus_the_process_list_refers_to_the_doctor(make_app) -> N
     app = make_app(monitor=StillMonitor(source=Simulated(1, clock=lambda: 0.0, faults={0: "lost"}), samples=1))
     app.session.monitor._latest = ()
     async with app.run_test(size=(80, 24)) as pilot:
-        await opened(pilot, "There is no GPU here; d says why.")
+        await opened(pilot, "This machine has no GPU; d shows why.")
 
 
 async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(make_app, on_gpus, monkeypatch) -> None:

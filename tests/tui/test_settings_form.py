@@ -118,7 +118,7 @@ async def test_a_draft_is_kept_and_saved_without_losing_other_changes_to_the_fil
         await put(pilot, currency="CHF")
         await pilot.press("escape")
         await pilot.pause()
-        assert "Draft kept: 1 setting not saved; the key , opens them again." in told(app)
+        assert "Draft kept: 1 setting not saved; press , to reopen them." in told(app)
         file.write_text('theme = "terminal"\ncurrency = "USD"\n')
         await opened(pilot)
         assert (row_of(app, "currency").text, row_of(app, "theme").text) == ("CHF", "terminal")
