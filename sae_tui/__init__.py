@@ -1,1 +1,1 @@
-"""Terminal app that monitors GPUs and launches SAE trainings. Importing it loads nothing."""
+"""Terminal app that monitors GPUs and launches SAE trainings. Importing this package loads no other module."""

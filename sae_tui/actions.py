@@ -211,7 +211,7 @@ class Actions:
             try:
                 source = name_elsewhere(state.monitor.source_name, len(state.monitor.latest()))
                 placed = [(job, self._place(job)) for job in jobs]
-                # The jobs of a sweep read the same rows, so all of them wait for the same other jobs.
+                # All jobs of a sweep read the same rows, so they wait for the same jobs.
                 after = writers_of(jobs[0], state.jobs)
                 job_ids = launching.launch_all(state.data, placed, gpu_source=source, parent=parent, after=after)
             except Exception as error:

@@ -38,7 +38,7 @@ class Host:
         self._moved: tuple[int | None, int | None] = (None, None)
 
     def load(self) -> HostLoad:
-        """Return the latest reading; take a new one if it is old enough."""
+        """Return the latest reading, or a new one if the latest is at least `LEAST_S` seconds old."""
         now = time.monotonic()
         if now - self._read_at >= LEAST_S:
             self._load = self._read(now - self._read_at if self._read_at else None)

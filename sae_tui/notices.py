@@ -143,7 +143,7 @@ def tell_news(app: App[None], news: News, how: str) -> None:
 
 
 def tell_alert(app: App[None], alert: Alert, how: str) -> None:
-    """Show a new or cleared alert. Only a new one rings the bell or sends a desktop notification."""
+    """Show a new or cleared alert. Only a new alert rings the bell or sends a desktop notification."""
     app.notify(sentence_of(alert), severity="warning" if alert.cleared is None else "information", markup=False)
     if alert.cleared is None:
         _call(app, sentence_of(alert), how)

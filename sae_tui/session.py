@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Session:
     """Gives screens the current GPUs, jobs and settings; monitor and watcher threads keep them up to date."""
 
-    go: Navigation  # set by the app after it has made the router, which needs the session
+    go: Navigation  # set by the app once the router exists, since the router needs the session
 
     def __init__(
         self,

@@ -233,7 +233,7 @@ def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
 
 
 def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
-    """Change these settings in the file and keep everything else: comments, order, and invalid entries.
+    """Apply the changes to the file, but keep its comments, its order and invalid entries.
 
     A value of None removes the setting, which restores its default. Raise `UserError` if the file cannot be changed.
     """

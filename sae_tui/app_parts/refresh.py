@@ -77,7 +77,7 @@ class Refresh:
         self._draw("show_jobs")
         job_of_gpu = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
         if job_of_gpu != self._job_of_gpu:
-            # Show the job on its GPU at once, not only with the next sample.
+            # Show the job on its GPU immediately rather than with the next sample.
             self._job_of_gpu = job_of_gpu
             self._draw("show_gpus")
         self._draw("refresh_bindings")

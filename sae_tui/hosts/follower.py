@@ -86,7 +86,7 @@ class HostFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop ssh and the thread; there is no need to wait for them."""
+        """Stop ssh and the thread, without waiting for them."""
         self._stopped.set()
         self.cut()
 

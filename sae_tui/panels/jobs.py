@@ -140,7 +140,7 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return the row of a job that has no values, with words in their place."""
+    """Return the row of a job without values, which shows `words` instead."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
     return Row(str(job.id), cells, spill=len(head))
 

@@ -163,7 +163,7 @@ class CompareScreen(FramedScreen):
         self.query_one("#tabs", LineView).show([(*tabs, (fit(corner[0], max(0, space), right=True), corner[1]))])
 
     def _arrange(self) -> None:
-        """Show the chosen view, or all of them if they fit."""
+        """Show the chosen view, or all views if they fit."""
         width, height = self.size
         self.set_class(
             width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not (self.alone or self._only_curves), "-all"

@@ -56,7 +56,8 @@ class DashboardHosts:
         """The number of lines inside the frame of the remote GPU panel: half the window or the lines left, whichever is
         less.
 
-        Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of their hosts.
+        Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of the remote
+        hosts.
         """
         views, height = self._hosts.views, self._screen.size.height
         first = _TOTALS + len(self._session.monitor.latest()) + 1 + min(_SOME_JOBS, self.n_job_rows)

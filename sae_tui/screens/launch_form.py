@@ -211,7 +211,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return job_form.kind_of(self._kind)
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
-        """Fill the form with something else; ask first if changes would be lost."""
+        """Replace the content of the form; ask first if changes would be lost."""
         if not self.changed:
             fill()
             return

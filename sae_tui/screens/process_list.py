@@ -32,7 +32,7 @@ _AIR: Line = ((" ", "text"),)
 
 
 def process_lines(process: ProcessDetails, around: Surroundings, width: int, *, whole: bool = False) -> Sequence[Line]:
-    """Return the page of a process, wrapped to a width; with `whole`, include values that may be secret."""
+    """Return the lines of a process's page in `width` cells; with `whole`, include values that may be secret."""
     known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
     lines = [line for name, value in known for line in _entry(name, value, width)]
     for place, (name, value) in enumerate(around.shown(whole=whole)):

@@ -200,7 +200,7 @@ class TerminalDriver(LinuxDriver):
     def _sigtstp_application(self, *args: Any) -> None:
         """Suspend the app; if it does not have the terminal, let the kernel stop the process as usual.
 
-        While the app starts or ends, Textual would stop it even if no shell can continue it, and would take over the
+        While the app starts or ends, Textual would stop the app even if no shell can resume it, and would take over the
         terminal for an app that has ended.
         """
         if self.attrs_before is not None:
@@ -219,7 +219,7 @@ class TerminalDriver(LinuxDriver):
 
 
 def _stop() -> None:
-    """Stop this process as the kernel would; return when it is continued, or at once if no shell could continue it."""
+    """Stop this process as the kernel would; return when it is resumed, or immediately if no shell could resume it."""
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, before)
@@ -288,7 +288,7 @@ def give_away(app: App[None]) -> Iterator[None]:
 
     ctrl+c and ctrl+\\ in that program do not end the app, and the shell handles ctrl+z, whereas Textual would stop the
     app even if no shell can continue it. Exceptions are raised after the block, since Textual takes back the terminal
-    only if nothing is raised.
+    only if the block raises nothing.
     """
 
     raised: BaseException | None = None
@@ -313,7 +313,7 @@ def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
         for number, act in acts.items()
         if signal.getsignal(number) is not signal.SIG_IGN
     }
-    # Otherwise the event loop would handle the same signals again afterwards.
+    # Detach the event loop, which would otherwise handle the same signals again afterwards.
     loop = signal.set_wakeup_fd(-1)
     try:
         yield

@@ -1,8 +1,8 @@
 """Handles keys in the order in which they were typed, even if many arrive at once.
 
 Textual 8.2 passes a character to the focused field immediately, but a bound key first bubbles up to the app through the
-queue of every widget in between. The screen or field that such a key opens gets keys only several messages later. Over
-a slow connection, several keys arrive in one read, so typing `/quick` would quit the app.
+queue of every widget in between. The screen or field that such a key opens receives keys only several messages later.
+Over a slow connection, several keys arrive in one read, so typing `/quick` would quit the app.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
 
 
 class Plain(LineFilter):
-    """Draws everything in ASCII; with `letters`, keeps letters of names that the terminal can show."""
+    """Draws everything in ASCII; with `letters`, keeps non-ASCII letters, which occur in names."""
 
     def __init__(self, *, letters: bool = True) -> None:
         super().__init__()

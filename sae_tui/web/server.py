@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
 # The time limit for requests that are not sessions.
-# It is long, since the terminal's files have 1 MB, which takes a while over a slow connection.
+# It is long, since loading the terminal's files, 1 MB, takes a while over a slow connection.
 PATIENCE_S = 60.0
 # Pasted text arrives in a single message.
 LONGEST_MESSAGE = 256 << 10

@@ -72,7 +72,7 @@ def x_axis(first: str, last: str, title: str, width: int) -> Line:
 
 
 def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
-    """Return the entries in as many columns as fit; beyond `most_rows` rows, return only the number of the rest."""
+    """Return the entries in as many columns as fit; after `most_rows` rows, the last row says how many are missing."""
     longest = max((_length(entry) for entry in entries), default=0)
     columns = max(1, min((width + 1) // (longest + 3), len(entries)))
     each = max(1, width // columns)

@@ -98,7 +98,7 @@ class LineView(ScrollView, can_focus=False):
     }
     """
 
-    fixed_lines = 0  # lines at the top that stay while the others scroll
+    fixed_lines = 0  # lines at the top that do not scroll
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes=classes)

@@ -330,7 +330,7 @@ class SettingForm(Vertical):
             row.set_value(values.get(row.field.path, row.field.setting.default))
 
     def start_from(self, original: dict[str, Any]) -> None:
-        """Fill in these values and use them as the original for later changes."""
+        """Fill in these values and compare later changes with them."""
         self.set_values(original)
         for row in self.rows:
             row.original = row.field.show(original.get(row.field.path, row.field.setting.default))

@@ -35,7 +35,7 @@ class Column:
 class Row:
     """A row: a key that does not change with sorting, and one span per column.
 
-    Cell `spill` extends over the empty cells after it. The cursor skips headings.
+    The cell at index `spill` extends over the empty cells after it. The cursor skips headings.
     """
 
     key: str
