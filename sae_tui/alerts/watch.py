@@ -60,7 +60,7 @@ _FAILURES = {
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
 # After a report, changes of the same kind are collected for this many seconds.
-# The reason is that GPUs that fail together are detected one by one.
+# GPUs that fail together are detected one by one, but should cause only one report.
 GROUP_S = 5.0
 
 
@@ -106,7 +106,7 @@ class Alerts:
         """Process the current readings; return the alerts to report as begun or ended.
 
         Merge alerts of one kind that begin or end within `GROUP_S`. Return no alerts until every GPU has responded
-        once, since it is not known before whether a GPU is lost or has recovered.
+        once, since until then it is unknown whether a GPU is lost or has recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []

@@ -43,7 +43,7 @@ class CardGrid:
     bands: int
 
     def count_fitting(self, space: int) -> int:
-        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to show how many do not."""
+        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to say so."""
         fitting = space // self.height
         return self.bands if fitting >= self.bands else max(1, (space - 1) // self.height)
 

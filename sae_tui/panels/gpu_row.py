@@ -185,7 +185,7 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# These dicts map a field to a function that returns the style of its value, and to one that returns its limit.
+# `_STYLES` maps a field to a function that returns the style of its value, `_LIMITS` to one that returns its limit.
 _STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 
