@@ -1,4 +1,4 @@
-"""AuxK: dead latents learn to explain the error of the others (Gao et al. 2024, arXiv 2406.04093)."""
+"""AuxK: a loss that trains dead latents to reconstruct the error of the others (Gao et al. 2024, arXiv 2406.04093)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LONGEST_SINCE_FIRED = 2**31 - 1
 
 
 class DeadCandidates(NamedTuple):
-    """Dead latents [n]; each token uses the `n_chosen` strongest.
+    """Latents that may reconstruct the error; the `n_chosen` with the largest activations do so for each token.
 
-    `latents` are distinct indices on this rank, or −1 if another rank holds the latent. `rows` are their weights in the
-    product dtype, with a bias of −∞ for latents that are not dead; rows of other ranks are complete once the
-    `transfers` have ended. `weight`, 0-dim, scales the loss: 1 / the variance of the residual, or 0 if no latent is
-    dead.
+    `latents` [n] contains distinct indices on this rank, and −1 for latents of other ranks. `rows` are the latents'
+    weights in the product dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are complete
+    once the `transfers` have finished. `weight`, 0-dim, scales the loss: 1 / the variance of the residual, or 0 if no
+    latent is dead.
     """
 
     latents: Tensor
@@ -46,7 +46,7 @@ class Explained(NamedTuple):
 
 
 class AuxK(nn.Module):
-    """The auxiliary loss of one SAE, weighted by `alpha`; k_aux defaults to half of d_in."""
+    """The auxiliary loss of one SAE, weighted by `alpha`; `k_aux` defaults to half of d_in."""
 
     residual_variance: Tensor
 
@@ -61,8 +61,9 @@ class AuxK(nn.Module):
     def candidates(self, sae: Sae, dtype: torch.dtype) -> DeadCandidates | None:
         """Return the weights of the latents silent for longest, at most 2·k_aux over all ranks, in `dtype`.
 
-        The limit keeps their dense products a small part of the step, however many latents are dead, and a fixed number
-        needs no answer from a GPU or other ranks. Return None if no latent is dead or the SAE is not in training.
+        Because of the limit, the dense products of these latents take a small part of a step, however many latents are
+        dead. Because their number is fixed, the host need not wait for a GPU or for other ranks. Return None if no
+        latent is dead or the SAE is not in training.
         """
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return None
@@ -76,7 +77,7 @@ class AuxK(nn.Module):
         return DeadCandidates(own.latents, rows._replace(b_enc=own.bias), own.weight, min(n, n_chosen), [])
 
     def explain(self, sae: Sae, centred: Tensor, candidates: DeadCandidates | None) -> Explained | None:
-        """Reconstruct the error of this rank's tokens from candidates.
+        """Reconstruct the error of this rank's tokens from the candidates.
 
         `centred` [n_tokens, d_in] is the encoder's input. Ranks that share the latents have the same `centred`.
         """
@@ -103,12 +104,13 @@ class AuxK(nn.Module):
 
 
 def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> DeadLatents:
-    """Return the n latents of this rank that have been silent for longest; on a CPU they are sorted by that."""
+    """Return the n latents of this rank that have been silent for longest; on a CPU, the longest-silent is first."""
     since_fired = sae.n_tokens_since_fired
     if found := dead_latents.longest_since_fired(since_fired, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found
     if since_fired.is_cuda:
-        # The stable sort keeps ties in latent order. Sorting 32 bits takes 11 kernels, top-k of 64 bits takes 33.
+        # The stable sort keeps ties in latent order. Sorting 32-bit keys takes 11 kernels; the top-k of 64-bit keys
+        # takes 33.
         latents = since_fired.clamp_max(LONGEST_SINCE_FIRED).int().sort(stable=True, descending=True).indices[:n]
     else:
         latents = _order(sae).topk(n, largest=False).indices
@@ -118,9 +120,9 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> D
 
 
 def _order(sae: Sae) -> Tensor:
-    """Return sort keys for the latents of all ranks: silent for longest first, ties by latent index.
+    """Return a sort key for each latent of this rank, comparable across ranks: the longest-silent latent comes first.
 
-    Silence is capped at 2^31 − 1 tokens.
+    Ties are broken by latent index. Silence is capped at 2^31 − 1 tokens.
     """
     return torch.sub(sae.ids, sae.n_tokens_since_fired.clamp_max(LONGEST_SINCE_FIRED), alpha=sae.d_sae)
 
@@ -128,8 +130,9 @@ def _order(sae: Sae) -> Tensor:
 def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
     """Return the n latents of all ranks that have been silent for longest; `own` are the candidates of this rank.
 
-    Each rank fills in the weights of its latents and zeros elsewhere, so the sum over the ranks is exact. How many of
-    them a rank holds depends on the data: it may be all of them, so blocks of a smaller fixed size would not suffice.
+    Each rank fills in the weights of its own latents and zeros for the others, so the sum over ranks is exact. The
+    number of these latents on one rank depends on the data. It may be n, so blocks of a smaller fixed size would not
+    suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)
@@ -152,7 +155,8 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
 def _n_dead(is_dead: Tensor, n: int) -> int:
     """Return how many of n candidates are dead, but at least 1.
 
-    Counting is cheap on a CPU; without it, 2 dead latents of 3,072 would double the time of a step.
+    Counting is cheap on a CPU. If all n candidates were used instead, 2 dead latents out of 3,072 would double the time
+    of a step.
     """
     return max(1, min(n, int(is_dead.sum())))
 
@@ -166,10 +170,10 @@ def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
 
 
 class _Explain(torch.autograd.Function):
-    """A reconstruction acts W_dec from a few dead latents: acts are the strongest of centred W_encᵀ + b_enc.
+    """The reconstruction acts @ W_dec from a few dead latents, where acts are the largest of centred @ W_encᵀ + b_enc.
 
     `centred` is x − input_bias in the product dtype. The gradients of the weights are passed to `leave` as rows. Plain
-    autograd would narrow each matrix twice, and make two passes over [n_tokens, n] instead of one.
+    autograd would convert each matrix to the narrow dtype twice, and make two passes over [n_tokens, n] instead of one.
     """
 
     @staticmethod
@@ -195,10 +199,10 @@ class _Explain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         centred, acts, reads, writes, latents = ctx.saved_tensors
-        # 0 if a latent was not chosen or is inactive.
+        # The gradient is 0 where a latent was not chosen or is inactive.
         grad_pre_acts = torch.ops.aten.threshold_backward(grad @ writes.T, acts, 0)
         grad_b_enc = grad_pre_acts.sum(dim=0)
-        # Sum over tokens first: a matrix–vector product then replaces the product with the gradient of x.
+        # Sum over tokens first, so that a matrix–vector product suffices and the gradient of x is not needed.
         input_bias, grad_centred = None, None
         if ctx.needs_input_grad[4]:
             input_bias, grad_centred = ctx.input_bias, torch.mv(reads.T, grad_b_enc)
@@ -209,7 +213,7 @@ class _Explain(torch.autograd.Function):
 
 
 def _start_sum(rows: Weights, group: Group) -> tuple[Weights, Callable[[], None]]:
-    """Start to add up fp32 gradients over all ranks; return them and a function that waits for the sums."""
+    """Start to sum fp32 gradients over all ranks; return the sums and a function that waits until they are complete."""
     if group.size == 1:
         return rows, lambda: None
     summed = Packed.of(rows.W_enc, len(rows.b_enc), rows.W_enc.shape[1], rows.W_dec.shape[1], wide(rows.b_enc).dtype)

@@ -31,7 +31,7 @@ ALL = slice(None)
 
 
 class SaeSpec(msgspec.Struct, frozen=True):
-    """What an SAE is built from; `d_out` is set for a transcoder only."""
+    """The specification of an SAE; `d_out` is set only for a transcoder."""
 
     d_in: int
     d_sae: int
@@ -49,9 +49,9 @@ class Output(NamedTuple):
     """The result of one forward pass.
 
     `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
-    tokens. `losses` are sums over tokens and latents, still to be added over the ranks that share them; "mse" is
-    Σ‖y − x_hat‖². `sums` holds sums of the errors of x_hat, so that metrics need not compute them again. In training
-    `own_sums` are the architecture's 0-dim sums for `learn_from`.
+    tokens. `losses` are sums over the tokens and latents of this rank; the caller adds them up over ranks. The loss
+    "mse" is Σ‖y − x_hat‖². `sums` holds sums of the errors of x_hat, so that metrics need not compute them again. In
+    training, `own_sums` are the 0-dim sums that the architecture's `learn_from` needs.
     """
 
     acts: Acts
@@ -75,21 +75,21 @@ class Traits(NamedTuple):
     # Encoder norm of a revived latent relative to the mean of the living latents: 0.2 in Bricken et al. 2023, so that
     # the latent does not fire on everything at once.
     revived_share: float = 0.2
-    # Sparse products only read W_enc and W_dec in the product dtype.
+    # Sparse products read W_enc and W_dec only in the product dtype.
     reads_narrow: bool = False
     # `forward` calls `encode_above`, which may lose activations; such a step is skipped.
     encodes_above: bool = False
 
 
 class Declared(NamedTuple):
-    """How a parameter or buffer lies along latents."""
+    """How a parameter or buffer is indexed by latent."""
 
-    # The dimension with one entry per latent; None if the latents share the tensor.
+    # The dimension that has one entry per latent; None if all latents share the tensor.
     latent_dim: int | None
-    # Whether it is [d_sae] and has the units of a pre-activation. A revived latent gets a share of the living latents'
-    # mean; in a parameter that is not a bias it gets 0.
+    # Whether the tensor is [d_sae] and has the units of a pre-activation. For a revived latent, such a bias is set to a
+    # fraction of the living latents' mean, and any other parameter to 0.
     is_bias: bool = False
-    # No step leaves a value below this (`latent_dim` 0).
+    # The bound that values are clamped to from below after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
 
 
@@ -108,8 +108,9 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input.
 
     An architecture defines `forward`, `objective` and `export_config`, and if it needs them `traits`, `export_weights`,
-    `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. Only additional parameters
-    or buffers need a constructor, which takes the same `SaeSpec` and adds them to `declared` before it sets them.
+    `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. It needs a constructor only for additional
+    parameters or buffers. The constructor takes the same `SaeSpec`, and adds these tensors to `declared` before it sets
+    them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
@@ -117,22 +118,22 @@ class Sae(nn.Module, ABC):
     computed from a sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a
     batch is split.
 
-    Every quantity learnt from a step without a gradient goes through `step_sums`, which is summed over micro-batches
-    and ranks. It holds the number of tokens on which each latent fired [n_own], the number of tokens, Σ‖y − x_hat‖²,
-    whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
+    Every quantity that is learnt from a step without a gradient is computed from `step_sums`, a tensor that is summed
+    over micro-batches and ranks. It contains the number of tokens on which each latent fired [n_own], the number of
+    tokens, Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
-    Ranks that share latents encode the same tokens. After adding up their decoded contributions they also divide the
-    tokens: x_hat and everything computed from it, such as the squared error, covers only the `local_shard` of the
-    tokens.
+    Ranks that share latents encode the same tokens. After they have added up their decoded contributions, they split
+    the tokens among themselves: x_hat and everything computed from it, such as the squared error, cover only the
+    `local_shard` of the tokens.
     """
 
     traits = Traits()
 
     settings: ArchitectureSettings
-    # A transcoder's skip connection [d_in, d_out], from the input to the output; None without one. It starts from 0, as
-    # in Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. Its learning rate is that of all weights: at 0.3 and 3 times
-    # that rate, the held-out FVU of SmolLM2's 12th MLP was 0.258 and 0.262 instead of 0.250 after 150 steps.
+    # A transcoder's skip connection [d_in, d_out], from the input to the output, or None. It starts from 0, as in
+    # Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. It has the same learning rate as the other weights: with 0.3 and
+    # 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 and 0.262 instead of 0.250.
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
@@ -156,7 +157,8 @@ class Sae(nn.Module, ABC):
         self.is_transcoder = spec.d_out is not None
         self.d_out = d_out = spec.d_out or d_in
         # Store each latent's weights contiguously, as in W_dec. The sparse products produce the gradient in this
-        # layout, and copying it into the other one took 17 of the 350 ms of a step with 16,384 latents on two cores.
+        # layout, and copying it into the transposed layout took 17 of the 350 ms of a step with 16,384 latents on two
+        # cores.
         self.W_enc = nn.Parameter(torch.zeros(d_sae, d_in).T)
         self.b_enc = nn.Parameter(torch.zeros(d_sae))
         self.W_dec = nn.Parameter(torch.zeros(d_sae, d_out))
@@ -174,16 +176,16 @@ class Sae(nn.Module, ABC):
         self.register_buffer("step_sums", self._new_sums(), persistent=False)
         # The number of tokens in the last training pass on which each latent fired, float [d_sae].
         self.fired: Tensor | None = None
-        # Tokens of a micro-batch over all ranks; set only if there are several ranks.
+        # The number of tokens in a micro-batch over all ranks; set only if there are several ranks.
         self.batch_tokens = 0
         # Whether a pass depends on `may_have_dead`.
         self.reads_dead = False
-        # The half of the held-out rows that is measured.
+        # The half of the held-out rows that is being measured, 0 or 1.
         self.held_out_half: int | None = None
         self._host_values: Hashable = ()
         self._buffer_sizer = BufferSizer() if self.traits.encodes_above else None
-        # Upper bound on how many tokens any latent has been silent. It lives on the host, so that reading it needs no
-        # sync.
+        # Upper bound on the number of tokens since each latent fired. It is kept on the host, so that reading it needs
+        # no sync.
         self._longest_since_fired = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_since_fired(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
@@ -208,12 +210,12 @@ class Sae(nn.Module, ABC):
 
     @property
     def acts_scale(self) -> Tensor:
-        """The factor from activations on raw data to activations on normalised data, 0-dim: the largest scale."""
+        """The factor that converts activations on raw data to those on normalised data, 0-dim: the largest scale."""
         return self.y_scale.max() if self.y_scale.dim() else self.y_scale
 
     @property
     def raw_scale(self) -> Tensor:
-        """The divisor from normalised to raw targets: `y_scale`, but infinite for dimensions that are left out."""
+        """The divisor that converts normalised to raw targets: `y_scale`, but ∞ for dimensions that are left out."""
         return self.y_scale if self.dropped_mean is None else self.y_scale.masked_fill(self.y_scale == 0, torch.inf)
 
     def raw(self, x_hat: Tensor) -> Tensor:
@@ -223,7 +225,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def dimension_scales(self) -> Tensor | None:
-        """The factors of the target dimensions [d_out] without the common scale, 0 if left out; None if all are 1."""
+        """The target dimensions' scales [d_out] relative to `acts_scale`, 0 for those left out; None if all are 1."""
         return None if self.dropped_mean is None else self.y_scale / self.acts_scale
 
     def raw_decoder(self) -> Tensor:
@@ -232,7 +234,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def shard(self, data: Group, peers: Group, latents: Latents) -> None:
-        """Keep only this rank's latents of an SAE without weights yet; ranks in `data` hold the same latents."""
+        """Keep only this rank's latents, before the weights are set; ranks in `data` hold the same latents."""
         self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
@@ -241,7 +243,7 @@ class Sae(nn.Module, ABC):
         self.step_sums = self._new_sums()
 
     def __call__(self, x: Tensor, y: Tensor) -> Output:
-        """Run `forward`; in training also count tokens, firing latents and errors in `step_sums`."""
+        """Run `forward`; in training, also add tokens, firing latents and errors to `step_sums`."""
         output: Output = super().__call__(x, y)
         if self.training:
             error, own = output.losses["mse"], output.own_sums
@@ -253,7 +255,7 @@ class Sae(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        """Encode x [n_tokens, d_in] and decode towards y [n_tokens, d_out]."""
+        """Encode x [n_tokens, d_in], and reconstruct the target y [n_tokens, d_out]."""
 
     @abstractmethod
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
@@ -298,17 +300,19 @@ class Sae(nn.Module, ABC):
             self.held_out_half = None
 
     def calibrate(self, x: Tensor) -> None:
-        """Set parameters that depend on the initial pre-activations of normalised data x [n, d_in]; by default none."""
+        """Set parameters that depend on the initial pre-activations of normalised x [n, d_in]; by default, none do."""
 
     def begin_step(self, progress: float) -> Hashable:
-        """Set values that change during a run; return those on the host. `progress` is the completed share, 0 to 1.
+        """Set the values that change during a run, and return those that are on the host.
 
-        A captured pass repeats the host's values, so it is replayed only as long as they are the same.
+        `progress` is the completed fraction of the run, 0 to 1.
+
+        A captured pass always uses the host values of its recording, so it is replayed only while they stay the same.
         """
         return ()
 
     def start_step(self, progress: float) -> None:
-        """Begin a step at this completed fraction of the run."""
+        """Begin a step; `progress` is the completed fraction of the run, 0 to 1."""
         self._host_values = self.begin_step(progress)
 
     @property
@@ -316,8 +320,8 @@ class Sae(nn.Module, ABC):
         """The vector that is subtracted from x before encoding: b_dec, or x_mean for a transcoder.
 
         A transcoder's b_dec is in the output space. b_enc cannot compensate for a mean left in x: if the mean was twice
-        the spread, all latents died within 64 steps, since every step of W_enc moves all pre-activations by its product
-        with the mean.
+        the spread, all latents died within 64 steps, since every update of W_enc shifts all pre-activations by the
+        product of the mean and the update.
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
@@ -332,16 +336,16 @@ class Sae(nn.Module, ABC):
     def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
         """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]).
 
-        The result may include others, or be the dense matrix.
+        The result may include values below the bound, and may be the dense matrix.
         """
         assert self._buffer_sizer, "set `encodes_above` in the traits"
         may_wait = not (self.training and x.is_cuda)
         return self.encode(x, partial(above if may_wait else self._buffer_sizer.above, bound=bound))
 
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
-        """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens, with its errors.
+        """Return x_hat [n_tokens, d_out] of this rank's tokens and its errors; `acts` are the activations of x.
 
-        If kernels compute x_hat, it has no gradient; training needs none.
+        If kernels compute x_hat, it has no gradient. Training does not need that gradient.
         """
         kernels = self.kernels_of_errors(y)
         if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
@@ -361,8 +365,8 @@ class Sae(nn.Module, ABC):
     def offset(self, x: Tensor) -> Tensor:
         """Return the offset added to the output of the latents: b_dec [d_out], or [n, d_out] with a skip connection.
 
-        The skip connection reads x − x_mean: if the mean is far from 0, each of its steps would also move the output's
-        mean.
+        The skip connection reads x − x_mean. If it read x and the mean were far from 0, each update of W_skip would
+        also shift the mean of the output.
         """
         if self.W_skip is None:
             return self.b_dec
@@ -370,28 +374,28 @@ class Sae(nn.Module, ABC):
         return (x - self.x_mean) @ self.W_skip + self.b_dec
 
     def dead(self) -> Tensor:
-        """Return which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
+        """Return which latents count as dead, bool [d_sae]; all ranks that hold the same latents agree."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
         """Return whether any latent may be dead, identically on all ranks, without a device sync or communication.
 
-        False is certain. True may be wrong for latents on a GPU or shared by ranks, since only a bound is known for
-        them.
+        False is always right. True may be wrong for latents that are on a GPU or shared by ranks, since the host knows
+        only an upper bound for them.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_since_fired >= self.dead_after_tokens
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
-        """Map the names of parameters and buffers to their latent dimension; omit names without one."""
+        """Return the latent dimension of each parameter and buffer that has one, by name."""
         return {name: one.latent_dim for name, one in self.declared.items() if one.latent_dim is not None}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
         """Give the n latents marked in a bool [d_sae] new encoder [n, d_in] and decoder [n, d_out] directions.
 
-        Their biases become a share of the mean of the living latents, and other parameters become 0.
+        Their biases become a fraction of the living latents' mean bias, and their other parameters become 0.
         """
         living = ~self.latents.whole(latents)
         share = self.traits.revived_share
@@ -403,11 +407,11 @@ class Sae(nn.Module, ABC):
                 own.movedim(dim, 0)[latents] = share * self._mean(own, living) if is_bias else 0
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
-        """Return the mean of values [n_own] of all ranks over the latents marked in `counted`, bool [n_total]."""
+        """Return the mean of `own` [n_own] over all ranks' latents that are marked in `counted`, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
     def note_since_fired(self, n_tokens_since_fired: Tensor) -> None:
-        """Set the host's bound from the counts of all latents, so that all ranks decide alike."""
+        """Set the host's bound from the counts of all latents, so that all ranks make the same decisions."""
         self._longest_since_fired = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     @torch.no_grad()
@@ -421,7 +425,7 @@ class Sae(nn.Module, ABC):
         return (self._longest_since_fired - self.latents.group.gather(own).max()).double()[None]
 
     def take_since_fired_slack(self, slack: float) -> None:
-        """Lower the bound by the result of `since_fired_slack`, regardless of the steps taken since then."""
+        """Lower the host's bound by a result of `since_fired_slack`, which may be several steps old."""
         self._longest_since_fired -= round(slack)
 
     def has_overflowed(self) -> Tensor | None:
@@ -443,9 +447,9 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def end_step(self, n_tokens: Tensor) -> None:
-        """Process the sums of all micro-batches and ranks, which cover `n_tokens` (0-dim), and clear them.
+        """Process `step_sums`, the sums of all micro-batches and ranks over `n_tokens` (0-dim) tokens, and clear them.
 
-        A skipped step has no tokens; its sums change nothing.
+        For a skipped step `n_tokens` is 0, and the sums change nothing.
         """
         self._steer(n_tokens)
         self.learn_from(add_tokens(self.n_tokens_since_fired, self.step_sums, n_tokens))
@@ -454,10 +458,12 @@ class Sae(nn.Module, ABC):
         """Process the firing counts of a step, before they are cleared."""
 
     def decide(self, n_tokens: int) -> Hashable | None:
-        """Decide all host-side choices for the next training pass before it is queued; one GPU, whole steps only.
+        """Make all host-side decisions for the next training pass before it is queued.
+
+        Call this only on a single GPU, and only if a step has one pass.
 
         Return a key of the decision: a captured pass can be replayed whenever the key is the same. Return None if the
-        pass takes too long on a GPU for a recording to be worth its memory.
+        pass takes so long on the GPU that a recording is not worth its memory.
         """
         own = self._host_values, self.reads_dead and self.may_have_dead()
         if not self._buffer_sizer:
@@ -466,13 +472,13 @@ class Sae(nn.Module, ABC):
         return None if capacity is None else (own, capacity)
 
     def count_step(self, n_tokens: int) -> None:
-        """Record on the host that a step of `n_tokens` is queued: its bound rises."""
+        """Record on the host that a step of `n_tokens` is queued, and raise the bound on silence accordingly."""
         self._longest_since_fired += n_tokens
         if self._buffer_sizer:
             self._buffer_sizer.queued()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and, last, the sums in `Output.own_sums`."""
+        """Process the sums of a step: its number of tokens, Σ‖y − x_hat‖², and last the sums in `Output.own_sums`."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
@@ -490,12 +496,12 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Scale the rows of W_dec to length 1; if the step was skipped (0-dim bool), change no bit."""
+        """Scale the rows of W_dec to length 1, unless `skips` (0-dim bool) tells that the step was skipped."""
         if self.traits.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)
             weights.div_(norm if skips is None else norm.masked_fill(skips, 1))
 
 
-# What an architecture may define: the abstract methods and, if it needs them, the others.
+# What an architecture may define: it must define the abstract methods, and the others are optional.
 OVERRIDABLE = Sae.__abstractmethods__ | {"traits", "export_weights", "calibrate", "begin_step", "learn_from"}

@@ -22,13 +22,14 @@ UNSET = -1.0
 
 
 class BatchTopK(TopK):
-    """k latents per token on average: training keeps the largest values of a micro-batch over all ranks.
+    """An SAE with k latents per token on average: training keeps the largest values of a micro-batch over all ranks.
 
-    Outside training a token must not depend on its neighbours, so a latent is active if it exceeds a threshold. The SAE
-    is exported in this form, as a JumpReLU. `threshold` is a running average of the smallest active value in a batch.
-    It fits training rows; on other rows more latents pass (36.4 for k = 32 on a small sample). So `set_thresholds` [3],
-    fitted on held-out rows, take precedence: one for all rows, and one for each half, fitted on the other half, so that
-    no row is measured with a threshold fitted on it.
+    Outside training, the result for a token must not depend on the other tokens, so a latent is active if it exceeds a
+    threshold. The SAE is exported in this form, as a JumpReLU. `threshold` is a running average of the smallest active
+    value in a batch. This average fits the training rows. On other rows, more latents exceed it: 36.4 per token for k =
+    32 on a small sample. So the three `set_thresholds`, fitted on held-out rows, take precedence. The first is for all
+    rows. Each of the others is for one half of the held-out rows and was fitted on the other half, so that no row is
+    measured with a threshold fitted on it.
     """
 
     traits = TopK.traits._replace(n_own_sums=1)
@@ -78,7 +79,8 @@ class BatchTopK(TopK):
         super().learn_from(sums)
         n_tokens, smallest = sums[0], sums[2] / sums[0]
         average = torch.lerp(self.threshold, smallest, self.settings.threshold_rate)
-        # Take the first value as it is: averaging with 0 would let too many latents pass for a long time.
+        # Take the first value unchanged: an average with the initial 0 would leave too many latents active for a long
+        # time.
         new = torch.where(self.threshold > 0, average, smallest)
         torch.where(n_tokens > 0, new, self.threshold, out=self.threshold)
 
@@ -91,11 +93,11 @@ class BatchTopK(TopK):
 
 
 def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Allow loading a checkpoint that was saved before thresholds were set on held-out rows."""
+    """Allow loading a checkpoint of an older version, which has no `set_thresholds`."""
     state.setdefault(f"{prefix}set_thresholds", torch.full_like(sae.set_thresholds, UNSET))
 
 
 def _smallest_active(values: Tensor) -> Tensor:
-    """Return the smallest positive value, 0-dim, or infinity."""
+    """Return the smallest positive value, 0-dim, or infinity if there is none."""
     positive = values.masked_fill(values <= 0, torch.inf)
     return positive.amin() if len(values) else values.new_full((), torch.inf)

@@ -10,7 +10,7 @@ from trainer.saes.base import Sae, SaeSpec
 
 
 def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
-    """Build the job's SAE with zero weights; build a transcoder if `d_out` is given.
+    """Build the SAE of a job with zero weights, or a transcoder if `d_out` is given.
 
     Raise `UserError` for a transcoder that no export format supports.
     """

@@ -15,15 +15,15 @@ from trainer.saes.sparse_acts import Acts
 
 
 class Gated(Penalised):
-    """One encoder with two outputs: the gate decides which latents fire, the magnitude how strongly.
+    """An SAE whose encoder has two outputs: the gate decides which latents fire, and the magnitude how strongly.
 
-    Only the gate is penalised, so that magnitudes do not shrink. The gate learns from its own reconstruction, which
-    must not move the decoder. `b_enc` is the gate's bias; the magnitude's encoder columns are the gate's times
+    Only the gate is penalised, so that magnitudes do not shrink. The gate learns from a reconstruction of its own,
+    which must not change the decoder. `b_enc` is the gate's bias; the magnitude's encoder columns are the gate's times
     exp(`r_mag`).
     """
 
     traits = Penalised.traits._replace(losses=("mse", "gate_l1", "gate_mse"), encoder_scale=0.6)
-    # With twice this initial value, 4 % of latents were dead after 150 steps instead of 1 %.
+    # With twice this `start`, 4 % of latents were dead after 150 steps instead of 1 %.
     steering = Steering(start=0.004, gain=6, integral_gain=0.1)
 
     def __init__(self, spec: SaeSpec) -> None:
@@ -46,7 +46,7 @@ class Gated(Penalised):
 
     def _magnitudes(self, gate: Acts) -> Acts:
         scale = self.r_mag.exp()
-        # Correct the bias vector for the gate's bias instead of correcting every value.
+        # The gate's values include `b_enc`; correct for it in the bias vector instead of in every value.
         bias = self.b_mag - self.b_enc * scale
         magnitude = torch.addcmul(gate.at(bias), gate.values, gate.at(scale)).relu()
         return gate.with_values(magnitude * (gate.values > 0))
@@ -54,7 +54,7 @@ class Gated(Penalised):
     @torch.no_grad()
     def _raise_bar(self, bound: Tensor) -> None:
         super()._raise_bar(bound)
-        # Make a latent that just passes the gate as strong as it would be without one.
+        # Make the activation of a latent that just passes the gate as large as it would be without the gate.
         self.b_mag.copy_(self.b_enc)
 
     def export_config(self) -> dict[str, Any]:

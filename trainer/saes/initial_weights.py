@@ -10,13 +10,14 @@ from trainer.contract.settings.job import SaeSettings
 from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 
-# Largest mean distance from the mean: sums of d squares must stay below 3e38.
+# The largest mean distance of rows from their mean: the sum of d squares must stay below 3e38, the maximum of fp32.
 LARGEST_SPREAD = 1e15
 # Below this, the square of a value loses digits in fp32.
 SMALLEST_VALUE = 1e-18
-# Values drawn at once: for 2^20 latents of width 4,096, drawing all would take 16 GiB of host memory per rank.
+# The number of random values generated at once: all values for 2^20 latents of width 4,096 would take 16 GiB of host
+# memory per rank.
 _AT_ONCE = 2**24
-# PyTorch draws normal numbers in groups of 16; blocks of a multiple of 16 give the same numbers as one draw.
+# PyTorch generates normal values in groups of 16, so blocks of a multiple of 16 give the same values as a single call.
 _DRAWN_BY = 16
 
 
@@ -29,10 +30,11 @@ def initialise(
     seed: int,
     dimensions: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Set scales, means and weights from sample rows: x [n, d_in] and targets y [n, d_out] (x itself for an SAE).
+    """Set scales, means and weights from sample rows x [n, d_in] and their targets y [n, d_out].
 
-    `dimensions` are the scales of the input [d_in] and target [d_out] dimensions, 0 to leave one out. Raise `UserError`
-    if the rows contain nothing to learn.
+    The targets of an SAE that is not a transcoder are x itself. `dimensions` contains the scale of each input dimension
+    [d_in] and of each target dimension [d_out]; a scale of 0 leaves the dimension out. Raise `UserError` if the rows
+    contain nothing to learn.
     """
     if dimensions is not None and sae.dropped_mean is not None:
         sae.x_scale.copy_(dimensions[0])
@@ -60,8 +62,8 @@ def unit_scale(x: Tensor) -> Tensor:
     """Return the factor, 0-dim, that scales the mean distance of x [n, d] from its mean to √d.
 
     Every dimension then varies by about 1. Anthropic's April 2024 update scales the mean norm instead, but a mean far
-    from 0, as in residual streams, then hides the spread that the SAE should explain. A mean of norms is less affected
-    by a few giant tokens than a mean of squares.
+    from 0, as in residual streams, then hides the spread that the SAE should explain. A few tokens with very large
+    norms affect a mean of norms less than a mean of squares.
     """
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
     scale: Tensor = torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
@@ -75,13 +77,13 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
         raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
     if 0 < (largest := float(x.abs().max())) < SMALLEST_VALUE:
         raise UserError(f"{path}: values of at most {largest:.2g} are too small for fp32; scale them up")
-    # Equal rows leave only rounding errors, about 1e-6 of the size.
+    # If all rows are equal, the spread consists of rounding errors, about 1e-6 times the size.
     if spread <= 1e-5 * size:
         raise UserError(f"{path}: all activations are the same, so there is nothing to learn; extract them again")
 
 
 def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
-    """Draw random unit decoder rows; set the encoder to scaled copies of them or to other random rows."""
+    """Set the decoder's rows to random unit vectors, and the encoder to scaled copies of them or of other ones."""
     _draw_unit_rows(sae.W_dec, sae.latents, generator)
     directions: Tensor = sae.W_dec
     if settings.encoder_init != "tied" or sae.is_transcoder:
@@ -90,22 +92,23 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
     scale = sae.traits.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
     if sae.dropped_mean is not None:
-        # Keep the weights of left-out dimensions at 0, since input and error are 0 there.
+        # Set the weights of dimensions that are left out to 0. They stay 0, since the inputs and errors of these
+        # dimensions are 0.
         sae.W_dec.mul_(sae.y_scale > 0)
         sae.normalise_decoder()
         sae.W_enc.mul_((sae.x_scale > 0)[:, None])
 
 
 def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -> None:
-    """Set this rank's rows, [n_own, d], to random unit vectors: its latents' rows of the full draw.
+    """Set this rank's rows [n_own, d] to random unit vectors: its latents' rows of a matrix for all latents.
 
-    Every rank draws all rows, block by block, so that the result does not depend on how the latents are sharded.
+    Every rank generates all rows, block by block, so that the result does not depend on how the latents are sharded.
     """
     ids, d = latents.own, own.shape[1]
     n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
     first = 0
     while first < latents.n_total:
-        # The last block also takes a remainder too small for a separate block.
+        # The last block includes a remainder that is too small for a block of its own.
         left = latents.n_total - first
         count = left if left < n_rows + _DRAWN_BY else n_rows
         rows = torch.nn.functional.normalize(torch.randn(count, d, generator=generator), dim=1)
@@ -123,7 +126,7 @@ def _centre(points: Tensor, how: str) -> Tensor:
 def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:
     """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], by Weiszfeld's iteration.
 
-    Unlike the mean it is not pulled away by the few tokens with very large norms.
+    Unlike the mean, it is hardly affected by a few tokens with very large norms.
     """
     median = points.mean(dim=0)
     for _ in range(max_iterations):

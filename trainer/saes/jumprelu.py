@@ -15,35 +15,36 @@ from trainer.saes.sparse_acts import Acts, marked_in_columns
 
 
 class JumpReLU(Penalised):
-    """A latent is active above its own `threshold` ([d_sae]), which is learnt by straight-through gradients.
+    """An SAE in which each latent is active above its own `threshold` [d_sae], learnt with straight-through gradients.
 
-    A jump has no gradient. Its replacement is the gradient of the jump's mean over a window of width `bandwidth` around
-    the threshold, so only pre-activations within the window move the threshold. A latent far below it gets no gradient.
-    The parameter is the threshold itself, not its logarithm: under Adam the logarithm's steps would shrink with the
-    threshold.
+    The jump at the threshold has no gradient. It is replaced by the gradient of the jump's mean over a window of width
+    `bandwidth` around the threshold, so only pre-activations within the window change the threshold. A latent far below
+    its threshold gets no gradient. The parameter is the threshold itself, not its logarithm: with the logarithm, Adam's
+    changes to a threshold would shrink with the threshold.
 
-    With `penalty` "l0" the loss counts active latents, and the window's gradients move thresholds only. With "tanh",
-    Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖), and the gradients also reach the encoder.
+    With `penalty` "l0", the loss counts active latents, and the gradients from the window change only the thresholds.
+    With "tanh", Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖) to the loss, and the gradients also
+    reach the encoder.
     """
 
     settings: JumpReLUSettings
     traits = Penalised.traits._replace(losses=("mse", "sparsity"))
-    # The equilibrium of λ is about 0.001 times the variance. If λ starts ten times higher, Adam remembers gradients so
-    # large that thresholds almost stop moving, and L0 fell to 24 for k = 32 in 500 steps; with this start it was 29.
-    # Below k the weight may turn negative, like that of a penalty (L0 − k)².
+    # λ, the weight of the penalty, settles at about 0.001 times the variance. If it starts ten times higher, Adam's
+    # moments become so large that thresholds almost stop changing: for k = 32, L0 fell to 24 in 500 steps, and only to
+    # 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of a penalty (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
-    # Initial thresholds. After 200 steps with k = 32, L0 was 39 from 0.3, 32 from 0.5 and 26 from 0.7.
+    # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 for 0.3, 32 for 0.5 and 26 for 0.7.
     threshold_at_start = 0.5
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
         self._tanh_scale = self.settings.tanh_scale if self.settings.penalty == "tanh" else None
-        # Below 0 there is no jump, so the window's gradients would be wrong.
+        # At a threshold below 0 there is no jump, so the gradients from the window would be wrong.
         self.declared["threshold"] = Declared(0, is_bias=True, lowest=0)
         self.threshold = nn.Parameter(torch.zeros(self.d_sae))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        # Keep everything active or within the window; the rest affects neither loss nor gradient.
+        # Keep the values that are active or within the window; other values affect neither the loss nor its gradients.
         lowest = self.threshold.detach() - (self.settings.bandwidth / 2 if self.training else 0)
         pre_acts = self.encode_above(x, lowest)
         threshold, moves_z = pre_acts.at(self.threshold), self._tanh_scale is not None
@@ -69,17 +70,17 @@ class JumpReLU(Penalised):
 
 
 class _Jump(torch.autograd.Function):
-    """z where z > θ, else 0, and the number of active values, 0-dim; θ is at least 0.
+    """Returns z where z > θ and 0 elsewhere, and the number of active values, 0-dim; θ is at least 0.
 
     The jump and the count have no gradient, so the gradients of their means over the window replace it: for θ, −θ/ε and
     −1/ε within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ, the window's
-    gradient for z is the negative of that for θ. z gets it for the value if `moves_z`, and never for the count. The
-    passes over z are kept to a minimum.
+    gradient for z is the negative of that for θ. If `moves_z`, z gets this gradient for its value; it never gets one
+    for the count. The code makes as few passes over z as possible.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, moves_z: bool) -> tuple[Tensor, Tensor]:
-        # False for NaN, which must not count as inactive.
+        # The mask is False for NaN, which must not count as inactive.
         is_off = z <= threshold.clamp_min(0)
         ctx.save_for_backward(z, threshold, is_off)
         ctx.bandwidth, ctx.moves_z = bandwidth, moves_z

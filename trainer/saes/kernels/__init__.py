@@ -1,1 +1,1 @@
-"""The products of a training step: the encoder makes one dense product, the others read only active latents."""
+"""The matrix products of a training step: that of the encoder is dense, and the others read only active latents."""

@@ -1,20 +1,21 @@
 """Chooses the pre-activations above a bound on a GPU when the host does not know how many there are.
 
-Waiting for their number would leave the GPU idle. So the host predicts a size from earlier steps, and takes that many
-of the largest values. If fewer are above the bound, some values below it are included; they affect neither loss nor
-gradient. If more are, activations are lost. The host learns this one step later, but the chosen values are set to NaN,
-so the step is skipped like any step without a finite gradient, and nothing wrong is learnt. The next steps use the
-dense product, which needs no predicted size and counts the true number.
+Waiting for their number would leave the GPU idle. So the host predicts a buffer size from earlier steps, and chooses
+that many of the largest values. If fewer values are above the bound, some values below it are included; they affect
+neither the loss nor its gradients. If more values are above the bound, activations are lost. The host learns this one
+step later, but the chosen values are set to NaN, so the step is skipped like any step without a finite gradient, and
+nothing wrong is learnt. The next steps use the dense product, which needs no predicted size and counts all values above
+the bound.
 
-The host reads the previous step's number after it has queued the first product of the current one. At that time the GPU
-still has a backward pass, an update and the product to do: it is never idle, and the host is at most one step ahead.
-The other micro-batches of a step use the same numbers, since the number of the previous micro-batch was queued only
-just before. The weights are the same for all of them, so the step's number is the largest of its micro-batches.
+The host reads the number of the previous step after it has queued the first product of the current step. At that time
+the GPU still has to compute a backward pass, an update and that product, so it is never idle, and the host is at most
+one step ahead. All micro-batches of a step use the same earlier numbers, since waiting for the preceding micro-batch
+would leave the GPU idle. They also use the same weights, so the number of a step is the largest of its micro-batches.
 
-If steps are captured, the host must decide before it queues anything. Then it does not read the last step's number, so
-that the GPU still has that whole step to do, and it learns of an overflow two steps later.
+If steps are captured, the host must choose a size before it queues anything. It then does not wait for the number of
+the last step, so that the GPU still has that step to compute. The host therefore learns of an overflow two steps later.
 
-Each rank decides by its own numbers: sparse and dense products need the same exchange with other ranks.
+Each rank decides from its own numbers, since sparse and dense products need the same exchange with other ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# The next number is predicted as the largest of the last `MEMORY` steps; if the latest is the largest, it is
-# extrapolated by its growth. Above a growth of `MOST_GROWTH` the dense product is used: in the first steps of a run the
-# number may grow by half from one step to the next, and a step that overflows is lost.
+# The predicted number of values is the largest of the last `MEMORY` steps. If that is the latest one, its growth is
+# extrapolated. If it grew by more than the factor `MOST_GROWTH`, the dense product is used: in the first steps of a
+# run, the number may grow by half from one step to the next, and a step that overflows is lost.
 MEMORY, MOST_GROWTH = 4, 1.25
-# If steps are captured, the size shrinks only after this many steps did not need it, since L0 oscillates around its
-# target. Of 400 steps (4,096 latents, k 8), at least 379 were then replayed for each architecture; without this rule,
-# 153 for the standard one.
+# If steps are captured, the buffer shrinks only after this many steps in which a smaller one sufficed, since L0
+# oscillates around its target. Of 400 steps with 4,096 latents and k = 8, at least 379 were then replayed for each
+# architecture; without this rule, only 153 were replayed for the standard architecture.
 SHRINKS_AFTER = 100
 
 
 class _ObservedBatch(NamedTuple):
-    """A batch: its tokens, the buffer size (None: dense), and how many values were not below the bound."""
+    """A batch: its number of tokens, its buffer size (None if dense), and the number of values not below the bound."""
 
     n_tokens: int
     capacity: int | None
@@ -49,7 +50,7 @@ class _ObservedBatch(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """A decision made before a pass was queued: the buffer size, None for dense."""
+    """A decision made before a pass was queued: the buffer size, or None for the dense product."""
 
     capacity: int | None
 
@@ -70,7 +71,7 @@ class BufferSizer:
         # The batches of the step being queued, and the batches of steps whose numbers the host has not read yet.
         self._of_step: list[_ObservedBatch] = []
         self._unread: deque[list[_ObservedBatch]] = deque()
-        # If steps are captured: the numbers expected per token, and the last buffer size per token.
+        # If steps are captured: the predicted numbers per token, and the last buffer size per token.
         self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
         self._ahead: _Ahead | None = None
@@ -79,10 +80,10 @@ class BufferSizer:
         self.overflowed: Tensor | None = None
 
     def above(self, pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-        """Choose the values above a bound (a number or [d_sae]), every NaN, and some below it.
+        """Choose the values above a bound (a number or [d_sae]), every NaN, and possibly some values below the bound.
 
-        The values are NaN if there are too many. Return None if a dense product is faster, or before there is a
-        prediction.
+        All chosen values are NaN if the buffer is too small. Return None if a dense product is faster or nothing can be
+        predicted yet.
         """
         # Queue the product before the host reads any number.
         matrix = pre_acts.matrix
@@ -101,9 +102,9 @@ class BufferSizer:
         return chosen
 
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
-        """Decide the buffer size for the next batch and return it; None for dense.
+        """Decide the buffer size for the next batch and return it; None for the dense product.
 
-        There must be no other batch before `queued`. The last step's number is not read.
+        No further batch may follow before `queued` is called. The number of the last step is not read.
         """
         self._ahead = _Ahead(self._capacity(n_tokens, d_sae, n_unread=1))
         return self._ahead.capacity
@@ -111,8 +112,8 @@ class BufferSizer:
     def queued(self) -> None:
         """Record that a step was queued on the GPU.
 
-        After a pass that was decided in advance, captured or replayed, queue a copy of its number. Each replay
-        overwrites the previous number; the copies, queued between replays, are separate.
+        If the buffer size was decided in advance, queue a copy of the pass's number to the host. The next replay
+        overwrites that number on the GPU, so it is copied before.
         """
         if self._ahead and self._pass:
             self._of_step.append(_ObservedBatch(self._pass.n_tokens, self._pass.capacity, HostCopy(self._pass.n_above)))
@@ -121,10 +122,10 @@ class BufferSizer:
         self._of_step, self._ahead = [], None
 
     def _capacity(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
-        """Return the buffer size for a batch from all earlier steps but the last `n_unread`; None for dense.
+        """Predict the buffer size for a batch from all but the last `n_unread` steps; None for the dense product.
 
-        Deterministic mode always uses dense products: checkpoints do not store the earlier numbers, and sparse products
-        round differently, so a resumed run would not continue bit for bit.
+        Deterministic mode always uses dense products. Checkpoints do not store the earlier numbers, and sparse products
+        round differently, so a resumed run would otherwise not be bit-identical.
         """
         while len(self._unread) > n_unread:
             self._learn(self._unread.popleft())
@@ -137,13 +138,13 @@ class BufferSizer:
         expected = growth ** (1 + n_unread) * max(self._above)
         per_token = latent_capacity.per_token(expected, d_sae)
         if per_token and n_unread:
-            # Each change of size requires new recordings.
+            # Each change of the buffer size requires new recordings.
             self._expected.append(expected)
             self._per_token = per_token = latent_capacity.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None
 
     def _learn(self, step: list[_ObservedBatch]) -> None:
-        """Process the numbers of a step's batches; forget earlier steps if one overflowed."""
+        """Process the numbers of a step's batches; if one of the batches overflowed, forget all earlier steps."""
         numbers = [int(batch.n_above.read()) for batch in step]
         if any(n_above == batch.capacity for n_above, batch in zip(numbers, step, strict=True)):
             self._above.clear()
@@ -154,18 +155,19 @@ class BufferSizer:
 def largest_above(pre_acts: PreActs, bound: Tensor | float, n: int) -> tuple[Chosen, Tensor]:
     """Choose the n values with the largest distance above a bound (or the smallest below it), and every NaN.
 
-    Return also how many are not below the bound, 0-dim int64. If that is all n, others may be missing, and the values
-    are NaN.
+    Return also how many of them are not below the bound, 0-dim int64. If this number is n, other values above the bound
+    may be missing, so all chosen values are set to NaN.
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor):
-        # Rounding to the dtype of the matrix keeps the sign: a value above the bound never has a negative distance.
+        # Rounding a distance to the dtype of the matrix keeps its sign: a value above the bound never gets a negative
+        # distance.
         distances = PreActs(torch.sub(matrix, bound, out=torch.empty_like(matrix)))
         flat, excess = distances.largest_of_all(n)
         values = matrix.flatten().index_select(0, flat)
     else:
         flat, values = pre_acts.largest_of_all(n)
         excess = values - bound
-    # False for NaN, which must be kept and must not count as an overflow.
+    # The comparison is False for NaN, which must be kept and must not count as an overflow.
     n_above = (excess >= 0).sum()
     return (places_of(flat, *pre_acts.shape), values.where(n_above < n, torch.nan)), n_above

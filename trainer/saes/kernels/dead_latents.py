@@ -1,6 +1,6 @@
 """Operations of AuxK on dead latents: find them, gather their weights, and add their gradients.
 
-Each has a GPU kernel.
+Each operation has a GPU kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.runtime.triton_kernels import DEAD_LATENTS
 
 
 class DeadLatents(NamedTuple):
-    """Some latents, with their AuxK biases and the weight of the loss.
+    """Candidates for AuxK: latents with their biases, and the weight of the auxiliary loss.
 
     `latents` [n] are distinct indices. `bias` [n] is b_enc, or −∞ for latents that are not dead. `weight`, 0-dim, is 1
     / variance, or 0 if no latent is dead.
@@ -58,8 +58,8 @@ def longest_since_fired(
 ) -> DeadLatents | None:
     """Return the n dead latents that have been silent for longest, sorted by index.
 
-    Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer latents are dead, living ones fill
-    the rest. The bias has the product dtype, `dtype`. Return None if no kernel applies.
+    Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer than n latents are dead, living ones
+    fill the remaining entries. The bias has the product dtype, `dtype`. Return None if no kernel applies.
     """
     if (triton := DEAD_LATENTS.on(since_fired, dtype)) and triton.fits(since_fired, dead_after):
         return DeadLatents(*triton.longest_since_fired(since_fired, b_enc, variance, dead_after, n, dtype))
@@ -70,8 +70,8 @@ def longest_since_fired(
 def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
     """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of W_dec [d_sae, d_out].
 
-    Both have the dtype of the matmuls, `dtype`. If it is narrower than the weights, they come from the narrow copy that
-    matmuls read. Latent −1 gets rows of zeros. The caller fills in the biases.
+    The rows have the dtype of the matrix products, `dtype`. If that is narrower than the weights, they are read from
+    the narrow copy that these products use. A latent index of −1 gets rows of zeros. The caller fills in the biases.
     """
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)
@@ -88,10 +88,11 @@ def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> P
 def add(
     wholes: Weights, latents: Tensor, parts: Weights, input_bias: Tensor | None = None, centred: Tensor | None = None
 ) -> None:
-    """Add gradients of n distinct latents to the full gradients [d_sae], in place; `parts` may be narrower.
+    """Add the gradients `parts` of n distinct latents to the gradients `wholes` of all latents, in place.
 
-    Latents of −1 are skipped. From the gradient of the input bias [d_in], subtract `centred` [d_in], which is already
-    summed over tokens.
+    `parts` may have a narrower dtype. Entries with a latent index of −1 are skipped. The gradient of the centred input,
+    `centred` [d_in], is already summed over tokens, and is subtracted from the gradient of the input bias, `input_bias`
+    [d_in].
     """
     are_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in wholes)
     if are_plain and len(latents) and (triton := DEAD_LATENTS.on(latents, parts.W_enc.dtype)):

@@ -1,7 +1,8 @@
-"""The encoder: one dense product; only the chosen pre-activations are kept.
+"""The encoder: it computes one dense product and keeps only the chosen pre-activations.
 
-A dense step takes 10·B·d_in·d_sae operations; this leaves 2·B·d_in·d_sae. Autograd would scatter the gradient of the
-chosen values into a dense [n_tokens, d_sae] matrix, multiply twice with it, and once more for x − input_bias.
+A step with only dense products takes 10·B·d_in·d_sae operations for B tokens; this encoder leaves 2·B·d_in·d_sae.
+Autograd would scatter the gradient of the chosen values into a dense [n_tokens, d_sae] matrix and multiply with that
+matrix twice, and a third time for the gradient of x − input_bias.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Choose = Callable[[PreActs], Chosen | None]
 def centre(x: Tensor, input_bias: Tensor) -> Tensor:
     """Return x − input_bias for x [n_tokens, d_in] in the product dtype, without a gradient.
 
-    Under autocast that is bf16 or fp16; everything else stays fp32. A GPU subtracts and narrows in one pass.
+    Under autocast the product dtype is bf16 or fp16. A GPU kernel subtracts and converts in one pass.
     """
     dtype = product_dtype(x)
     if dtype.itemsize == 2 and (triton := ENCODER_INPUTS.on(x, dtype)) and triton.fits(x, input_bias):
@@ -40,9 +41,10 @@ def centre(x: Tensor, input_bias: Tensor) -> Tensor:
 
 
 def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
-    """Return the chosen pre-activations centred W_enc + b_enc [n_tokens, d_sae], in the dtype of `b_enc`.
+    """Return the chosen pre-activations of centred @ W_enc + b_enc [n_tokens, d_sae], in the dtype of `b_enc`.
 
-    `centred` is x − input_bias [n_tokens, d_in], from `centre`; the input bias gets its gradient here.
+    `centred` is x − input_bias [n_tokens, d_in], from `centre`. The backward pass of this function also computes the
+    gradient of `input_bias`.
     """
     with phase(ENCODER):
         values, places = _Encode.apply(centred, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
@@ -69,7 +71,7 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         centred, W_enc = ctx.saved_tensors
         if ctx.places is None:
-            # Use the memory layout of W_enc; otherwise the gradient would be copied into it.
+            # Compute the gradient in the memory layout of W_enc; otherwise it would be copied into that layout.
             grad_W_enc = (grad.to(centred.dtype).T @ centred).T
             grad_b_enc = grad.sum(dim=0)
         else:
@@ -78,6 +80,6 @@ class _Encode(torch.autograd.Function):
             grad_W_enc = of_latents.T
         grad_input_bias = None
         if ctx.needs_input_grad[3]:
-            # Sum over tokens first: a matrix–vector product then replaces the product with the gradient of x.
+            # Sum over tokens first, so that a matrix–vector product suffices and the gradient of x is not needed.
             grad_input_bias = weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T, -1.0)
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None

@@ -1,7 +1,8 @@
-"""Finds the largest of each row of a bf16 matrix on a CPU, with integer keys of value bits followed by column bits.
+"""Finds the largest values of each row of a bf16 matrix on a CPU.
 
-numpy partitions such integers with vector instructions: it finds the 64 largest of each of 4,096 rows of 512 in 3 ms on
-one core, and the indices of the largest floats in 10 ms.
+Each value becomes an integer key: its bits, followed by those of its column. numpy partitions integers with vector
+instructions: on one core, it finds the 64 largest keys of each of 4,096 rows of 512 in 3 ms, and the indices of the 64
+largest floats in 10 ms.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from torch import Tensor
 
 from trainer.saes.kernels import top_k
 
-# numpy sorts this many keys at once, without partitioning: on one core it finds the 64 largest of 512 in 0.4 µs, and of
-# 768 in 2.5 µs.
+# The number of keys that numpy sorts at once, without partitioning: on one core, it finds the 64 largest of 512 keys in
+# 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
-# If the chosen groups have more columns than that: the largest group size, relative to the size with the fewest maxima
-# and columns in total. It is below 1 because columns of chosen groups must be gathered.
+# If the chosen groups have more than `AT_ONCE` columns: the largest group size, relative to the size that minimises the
+# number of maxima plus columns. It is below 1 because the columns of chosen groups must be gathered.
 SHARE_OF_BEST = 0.6
-# Bytes of the rows searched at once.
+# The size in bytes of the rows that are searched at once.
 PART_BYTES = 2**22
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of each row's k largest bf16 numbers and their values as floats, ascending: [n_rows, k].
+    """Return the columns and float values of each row's k largest bf16 numbers, the smallest first: both [n_rows, k].
 
-    Positive bf16 numbers are ordered like the integers with the same bits. A row with fewer than k positive numbers
-    returns all of them and arbitrary others.
+    Positive bf16 numbers are ordered like the integers with the same bits. For a row with fewer than k positive
+    numbers, the result contains these and arbitrary others.
     """
     levels = _levels(values.view(torch.int16), k)
     kind, shift = (np.int32, 16) if values.shape[1] <= 2**16 else (np.int64, 32)
@@ -41,20 +42,20 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _levels(bits: Tensor, k: int) -> list[Tensor]:
-    """Return rows [n_rows, n], the maxima of groups of their columns, the maxima of groups of those, and so on."""
+    """Return `bits` [n_rows, n], the maxima of groups of its columns, the maxima of groups of these maxima, etc."""
     levels = [bits]
     while (size := _group_size(bits.shape[1], k)) > 1:
-        # A group takes every (n / size)th column; numpy takes three times as long for this.
+        # A group consists of every (n / size)th column. numpy takes three times as long to compute these maxima.
         bits = bits.view(len(bits), size, bits.shape[1] // size).amax(dim=1)
         levels.append(bits)
     return levels
 
 
 def _group_size(n: int, k: int) -> int:
-    """Return the number of columns in a group, whose maximum is searched first; 1 if grouping saves nothing.
+    """Return the number of columns in a group, or 1 if searching the maxima of groups first would save nothing.
 
-    The sizes lead to at most `AT_ONCE` maxima in a few levels: the 64 largest of 2,048 rows of 16,384 columns take 19
-    ms, and 33 ms with a single level of groups.
+    With these sizes, a few levels of groups lead to at most `AT_ONCE` maxima: the 64 largest of each of 2,048 rows of
+    16,384 columns are found in 19 ms; a single level of groups takes 33 ms.
     """
     if (ratio := n / AT_ONCE) <= 1:
         return 1
@@ -65,7 +66,7 @@ def _group_size(n: int, k: int) -> int:
 
 
 def _among_levels(*levels: np.ndarray, k: int, kind: type, shift: int) -> np.ndarray:
-    """Return the keys of the k largest of each row of the first level, the smallest first.
+    """Return the keys of the k largest values of each row of the first level, the smallest key first.
 
     On each level, search only the k groups with the largest maxima.
     """

@@ -11,7 +11,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 
 
 class PreActs:
-    """A matrix [n_tokens, d_sae]; callers usually need only its largest values."""
+    """The pre-activations [n_tokens, d_sae] of a batch; callers usually need only the largest."""
 
     # Whether a rounded product may be used first; all ranks of a host must agree on it.
     may_be_rounded = False
@@ -20,11 +20,11 @@ class PreActs:
         self.shape, self.matrix = matrix.shape, matrix
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
+        """Return the columns and values of the k largest of each token, in no particular order: both [n_tokens, k]."""
         return top_k.largest_of_each(self.matrix, k)
 
     def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
-        """Return the n largest of each token, or the `n_seen` likely largest from a rounded product."""
+        """Return the n largest of each token, or those that are the `n_seen` largest in a rounded product."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
@@ -34,13 +34,13 @@ class PreActs:
         return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the n largest of all, as ascending indices into the flattened matrix, and their values: both [n]."""
+        """Return the n largest of all tokens: ascending indices into the flattened matrix, and values, both [n]."""
         flat = top_k.of_all(self.matrix, n)
         return flat, self.matrix.flatten().index_select(0, flat)
 
 
 class Product(PreActs):
-    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only on request or if it is faster."""
+    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only on request or if that is faster."""
 
     def __init__(self, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> None:
         self.shape = torch.Size((len(x), W_enc.shape[1]))
@@ -76,6 +76,6 @@ class Product(PreActs):
         return self._exact is None and rounded_top_k.pays(self._factors, n_exact, of_batch=of_batch)
 
     def let_go(self) -> None:
-        """Give the matrix's memory to the next product, after the needed values were copied."""
+        """Let the next product reuse the memory of the matrix; the values that are needed must have been copied."""
         if self._exact is not None:
             reused_buffer.put_back(self._exact)

@@ -1,7 +1,7 @@
 """Reuses the memory of a CPU product for the next one of the same shape.
 
-The allocator would return a block of this size to the system, which must zero it again: this took 15 of 80 ms of the
-product for 3,072 latents on one core, and 80 of 430 ms for 16,384.
+The allocator would return such a large block to the operating system, which would have to zero it again. On one core,
+this took 15 of the 80 ms of a product for 3,072 latents, and 80 of the 430 ms for 16,384 latents.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _kept = _Kept()
 
 
 def product(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return bias + x weight, written to the returned buffer if it fits."""
+    """Return bias + x @ weight, written to the buffer from `put_back` if it fits."""
     matrix, _kept.matrix = _kept.matrix, None
     if matrix is not None and not _fits(matrix, bias, x, weight):
-        # Free it before allocating another: there may not be memory for both.
+        # Free the old buffer before allocating another: there may not be enough memory for both.
         matrix = None
     return torch.addmm(bias, x, weight, out=matrix)
 
@@ -35,6 +35,6 @@ def _fits(matrix: Tensor, bias: Tensor, x: Tensor, weight: Tensor) -> bool:
 
 def put_back(matrix: Tensor) -> None:
     """Let the next product overwrite `matrix`; the caller must not use it any more."""
-    # A tensor made in inference mode must not be written outside it.
+    # A tensor that was created in inference mode cannot be written outside that mode.
     if matrix.device.type == "cpu" and not matrix.is_inference():
         _kept.matrix = matrix
