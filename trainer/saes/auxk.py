@@ -59,7 +59,7 @@ class AuxK(nn.Module):
 
     @torch.no_grad()
     def candidates(self, sae: Sae, dtype: torch.dtype) -> DeadCandidates | None:
-        """Return the weights of the latents silent for longest, at most 2·k_aux over all ranks, in `dtype`.
+        """Return the latents that have been silent for longest, at most 2·k_aux over all ranks, with their weights.
 
         Because of the limit, the dense products of these latents take a small part of a step, however many latents are
         dead. Because their number is fixed, the host need not wait for a GPU or for other ranks. Return None if no
@@ -130,9 +130,9 @@ def _order(sae: Sae) -> Tensor:
 def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
     """Return the n latents of all ranks that have been silent for longest; `own` are the candidates of this rank.
 
-    Each rank fills in the weights of its own latents and zeros for the others, so the sum over ranks is exact. The
-    number of these latents on one rank depends on the data. It may be n, so blocks of a smaller fixed size would not
-    suffice.
+    Each rank fills in the weights of the latents that it holds and zeros for the others, so the sum over ranks is
+    exact. The number of these latents on one rank depends on the data. It may be n, so blocks of a smaller fixed size
+    would not suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)

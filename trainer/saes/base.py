@@ -210,7 +210,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def acts_scale(self) -> Tensor:
-        """The factor that converts activations on raw data to those on normalised data, 0-dim: the largest scale."""
+        """The factor, 0-dim, that converts activations from raw to normalised data: the largest scale."""
         return self.y_scale.max() if self.y_scale.dim() else self.y_scale
 
     @property
@@ -225,7 +225,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def dimension_scales(self) -> Tensor | None:
-        """The target dimensions' scales [d_out] relative to `acts_scale`, 0 for those left out; None if all are 1."""
+        """The scale of each target dimension [d_out] relative to `acts_scale`, 0 if left out; None if all are 1."""
         return None if self.dropped_mean is None else self.y_scale / self.acts_scale
 
     def raw_decoder(self) -> Tensor:
@@ -303,7 +303,7 @@ class Sae(nn.Module, ABC):
         """Set parameters that depend on the initial pre-activations of normalised x [n, d_in]; by default, none do."""
 
     def begin_step(self, progress: float) -> Hashable:
-        """Set the values that change during a run, and return those that are on the host.
+        """Set the values that change during a run, and return any values that are kept on the host.
 
         `progress` is the completed fraction of the run, 0 to 1.
 
@@ -496,7 +496,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Scale the rows of W_dec to length 1, unless `skips` (0-dim bool) tells that the step was skipped."""
+        """Scale the rows of W_dec to length 1, unless `skips` (0-dim bool) marks the step as skipped."""
         if self.traits.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)

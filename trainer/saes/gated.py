@@ -17,8 +17,8 @@ from trainer.saes.sparse_acts import Acts
 class Gated(Penalised):
     """An SAE whose encoder has two outputs: the gate decides which latents fire, and the magnitude how strongly.
 
-    Only the gate is penalised, so that magnitudes do not shrink. The gate learns from a reconstruction of its own,
-    which must not change the decoder. `b_enc` is the gate's bias; the magnitude's encoder columns are the gate's times
+    Only the gate is penalised, so that magnitudes do not shrink. The gate learns from a separate reconstruction, which
+    must not change the decoder. `b_enc` is the gate's bias; the magnitude's encoder columns are the gate's times
     exp(`r_mag`).
     """
 

@@ -108,7 +108,7 @@ def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -
     n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
     first = 0
     while first < latents.n_total:
-        # The last block includes a remainder that is too small for a block of its own.
+        # The last block includes a remainder that is too small for a separate block.
         left = latents.n_total - first
         count = left if left < n_rows + _DRAWN_BY else n_rows
         rows = torch.nn.functional.normalize(torch.randn(count, d, generator=generator), dim=1)
@@ -126,7 +126,7 @@ def _centre(points: Tensor, how: str) -> Tensor:
 def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:
     """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], by Weiszfeld's iteration.
 
-    Unlike the mean, it is hardly affected by a few tokens with very large norms.
+    Unlike the mean, it barely changes if a few tokens have very large norms.
     """
     median = points.mean(dim=0)
     for _ in range(max_iterations):

@@ -1,6 +1,6 @@
 """Finds the largest values of each row of a bf16 matrix on a CPU.
 
-Each value becomes an integer key: its bits, followed by those of its column. numpy partitions integers with vector
+Each value becomes an integer key: its bits, followed by the bits of its column. numpy partitions integers with vector
 instructions: on one core, it finds the 64 largest keys of each of 4,096 rows of 512 in 3 ms, and the indices of the 64
 largest floats in 10 ms.
 """

@@ -24,7 +24,7 @@ class PreActs:
         return top_k.largest_of_each(self.matrix, k)
 
     def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
-        """Return the n largest of each token, or those that are the `n_seen` largest in a rounded product."""
+        """Return the n largest of each token, or the `n_seen` largest of each token in a rounded product."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
@@ -76,6 +76,6 @@ class Product(PreActs):
         return self._exact is None and rounded_top_k.pays(self._factors, n_exact, of_batch=of_batch)
 
     def let_go(self) -> None:
-        """Let the next product reuse the memory of the matrix; the values that are needed must have been copied."""
+        """Let the next product reuse the memory of the matrix; copy the needed values first."""
         if self._exact is not None:
             reused_buffer.put_back(self._exact)

@@ -1,9 +1,9 @@
-"""Finds the largest pre-activations with a bf16 product first, then exact values for the possible candidates.
+"""Finds the largest pre-activations with a bf16 product, and then computes exact values for the candidates only.
 
 A CPU with hardware bf16 products computes them eight times as fast as fp32. The error of a rounded product is bounded:
-|x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value further than that below the k-th exact one is not among the
-largest. If this rules out too few values, the exact product is computed, so the result is always that of the exact
-product.
+|x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value that is below the k-th largest exact value by more than this bound
+is not among the k largest. If this rules out too few values, the exact product is computed, so the result never depends
+on the rounding.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trainer.saes.kernels import packed_top_k, reused_buffer, top_k
 from trainer.saes.kernels.sparse import product_dtype, row_products
 from trainer.saes.sparse_acts import Places
 
-# Rows per chunk, few enough that a chunk stays in the cache.
+# The number of rows per chunk, small enough that a chunk stays in the cache.
 PART = 512
 # Rounding to bf16 changes a number by at most `ROUNDING` times its size. The fp32 sums of both products have an error
-# of at most `SUMMING` times the factors' norms per term.
+# of at most `SUMMING` times the norms of both factors for each term.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-23
 
 
@@ -37,7 +37,7 @@ class Factors(NamedTuple):
         return reused_buffer.product(self.b_enc, self.x, self.W_enc)
 
     def product_of(self, rows: Tensor) -> Tensor:
-        """Return the pre-activations of the given tokens; leave the buffer alone that the next full matmul reuses."""
+        """Return the pre-activations of the given tokens, without using the buffer that full products reuse."""
         return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ class Factors(NamedTuple):
 
 
 class Rough(NamedTuple):
-    """The product of rounded factors, with bounds of its errors.
+    """The product of rounded factors, with bounds on its errors.
 
-    `values` [n_tokens, d_sae] differ from the exact ones by at most `per_norm` [n_tokens] times `norms` [d_sae] of the
-    latents, plus `offset` (0-dim). The rounding of the product itself must be added.
+    `values` [n_tokens, d_sae] differ from the exact values by at most `per_norm` [n_tokens] times the latents' `norms`
+    [d_sae], plus `offset` (0-dim). This bound does not include the error from rounding the product itself.
     """
 
     values: Tensor
@@ -65,14 +65,14 @@ class Rough(NamedTuple):
 
     @property
     def largest_errors(self) -> Tensor:
-        """The largest error bound of each token: [n_tokens]."""
+        """The largest error bound of each token, [n_tokens]."""
         return self.per_norm * self.norms.amax() + self.offset
 
 
 class Candidates(NamedTuple):
-    """Some of each token's largest: columns and exact values [n_tokens, n], in no order.
+    """Large values of each token: columns and exact values [n_tokens, n], in no particular order.
 
-    No other value exceeds `ceiling` [n_tokens]; if that is NaN, nothing is known about the others.
+    No other value of a token exceeds its `ceiling` [n_tokens]; a ceiling of NaN says nothing about the other values.
     """
 
     columns: Tensor
@@ -81,14 +81,14 @@ class Candidates(NamedTuple):
 
     @property
     def lower(self) -> Tensor:
-        """Lower bounds, as in `FirstLook`: the values are exact, so `exact` has nothing to compute."""
+        """Lower bounds of the values, as in `FirstLook`: the exact values themselves."""
         return self.values
 
     def exact(self, least: Tensor) -> Candidates:
         return self
 
     def largest(self, n: int) -> Candidates:
-        """Return the n largest of these, if there are more."""
+        """Return the n largest of these candidates, or all if there are no more than n."""
         if n >= self.values.shape[1]:
             return self
         values, chosen = self.values.topk(n, dim=1, sorted=False)
@@ -109,8 +109,8 @@ class FirstLook(NamedTuple):
     ceiling: Tensor
 
     def exact(self, least: Tensor) -> Candidates:
-        """Return these with exact values; values that are certainly below `least` [n_tokens] are replaced by -inf."""
-        # True for NaN because it is negated.
+        """Return the candidates with exact values; values certainly below `least` [n_tokens] are replaced by -inf."""
+        # The negated comparison is True for NaN.
         matters = ~(self.upper < least[:, None])
         counts = torch.from_numpy(np.count_nonzero(matters.numpy(), axis=1))
         flat = torch.from_numpy(np.flatnonzero(matters.numpy()))
@@ -122,16 +122,16 @@ class FirstLook(NamedTuple):
 
 
 def may_be_used(factors: Factors) -> bool:
-    """Return whether this CPU is faster with a rounded product and the caller needs an exact fp32 one."""
+    """Return whether the product is fp32 and is computed on a CPU that is faster with bf16."""
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
     return is_exact and x.device.type == "cpu" and first_look.costs() is not None
 
 
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
-    """Return whether a rounded product is faster if `n_exact` values per token are then computed exactly.
+    """Return whether a rounded product saves time if `n_exact` values per token are then computed exactly.
 
-    `of_batch`: find the largest of all tokens together, else the largest of each token.
+    With `of_batch`, the largest values of all tokens together are sought, otherwise the largest of each token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 
@@ -150,7 +150,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     """Return the same as `PreActs.largest`."""
     looked = look(factors, first_look.n_seen(k, 1))
     columns, values, ceiling = looked.exact(top_k.kth(looked.lower, k)).largest(k)
-    # True for NaN because it is negated.
+    # The negated comparison is True for NaN.
     is_open = ~(ceiling <= values.amin(dim=1))
     if len(rows := is_open.nonzero().flatten()):
         whole = factors.product_of(rows)
@@ -160,7 +160,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
-    """Return the same as `PreActs.largest_of_all`; None if the rounded product does not find the values."""
+    """Return the same as `PreActs.largest_of_all`, or None if the rounded product rules out too few values."""
     rough = _rough(factors)
     bound = top_k.guessed_bound(rough.values, n)
     floors = bound - abs(bound) * ROUNDING - rough.largest_errors
@@ -184,7 +184,7 @@ def _rough(factors: Factors) -> Rough:
     rounded_x, norms, offs = _round_rows(x)
     rounded_W, norms_W, offs_W = _round_rows(W_enc.T)
     rounded_b = b_enc.bfloat16()
-    # A latent whose weights are all 0 has no error.
+    # A latent whose weights are all 0 has no rounding error.
     share_W = (offs_W / norms_W.clamp_min(torch.finfo(norms_W.dtype).tiny)).amax()
     per_norm = offs + (norms + offs) * share_W + SUMMING * x.shape[1] * norms
     values = reused_buffer.product(rounded_b, rounded_x, rounded_W.T)
@@ -192,7 +192,7 @@ def _rough(factors: Factors) -> Rough:
 
 
 def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round rows [n, d] to bf16; return them, their norms and the norms of their rounding errors, [n].
+    """Round rows [n, d] to bf16; return the result, the norms [n] of the rows and the norms [n] of their errors.
 
     The rows are processed in chunks that stay in the cache: 16,384 latents take 5 ms instead of 11.
     """
@@ -202,13 +202,13 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for part, into, norm, off in zip(*(tensor.split(PART) for tensor in (rows, rounded, norms, offs)), strict=True):
         into.copy_(part)
         torch.linalg.vector_norm(part, dim=1, out=norm)
-        # Subtracting two different dtypes takes longer.
+        # Subtracting tensors of different dtypes takes longer.
         torch.linalg.vector_norm(off_of_part[: len(part)].copy_(into).sub_(part), dim=1, out=off)
     return rounded, norms, offs
 
 
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:
-    """Return the values [n_tokens, d_sae] at or above their token's floor, as ascending flat indices.
+    """Return ascending flat indices of the values [n_tokens, d_sae] that are at or above their token's floor.
 
     Positive bf16 numbers are ordered like the integers with the same bits. If a floor is not positive, all values of
     its token are returned.

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.sparse_acts import Places, marked_in_columns
 
-# Positions and their values [n].
+# Positions in the matrix of pre-activations, and the values [n] at these positions.
 Chosen = tuple[Places, Tensor]
 
 
@@ -21,44 +21,44 @@ def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
-    """Choose the k · n_tokens largest over all tokens, ordered by token and latent; some tokens may get none."""
+    """Choose the k · n_tokens largest over all tokens, ordered by token and latent; some tokens may have none."""
     n_tokens, d_sae = pre_acts.shape
     flat, values = pre_acts.largest_of_all(min(round(k * n_tokens), n_tokens * d_sae))
     return places_of(flat, n_tokens, d_sae), values
 
 
 def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-    """Choose the values above a bound (a number, 0-dim or [d_sae]) and every NaN, which must not count as inactive.
+    """Choose the values above a bound (a number, 0-dim or [d_sae]), and every NaN, which must not count as inactive.
 
-    Return None if a dense product is faster. With a GPU, the host waits for the number of values; in training it must
-    not.
+    Return None if a dense product is faster. On a GPU, the host waits for the number of values, so do not use this
+    function in training.
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
-        # Torch would round the bound to the nearest number, and an fp32 copy of the matrix would take twice its memory.
+        # Torch would round the bound to nearest. An fp32 copy of the matrix would take twice the memory of the matrix.
         bound = rounded_down(bound, matrix.dtype)
     places = where(~(matrix <= bound))
     return None if places is None else (places, _at(matrix, places))
 
 
 def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest numbers of a 16-bit type that are not above `bound`.
+    """Return the largest numbers of a 16-bit dtype that do not exceed `bound`.
 
-    A value of that type is above both or neither.
+    A value of that dtype exceeds `bound` if and only if it exceeds the rounded bound.
     """
     nearest = bound.detach().to(dtype)
     bits = nearest.view(torch.int16)
-    # Numbers of one sign are ordered like their bits; the next number below 0 is the negative one closest to 0.
+    # Numbers of the same sign are ordered like their bits. The next number below 0 is the largest negative one.
     below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).view(dtype)
     return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 
 
 def where(mask: Tensor) -> Places | None:
-    """Return the positions marked in a bool [n_tokens, d_sae], or None if a dense product is faster.
+    """Return the positions marked in a bool mask [n_tokens, d_sae], or None if a dense product is faster.
 
-    On a CPU, a sparse entry costs a product about 16 times the time of a dense one.
+    On a CPU, a product takes about 16 times as long for a sparse entry as for a dense one.
     """
-    # numpy counts and finds them in a third of torch's time.
+    # numpy takes a third of torch's time to count and find the marked elements.
     n_marked = int(n_marked_in(mask)) if mask.is_cuda else np.count_nonzero(mask.numpy())
     if n_marked * 16 > mask.numel():
         return None
@@ -66,12 +66,12 @@ def where(mask: Tensor) -> Places | None:
 
 
 def n_marked_in(mask: Tensor) -> Tensor:
-    """Count the marked elements of a bool [n_tokens, d_sae]: float64, 0-dim."""
+    """Return the number of marked elements of a bool mask [n_tokens, d_sae], float64, 0-dim."""
     return marked_in_columns(mask).sum(dtype=torch.float64)
 
 
 def numbers(mask: Tensor) -> Tensor:
-    """Return the indices of the marked elements of the flattened mask, ascending."""
+    """Return ascending indices of the marked elements of the flattened mask."""
     return mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 

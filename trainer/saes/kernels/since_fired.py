@@ -1,4 +1,4 @@
-"""Counts per step: on how many tokens each latent fired, for how many tokens the others have not, and errors."""
+"""Counts per step: the tokens on which each latent fired, the tokens since it last fired, and the errors."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import TOKENS_SINCE_FIRED
 from trainer.saes.sparse_acts import Acts, SparseActs
 
-# Lower bound for an SAE without error, since AuxK divides by the variance.
+# Lower bound of the variance, for an SAE without errors, since AuxK divides by the variance.
 LEAST_VARIANCE = 1e-12
 
 
 @torch.no_grad()
 def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
-    """Add a pass to `sums` [n + 1 + m]: each latent's firing count, the number of tokens, and m scalars (0-dim).
+    """Add each latent's firing count, the number of tokens, and m scalars (0-dim) to `sums` [n + 1 + m].
 
-    Return the firing counts [n], which fp32 stores exactly up to 16 million.
+    Return the firing counts [n] of this pass, which fp32 stores exactly up to 16 million.
     """
     if isinstance(acts, SparseActs) and (triton := TOKENS_SINCE_FIRED.on(sums)):
         by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
         return by_kernel
     fired = acts.count_by_latent(acts.values > 0)
-    # One addition for everything. `new_full` fills on the device; a copy from the host would stall the stream.
+    # A single addition suffices. `new_full` fills on the device; a copy from the host would stall the stream.
     beside = fired.new_full((1,), n_tokens), *(number.reshape(1) for number in numbers)
     sums += torch.cat([fired, *beside])
     return fired
@@ -30,10 +30,11 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Add a step's tokens (0-dim) to each latent's tokens since it fired [n], reset to 0 if it fired; clear `sums`.
+    """Update the number of tokens since each latent fired [n] by a step of `n_tokens` (0-dim), and clear `sums`.
 
-    `sums` [n + m] begins with the firing count of each latent; return its other elements [m]. If there are no tokens,
-    the contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.
+    The number is reset to 0 for latents that fired in the step. `sums` [n + m] starts with the firing count of each
+    latent; return its other elements [m]. If there are no tokens, the contents of `sums` are ignored. `n_tokens` must
+    not be a view of `sums`.
     """
     if triton := TOKENS_SINCE_FIRED.on(since_fired):
         by_kernel: Tensor = triton.add_tokens(since_fired, sums, n_tokens)
@@ -50,7 +51,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
 def take_variance(variance: Tensor, sums: Tensor) -> None:
     """Set a variance (0-dim) to the mean squared error of a step, with `sums` = [n_tokens, Σ‖error‖², ...].
 
-    It stays above 0, and does not change if there are no tokens.
+    The variance stays above 0, and does not change if the step has no tokens.
     """
     if variance.dtype == torch.float32 and (triton := TOKENS_SINCE_FIRED.on(variance)):
         triton.take_variance(variance, sums)

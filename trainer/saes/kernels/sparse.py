@@ -1,9 +1,10 @@
-"""Products with sparse activations. They read only rows of active latents, with Triton on a GPU, else embedding_bag.
+"""Products with sparse activations, which read only the rows of active latents.
 
-All three products are sums over bags of rows. Decoding adds rows of W_dec for each token; the gradient of an activation
-is the product of one row with its token's gradient; a weight gradient adds, for each latent, the rows of its tokens. On
-one core with 4,096 tokens, d_in 384, d_sae 3,072 and k 32 they take 5, 7 and 8 ms; a dense product takes 80. A GPU
-computes both gradients of decoding in one pass.
+They use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows. Decoding adds
+up the rows of W_dec of each token's active latents. The gradient of an activation is the inner product of one such row
+with the gradient of its token. The gradient of the weights adds up, for each latent, the rows of the tokens on which it
+is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these products take 5, 7 and 8 ms; a
+dense product takes 80 ms. A GPU computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
-# Computes the gradients of the decoded values in a given dtype from saved tensors and the gradients of the sums.
+# A function that computes gradients in a given dtype from saved tensors and the gradients of the sums.
 MakeGradients = Callable[..., "Gradients"]
 
-# Larger row matrices do not stay in the cache if rows are read in random order.
+# If rows are read in random order, larger matrices do not stay in the cache.
 CACHE_BYTES = 2**24
 
 
 def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int = 0) -> Tensor:
-    """Return acts W_dec [n_tokens, d_out]: the sum of each token's active rows of W_dec [d_sae, d_out].
+    """Return acts @ W_dec [n_tokens, d_out]: the weighted sum of each token's active rows of W_dec [d_sae, d_out].
 
-    Ranks of a `group` have the same tokens: each gets its `local_shard` of the sum over ranks. With `n_levels`, every
-    n_levels consecutive token indices of the sparse activations are the levels of one token; the result is [n_tokens,
-    n_levels, d_out].
+    Ranks of a `group` have the same tokens, and each rank gets its `local_shard` of the sum over ranks. With
+    `n_levels`, every `n_levels` consecutive token indices of the sparse activations are the levels of one token; the
+    result is then [n_tokens, n_levels, d_out].
     """
     group = group or Group()
     if isinstance(acts, DenseActs):
@@ -45,10 +46,10 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
 
 
 def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
-    """Return the dtype in which ranks gather the gradient of the decoded values; None for its own dtype.
+    """Return the dtype in which ranks gather the gradient of the decoded values; None leaves its dtype unchanged.
 
-    If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on it, so it does not depend on
-    the activations: a rank with many active latents uses dense products.
+    If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on the dtype. So it does not
+    depend on the activations, since a rank with many active latents uses dense products.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
@@ -59,14 +60,14 @@ def _dtype_of_rows(W_dec: Tensor) -> torch.dtype:
 
 
 class _Decode(torch.autograd.Function):
-    """Decoding with its own gradients.
+    """Decoding with custom gradients.
 
-    The backward pass of embedding_bag includes a sort and takes 24 ms on one core; this takes 14.
+    The backward pass of `embedding_bag` includes a sort and takes 24 ms on one core; this backward pass takes 14 ms.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places, group: Group, n_levels: int) -> Tensor:
-        # Under autocast, narrow rows halve the bytes a GPU gathers and fit its cache better; sums are fp32 anyway.
+        # Under autocast, 16-bit rows halve the bytes that a GPU gathers and fit its cache better. Sums are fp32 anyway.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
@@ -78,7 +79,7 @@ class _Decode(torch.autograd.Function):
             return decoded
         own, transfers = group.start_part_of_sum(decoded)
         if transfers and ctx.needs_input_grad[1]:
-            # The gradients need this sort; a GPU overlaps it with the transfer.
+            # The gradients need this sort, and a GPU overlaps it with the transfer.
             places.tokens_by_latent(len(rows))
         group.finish(transfers)
         return own
@@ -101,7 +102,7 @@ def _gradients(
     needed: tuple[bool, bool],
     factor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the activations and of W_dec, whose copy `rows` was used in the forward pass.
+    """Return the gradients of the activations and of W_dec; `rows` is the copy of W_dec that the forward pass used.
 
     The gradient of the decoded values is `grad`, times `factor` (0-dim) if given.
     """
@@ -117,7 +118,7 @@ def _gradients(
 
 
 def _times(matrix: Tensor, factor: Tensor | None) -> Tensor:
-    # Shape [1]: a GPU would round a 0-dim factor to the dtype of the matrix.
+    # The factor gets shape [1], since a GPU would round a 0-dim factor to the dtype of the matrix.
     return matrix if factor is None else (matrix * factor.reshape(1)).to(matrix.dtype)
 
 
@@ -126,9 +127,9 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class Gradients(NamedTuple):
-    """The gradients of the decoded values, `of_decoded` [..., d_out], and of the added offset, `of_offset` [d_out].
+    """The gradients of the decoded values, `of_decoded` [..., d_out], and of the offset, `of_offset` [d_out].
 
-    Multiply `of_decoded` by `factor` (0-dim) unless that is None.
+    `of_decoded` has yet to be multiplied by `factor` (0-dim), unless the factor is None.
     """
 
     of_decoded: Tensor
@@ -137,9 +138,9 @@ class Gradients(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Inputs of kernels that decode without a graph: `acts`, and W_dec as `rows` [d_sae, d_out] in the product dtype.
+    """The inputs of kernels that decode without autograd; `rows` is W_dec [d_sae, d_out] in the product dtype.
 
-    Code that sums the errors of the result calls `with_gradients`.
+    Call `with_gradients` on sums of the result's errors to give them gradients.
     """
 
     acts: SparseActs
@@ -149,9 +150,9 @@ class Decoded(NamedTuple):
     def with_gradients(
         self, offset: Tensor, gradients: MakeGradients, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the precomputed `sums`, 0-dim, with gradients for the activations, W_dec and `offset`.
+        """Return the precomputed 0-dim `sums` as functions of the activations, W_dec and `offset` that have gradients.
 
-        `gradients` computes these from `saved` and the gradients of the sums.
+        The function `gradients` computes the gradients from `saved` and the gradients of the sums.
         """
         known: tuple[Tensor, ...] = _KnownSums.apply(  # type: ignore[no-untyped-call]
             self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradients, len(saved), *saved, *sums
@@ -160,7 +161,7 @@ class Decoded(NamedTuple):
 
 
 def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
-    """Return the inputs of decoding kernels, if these work and the activations are sparse; else None."""
+    """Return the inputs of the decoding kernels if these work here and the activations are sparse; else None."""
     dtype = product_dtype(W_dec)
     if isinstance(acts, DenseActs) or not SPARSE_PRODUCTS.on(W_dec, dtype):
         return None
@@ -168,9 +169,9 @@ def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
 
 
 class _KnownSums(torch.autograd.Function):
-    """Sums over decoded values; the gradient of x_hat is written directly in the product dtype.
+    """Precomputed sums over decoded values; the gradient of x_hat is written directly in the product dtype.
 
-    Autograd would write it in fp32, read it for the gradient of the offset, and read it again to narrow it.
+    Autograd would write this gradient in fp32, read it for the gradient of the offset, and read it again to convert it.
     """
 
     @staticmethod
@@ -203,14 +204,14 @@ class _KnownSums(torch.autograd.Function):
 def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
 
-    The sums are fp32 or wider. Their order is fixed, except for latents with many tokens: a GPU splits those among
-    several programs, unless torch's deterministic mode forbids it.
+    The sums are fp32 or wider. The order of the additions is fixed, except for latents with many tokens: a GPU splits
+    such sums among several programs, unless torch is in deterministic mode.
     """
     if triton := SPARSE_PRODUCTS.on(dense):
         sums: Tensor = _summed(triton, acts, dense, None, None).sums
         return sums
     order, starts = acts.places.by_latent(acts.d_sae)
-    # Indexing with a tensor takes three times as long on a CPU as index_select.
+    # On a CPU, indexing with a tensor takes three times as long as `index_select`.
     tokens, values = acts.places.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
     return bag_sums(values, tokens, starts, dense)
 
@@ -218,7 +219,8 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
 def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` and the sum of each latent's activations [d_sae].
 
-    `weights` are the parameters that get this gradient; a GPU may also measure it for them.
+    `weights` are the parameters that get this product as their gradient. A GPU may also record measures of the gradient
+    for them.
     """
     if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, None, weights)
@@ -232,7 +234,7 @@ def both_products(
 ) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` of `dense` and its `row_products` with `rows` [d_sae, d].
 
-    `factor` (0-dim), if given, multiplies `dense`. A GPU gathers rows of `dense` once for both products.
+    `dense` is multiplied by `factor` (0-dim) if given. A GPU gathers the rows of `dense` once for both products.
     """
     if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, rows, weights, factor)
@@ -260,9 +262,10 @@ def _summed(
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
-    """Sum values[i] · rows[indices[i]] over each bag: [n_bags, d]; bag b's entries begin at `starts[b]`.
+    """Return the sum of values[i] · rows[indices[i]] over each bag, [n_bags, d]; bag b starts at entry `starts[b]`.
 
-    The sum is fp32 or wider and has a fixed order. Entries beyond the `filled` ones must have the value 0.
+    The sums are fp32 or wider, and the order of the additions is fixed. Entries beyond the `filled` ones must have the
+    value 0.
     """
     if triton := SPARSE_PRODUCTS.on(rows):
         sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled)
@@ -272,9 +275,9 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
 
 def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
-    """Return each entry's inner product of its row of `dense` [n_tokens, d] and its row of `rows` [d_sae, d]: [n].
+    """Return, for each entry, the inner product of its rows of `dense` [n_tokens, d] and `rows` [d_sae, d]: [n].
 
-    For padding the result is any finite number.
+    The result for a padding entry is an arbitrary finite number.
     """
     if triton := SPARSE_PRODUCTS.on(rows):
         by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts, places.filled)
@@ -288,20 +291,20 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
 
 
 def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, places: Places) -> bool:
-    """Return whether a CPU makes better use of its cache if it reads the entries by latent instead of by token.
+    """Return whether a CPU uses its cache better if it reads the entries by latent instead of by token.
 
-    For 4,096 tokens, d 384 and k 64 on one core, including the sort, this takes 22 ms instead of 40 with 16,384
-    latents, but 20 instead of 16 with 3,072. With fewer entries than latents it gains nothing.
+    For 4,096 tokens, d = 384 and k = 64 on one core, including the sort, reading by latent takes 22 ms instead of 40 ms
+    with 16,384 latents, but 20 ms instead of 16 ms with 3,072. With fewer entries than latents, it saves no time.
     """
     exceeds_cache = rows.nbytes > max(CACHE_BYTES, dense.nbytes) and not rows.is_cuda
     return exceeds_cache and len(places.latents) >= len(rows)
 
 
 def _row_products(dense: Tensor, rows: Tensor, indices: Tensor, bags: Tensor, starts: Tensor) -> Tensor:
-    """Return the inner products of `rows[indices[i]]` and `dense[bags[i]]`: [n]; bag b begins at `starts[b]`.
+    """Return the inner products of `rows[indices[i]]` and `dense[bags[i]]`, [n]; bag b starts at entry `starts[b]`.
 
-    Autograd calls the same operation for embedding_bag; this call avoids a second forward pass. Gathering the rows for
-    a batched product takes 23 times as long.
+    Autograd calls the same operation for `embedding_bag`; calling it directly avoids a second forward pass. Gathering
+    the rows for a batched product would take 23 times as long.
     """
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
     products: Tensor = backward(dense, rows, indices, starts, bags, mode=0)
@@ -309,9 +312,9 @@ def _row_products(dense: Tensor, rows: Tensor, indices: Tensor, bags: Tensor, st
 
 
 def dots(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the inner products of rows with the same index in two matrices [n, d]: [n].
+    """Return the inner product of each pair of rows with the same index in two matrices [n, d]: [n].
 
-    For 16,384 rows of 768 this takes 4 ms on one core; torch's einsum takes 15.
+    For 16,384 rows of 768, this takes 4 ms on one core; torch's `einsum` takes 15 ms.
     """
     if rows.is_cuda:
         return torch.einsum("ij,ij->i", rows, others)
@@ -322,7 +325,7 @@ def dots(rows: Tensor, others: Tensor) -> Tensor:
 def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
     """Return factor · Σ weights[i] · rows[i] for rows [n, d], which may be 16-bit: [d], in the dtype of the weights.
 
-    A GPU reads 16 bits and adds in fp32; torch's own product would also round the weights.
+    A GPU kernel reads 16-bit rows and adds in fp32; torch's own product would also round the weights.
     """
     if rows.dtype == weights.dtype or not (triton := SPARSE_PRODUCTS.on(rows)):
         return factor * (rows.T.to(weights.dtype) @ weights)

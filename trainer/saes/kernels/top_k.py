@@ -1,9 +1,9 @@
 """Finds the positions of the largest values of a matrix.
 
-Most work is saved by reading only values that can be among the largest; the result is exact. On a GPU all shapes are
-known in advance, so the host never waits: if columns are grouped, the k groups with the largest maxima contain the k
-largest values. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU shapes may depend on the
-data.
+Most of the time is saved by reading only values that can be among the largest; the result is exact. If columns are
+grouped, the k groups with the largest maxima contain the k largest values. So on a GPU all shapes are known in advance,
+and the host never waits. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU, shapes may depend
+on the data.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import LATENT_SELECTIONS
 
-# Rows sampled to guess a bound, and the target number of values above it relative to the number wanted: the fraction
-# above a bound in a batch differs from that in 64 of its rows by less than a sixth.
+# The number of rows sampled to guess a bound, and the target number of values above the bound relative to the number
+# requested. The fraction of values above a bound in a batch differs by less than a sixth from the fraction in 64 of its
+# rows.
 SAMPLE_ROWS, MARGIN = 64, 1.5
-# Chunks per thread; the results of one chunk stay in the cache.
+# The number of chunks per thread; the results of one chunk stay in the cache.
 PARTS = 4
-# Smaller groups save nothing.
+# The smallest group size; smaller groups save no time.
 LEAST_GROUP = 6
 
 
 def of_each(values: Tensor, k: int) -> Tensor:
-    """Return the columns of the k largest of each row [n_rows, k], in no order; NaN counts as the largest."""
+    """Return the columns [n_rows, k] of the k largest of each row, unordered; NaN counts as the largest value."""
     return largest_of_each(values, k)[0] if values.is_cuda else _by_groups(values, k)
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of the k largest of each row, in no order, and their values: both [n_rows, k]."""
+    """Return the columns and values of the k largest of each row, in no particular order: both [n_rows, k]."""
     if (triton := LATENT_SELECTIONS.on(values)) and triton.fits(values, k):
         found: tuple[Tensor, Tensor] = triton.largest_of_each(values, k)
         return found
@@ -43,13 +44,13 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def of_all(values: Tensor, n: int) -> Tensor:
-    """Return the n largest of the matrix, as ascending indices into the flattened matrix."""
+    """Return ascending indices of the n largest values into the flattened matrix."""
     if (triton := LATENT_SELECTIONS.on(values)) and triton.fits_all(values, n):
         chosen: Tensor = triton.largest_of_all(values, n)
         return chosen
     if values.is_cuda:
         found = _by_groups(values.reshape(1, -1), n, _topk)[0]
-        # Sorting takes half the time with 32-bit indices.
+        # Sorting 32-bit indices takes half as long.
         return found.int().sort().values.long() if values.numel() < 2**31 else found.sort().values
     candidates = _candidates(values, n)
     is_chosen, _ = are_largest(values.flatten().index_select(0, candidates)[None], n)
@@ -57,9 +58,9 @@ def of_all(values: Tensor, n: int) -> Tensor:
 
 
 def _candidates(values: Tensor, n: int) -> Tensor:
-    """Return ascending indices into the flattened matrix that include its n largest.
+    """Return ascending indices into the flattened matrix that include those of its n largest values.
 
-    They are rarely all indices, which would take more memory than the matrix.
+    All indices would take more memory than the matrix, so they are returned only if no bound rules out enough values.
     """
     margin = MARGIN
     while margin * n < values.numel():
@@ -80,16 +81,16 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         largest, columns = values.topk(k, dim=1, sorted=False)
         return _mask_of(values, columns), largest.amin(dim=1)
     smallest = kth(values, k)
-    # True for NaN because it is negated.
+    # The negated comparison is True for NaN.
     is_chosen = ~(values < smallest[:, None])
-    # Any of several equal values may be chosen, but no more than k in total.
+    # Of several equal values, any may be chosen, but no more than k values in total.
     tied = (is_chosen.sum(dim=1) != k).nonzero().flatten()
     is_chosen[tied] = _mask_of(values[tied], _topk(values[tied], k))
     return is_chosen, smallest
 
 
 def strongest(values: Tensor, k: int) -> Tensor:
-    """Return rows [n_rows, n] with their k largest values if these are positive or NaN, and 0 elsewhere."""
+    """Keep the k largest values of each row [n_rows, n] that are positive or NaN; replace all others by 0."""
     if (triton := LATENT_SELECTIONS.on(values)) and triton.fits_whole(values, k):
         found: Tensor = triton.strongest(values, k)
         return found
@@ -97,12 +98,12 @@ def strongest(values: Tensor, k: int) -> Tensor:
 
 
 def _mask_of(values: Tensor, columns: Tensor) -> Tensor:
-    """Return a bool mask [n_rows, n] with the given columns [n_rows, k] of each row marked."""
+    """Return a bool mask [n_rows, n] that marks the given columns [n_rows, k] of each row."""
     return torch.zeros_like(values, dtype=torch.bool).scatter_(1, columns, True)
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
-    """Guess from a sample a bound that probably more than n values exceed, but not many more."""
+    """Return a bound, guessed from a sample, that probably more than n values exceed, but not many more."""
     sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
     rank = min(math.ceil(margin * n * len(sample) / max(values.numel(), 1)), len(sample))
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
@@ -111,7 +112,7 @@ def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
     """Call `work` on chunks of rows of the arrays [n, ...] and return the concatenated results.
 
-    Use as many threads as torch does; numpy alone uses one.
+    Use the same number of threads as torch; numpy alone uses one.
     """
     n_threads = torch.get_num_threads()
     parts = [np.array_split(array, max(PARTS * n_threads, n_parts)) for array in arrays]
@@ -140,7 +141,7 @@ def _topk(values: Tensor, k: int) -> Tensor:
 
 
 def _partition(values: Tensor, k: int) -> Tensor:
-    """Return the same as `_topk` for [n_rows, n]: 4,096 rows of 256 take 4 ms on one core instead of 12.
+    """Return the same as `_topk` for [n_rows, n], but for 4,096 rows of 256 in 4 ms on one core instead of 12 ms.
 
     numpy's `partition` has vector instructions on more CPUs than its `argpartition`, which takes 13 ms with AVX2.
     """
@@ -151,11 +152,11 @@ def _partition(values: Tensor, k: int) -> Tensor:
 
 
 def _columns_of_largest(rows: np.ndarray, k: int) -> np.ndarray:
-    """Return the columns of the k largest of each row [n_rows, k], 0 < k < n."""
+    """Return the columns [n_rows, k] of the k largest of each row [n_rows, n], for 0 < k < n."""
     place = rows.shape[1] - k
-    # True for NaN because it is negated.
+    # The negated comparison is True for NaN.
     is_large = ~(rows < np.partition(rows, place, axis=1)[:, place, None])
-    # Every row has at least k; a row with values equal to the k-th largest has more.
+    # Every row has at least k such values, and more if several values equal the k-th largest.
     if np.count_nonzero(is_large) > len(rows) * k:
         tied = np.flatnonzero(np.count_nonzero(is_large, axis=1) > k)
         is_large[tied] = False
@@ -165,28 +166,31 @@ def _columns_of_largest(rows: np.ndarray, k: int) -> np.ndarray:
 
 
 def kth(values: Tensor, k: int) -> Tensor:
-    """Return the k-th largest of each row [n_rows]: 4,096 rows of 64 take 0.6 ms on one core; `_topk` takes 2.7."""
+    """Return the k-th largest of each row, [n_rows].
+
+    For 4,096 rows of 64, this takes 0.6 ms on one core; `_topk` takes 2.7 ms.
+    """
     place = values.shape[1] - k
     smallest = by_rows(lambda part: np.partition(part, place, axis=1)[:, place], _numpy(values))
     return torch.from_numpy(smallest).to(values.dtype)
 
 
 def _numpy(values: Tensor) -> np.ndarray:
-    """Convert to numpy, 16-bit types as fp32: numpy has no bf16 and is slow with fp16."""
+    """Convert to numpy, and 16-bit dtypes to fp32: numpy has no bf16 and is slow with fp16."""
     return values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
 
 
 def _group_size(n: int, k: int) -> int:
-    """Return the divisor `size` of n that minimises n / size maxima plus k · size columns."""
+    """Return the divisor of n that minimises the number of maxima, n / size, plus that of columns, k · size."""
     return next(size for size in range(math.isqrt(n // max(k, 1)), -1, -1) if size <= 1 or n % size == 0)
 
 
 def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
     """Return the same as `_partition`, but search only the k groups with the largest maxima.
 
-    A value in any other group is at most its group's maximum, and k maxima are at least as large. A group takes every
-    (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds the largest maxima
-    and the largest values of the chosen groups; by default both are grouped again.
+    A value in any other group is at most the maximum of its group, and at least k maxima are as large. A group consists
+    of every (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds the
+    largest maxima, and then the largest values of the chosen groups; by default, both searches group again.
     """
     n_rows, n = values.shape
     if (size := _group_size(n, k)) < LEAST_GROUP or not k:
@@ -201,5 +205,5 @@ def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] |
 
 
 def _not_below(values: Tensor, bound: float) -> Tensor:
-    """Return ascending indices of the flattened values that are above the bound or NaN."""
+    """Return ascending indices of the values in the flattened matrix that are above the bound or NaN."""
     return numbers(lambda rows: ~(rows <= bound), _numpy(values))

@@ -1,15 +1,16 @@
-"""Finds the largest pre-activations of several ranks together, exactly, by exchanging candidates.
+"""Finds the largest pre-activations over several ranks, exactly, by exchanging candidates.
 
 A rank sends only some of its largest values, plus a ceiling that none of its other values exceeds. If a ceiling is
-above the smallest chosen value, an unsent value might belong to the result; a second round then exchanges all possible
-candidates of those tokens. Either each rank decides for its share of the tokens, or all ranks see the same values and
-decide identically. A single rank chooses directly. If a rounded product finds the candidates, ranks first exchange its
-bounds, so that each computes exactly only those values that can be among the largest of all ranks.
+above the smallest chosen value of a token, an unsent value might belong to the result; a second round then exchanges
+all possible candidates of such tokens. Either each rank decides for its shard of the tokens, or all ranks see the same
+values and decide identically. A single rank chooses directly. If a rounded product finds the candidates, ranks first
+exchange bounds on their values, so that each rank computes exact values only for candidates that can be among the
+largest of all ranks.
 
-Both the need for a second round and the number of values chosen from a rank depend on the data. The host of a GPU would
-have to wait for these answers. So a rank with a GPU sends all possible candidates at once and keeps all of these
-entries, but only the chosen ones are valid. The candidates are few compared with the reconstructions and gradients that
-are also exchanged, and the products read only valid entries.
+Both the need for a second round and the number of values chosen from a rank depend on the data. With a GPU, the host
+would have to wait for both results. So a rank with a GPU sends all possible candidates in one round and keeps an entry
+for each of its candidates, although only the chosen entries are valid. The candidates take little memory compared with
+the reconstructions and gradients that are also exchanged, and the products read only valid entries.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, Places
 
-# Like `MARGIN_PER_TOKEN`, for the k of a whole batch, which varies less.
+# Like `MARGIN_PER_TOKEN`, but for the largest of a whole batch, whose number per rank varies less.
 MARGIN_PER_BATCH = 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
     """Choose the k largest of each token over all ranks; return those among this rank's latents.
 
-    If not `may_wait` (the host must not wait for a GPU), the result includes padding after the chosen entries.
+    If `may_wait` is False, the host waits for no GPU, and the result has padding after the chosen entries.
     """
     if group.size == 1:
         return select.k_per_token(pre_acts, k)
@@ -57,10 +58,10 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest pre-activations of each token, and how many each rank sends.
+    """Return this rank's candidates for the k largest of each token, and the number that each rank sends per token.
 
-    Ranks of one host exchange the bounds from a rounded product before they compute exact values. All of them take part
-    in this exchange, even a rank with too few latents for a rounded product.
+    Ranks of one host exchange the bounds from a rounded product before they compute exact values. All of these ranks
+    take part in the exchange, even a rank with too few latents for a rounded product.
     """
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_seen = max(n_sent, first_look.n_seen(k, group.size))
@@ -76,20 +77,20 @@ def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, in
 
 
 def _selected(gathered: Tensor, k: int) -> Tensor:
-    """Return which candidates of all ranks are among the k largest of their token, bool [n_ranks, n_tokens, n + 1].
+    """Return a bool mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest of their token.
 
-    The input holds n candidates followed by their ceiling, [n_ranks, n_tokens, n + 1]. The last column of the result
-    marks tokens that are still open: an unsent value might be among their k largest.
+    `gathered` [n_ranks, n_tokens, n + 1] contains n candidates followed by their ceiling. The last column of the result
+    marks tokens with an open result: an unsent value might be among their k largest.
     """
     candidates, ceilings = gathered[:, :, :-1].movedim(0, 1), gathered[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
-    # True for NaN because it is negated.
+    # The negated comparison is True for NaN.
     is_open = ~(ceilings <= smallest).all(dim=0)
     return torch.cat([is_chosen.movedim(0, 1), is_open.expand(len(ceilings), -1)[:, :, None]], dim=2)
 
 
 class _LocalChoice(NamedTuple):
-    """Columns [n_tokens, n] with their values and a mask of the chosen ones."""
+    """Columns [n_tokens, n], their values, and a mask of the chosen ones."""
 
     columns: Tensor
     values: Tensor
@@ -110,7 +111,7 @@ class _LocalChoice(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Latents, tokens (ascending), values and a mask of the chosen entries: all [n]."""
+    """Entries of activations: latents, ascending tokens, values, and a mask of the chosen entries, all [n]."""
 
     latents: Tensor
     tokens: Tensor
@@ -118,7 +119,10 @@ class _Entries(NamedTuple):
     is_chosen: Tensor
 
     def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
-        """Return all entries, the chosen ones first; only these are valid. About `n_expected` will be chosen."""
+        """Return all entries, starting with the chosen ones; only these are valid.
+
+        `n_expected` is the approximate number of chosen entries.
+        """
         if len(self.values) and (triton := SELECTIONS_ACROSS_RANKS.on(self.values)):
             latents, tokens, values, ascending, n = triton.chosen_first(*self, n_tokens)
         else:
@@ -132,9 +136,9 @@ class _Entries(NamedTuple):
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's largest of each token: columns, values, and which are among the k largest of all ranks.
+    """Return columns and values of this rank's largest, and a mask of values among the k largest of all ranks.
 
-    All are [n_tokens, n].
+    The largest values are found for each token. All results are [n_tokens, n].
     """
     columns, values = pre_acts.largest(min(k, pre_acts.shape[1]))
     is_chosen, _ = _are_largest(group.to_owners(_pad(values, k)).movedim(0, 1), k)
@@ -142,9 +146,9 @@ def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Ten
 
 
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k · n_tokens largest over all tokens and ranks; return this rank's.
+    """Choose the k · n_tokens largest over all tokens and ranks; return the chosen ones of this rank.
 
-    If not `may_wait` (the host must not wait for a GPU), the result includes padding after the chosen entries.
+    If `may_wait` is False, the host waits for no GPU, and the result has padding after the chosen entries.
     """
     if group.size == 1:
         return select.k_per_batch(pre_acts, k)
@@ -164,9 +168,10 @@ def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may
 
 
 def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's `n_sent` largest and which values of all ranks are among the n largest.
+    """Return this rank's `n_sent` largest, and a mask of the values of all ranks that are among the n largest.
 
-    This rank's values come with ascending indices into its flattened matrix; the mask is bool [n_ranks, n_sent].
+    The results are ascending indices into this rank's flattened matrix, their values, and the bool mask [n_ranks,
+    n_sent].
     """
     flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
     is_chosen, _ = _are_largest(group.gather(_pad(values[None], n_sent)).movedim(0, 1), n)
@@ -179,7 +184,7 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
     for part in parts:
         values = part.flatten()
         if own is not None:
-            # topk on a CPU takes 16 bytes per value: pass only values that can be among the largest.
+            # On a CPU, `topk` takes 16 bytes per value, so pass only values that can be among the largest.
             values = torch.cat([own, values[values > own.amin()] if len(own) == n else values])
         own = values.topk(min(n, len(values)), sorted=False).values
     assert own is not None
@@ -188,7 +193,7 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
 
 
 def _are_largest(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return which candidates [n_rows, n_ranks, n] are among a row's k largest, bool, and the k-th largest."""
+    """Return a bool mask of the candidates [n_rows, n_ranks, n] among their row's k largest, and the k-th largest."""
     flat = gathered.flatten(1)
     is_chosen, smallest = top_k.are_largest(flat, min(k, flat.shape[1]))
     return is_chosen.view(gathered.shape), smallest

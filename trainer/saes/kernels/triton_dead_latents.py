@@ -1,4 +1,4 @@
-"""AuxK's candidates, their weights and their gradients on a GPU, with one launch each; torch needs three to eighteen.
+"""AuxK's candidates, their weights and their gradients on a GPU: one launch for each, where torch needs 3 to 18.
 
 In a step of 1 ms, each small launch costs 2.5 µs.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
 
-# Largest number of latents whose counts a program holds, and latents per thread: with 32 in each of twice as many
-# threads, registers were spilled on most GPUs.
+# The largest number of latents whose counts a program holds in registers, and the number of latents per thread. With 32
+# latents in each of twice the number of threads, registers were spilled on most GPUs.
 MOST_LATENTS, PER_THREAD = 2**15, 64
-# Latents that a program places, and columns of a row that it copies.
+# The number of latents whose positions a program computes, and the number of columns of a row that it copies.
 PART, COLUMNS = 1024, 1024
-# Silence is capped at this value: 32-bit numbers take half the registers.
+# Silence is capped at this number of tokens, since 32-bit counts take half the registers.
 LONGEST_SINCE_FIRED = tl.constexpr(2**31 - 1)
 
 
@@ -46,7 +46,7 @@ def longest_since_fired(
 
 
 def rows(reads: Tensor, writes: Tensor, W_enc: Tensor, W_dec: Tensor, latents: Tensor) -> None:
-    """Copy rows of n latents from W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; a latent of −1 gets zeros."""
+    """Copy rows of n latents from W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; latent index −1 gets zeros."""
     n, n_read, n_written = len(latents), W_enc.shape[1], W_dec.shape[1]
     with torch.cuda.device_of(W_enc):
         grid, columns = _grid(n, n_read, n_written)
@@ -69,7 +69,7 @@ def add(
         )  # fmt: skip
     for one in (*wholes, input_bias):
         if one is not None:
-            # As torch does for its own in-place operations.
+            # Torch does the same for its own in-place operations.
             torch.autograd.graph.increment_version(one)
 
 
@@ -85,7 +85,8 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """
     since_fired = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
-    # 24 latents are silent for at least 98: `few` takes all; `many` takes the 12 with 99 and the first 8 with 98.
+    # 24 latents are silent for at least 98 tokens. `few` contains all of them, `many` the 12 with 99 and the first 8
+    # with 98.
     few, many = (longest_since_fired(since_fired, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
     numbers = torch.arange(1200, device=device)
     expected = (
@@ -113,9 +114,10 @@ def _find_longest_since_fired(
     out_latents, out_bias, out_weight, since_fired, b_enc, variance, dead_after, n_latents, n,
     HELD: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Find which latents of one block are candidates, and how many candidates precede each.
+    """Find the candidates in one block of latents, and write each at its position among all candidates.
 
-    Each program reads all latents itself: none waits for another, and together they take as long as one.
+    Each program reads the counts of all latents. So no program waits for another, and together they take as long as
+    one.
     """
     first = tl.program_id(0) * PART
     dead, dead_before = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
@@ -125,14 +127,14 @@ def _find_longest_since_fired(
         dead += is_dead.to(tl.int32)
         dead_before += (is_dead & (latents < first)).to(tl.int32)
     n_dead, n_above_before = tl.sum(dead, axis=0), tl.sum(dead_before, axis=0)
-    # If at most n latents are dead, the first living ones, which all compare equal, fill the remaining places.
+    # If at most n latents are dead, the first living ones, which all compare equal, fill the remaining positions.
     bound, n_above, n_equal_before = -1, n_dead, first - n_above_before
     if n_dead > n:
         silent_for = _since_fired_of_dead(since_fired, tl.arange(0, HELD), n_latents, dead_after)
         bound, n_above = search(silent_for, n, 0, tl.max(silent_for, axis=0), BY_HALVES, 32)
         above, equal = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
         for begin in range(0, first, TILE):
-            # Read them again: keeping all of them and these counts took more registers than sm_120 has.
+            # Read the counts again: keeping all counts as well as these sums took more registers than sm_120 has.
             earlier = _since_fired_of_dead(since_fired, begin + tl.arange(0, TILE), first, dead_after)
             above += (earlier > bound).to(tl.int32)
             equal += (earlier == bound).to(tl.int32)
@@ -151,17 +153,17 @@ def _find_longest_since_fired(
 
 @triton.jit
 def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
-    """Return the tokens since a block of latents last fired, as 32-bit numbers; -1 for living latents and padding."""
+    """Return the number of tokens since each latent of a block fired, int32; -1 for living latents and padding."""
     words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)
-    # Padding has count 0, and `dead_after` is at least 1.
+    # Padding has a count of 0, and `dead_after` is at least 1.
     return tl.where(silent_for >= dead_after, silent_for, -1)
 
 
 @triton.jit
 def _copy_rows(out_reads, out_writes, W_enc, W_dec, some_rows, n_read, n_written, COLUMNS: tl.constexpr):
-    """Copy one block of columns of a latent's rows; latent -1 gets zeros."""
+    """Copy one block of columns of a latent's rows; latent index -1 gets zeros."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
     is_here = latent >= 0
@@ -176,9 +178,10 @@ def _add_rows(
     inout_W_enc, inout_b_enc, inout_W_dec, inout_input_bias, some_rows, W_enc, b_enc, W_dec, centred, n_read, n_written,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of columns of a latent's gradients; skip latent -1.
+    """Add one block of columns of a latent's gradients; skip latent index -1.
 
-    The program of the first column block also adds the bias, and the program of the first latent adds the input bias.
+    The program of the first column block also adds the gradient of the bias. The program of the first latent also
+    updates the gradient of the input bias.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)

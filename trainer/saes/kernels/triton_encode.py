@@ -1,4 +1,4 @@
-"""Computes the encoder's input on a GPU in one pass; torch takes twice as long if dtypes and shapes differ."""
+"""Computes the encoder's input on a GPU in one pass; torch takes twice as long if the dtypes and shapes differ."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns and rows per program: 16 numbers per thread.
+# The number of columns and rows per program, so that each thread has 16 numbers.
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 
 
 def fits(x: Tensor, bias: Tensor) -> bool:
-    """Return whether the kernel supports rows x and the bias."""
+    """Return whether the kernel supports x and the bias."""
     return x.dtype == bias.dtype == torch.float32 and x.is_contiguous() and bias.is_contiguous()
 
 

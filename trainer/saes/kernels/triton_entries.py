@@ -1,4 +1,4 @@
-"""Moves chosen entries to the front on a GPU with one launch; torch needs eight."""
+"""Moves chosen entries to the front on a GPU with one launch; torch needs eight launches."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Entries per program.
+# The number of entries per program.
 _TILE, _WARPS = 1024, 4
 
 
 class Ordered(NamedTuple):
-    """Entries [n]: the first `n_chosen` (0-dim) are chosen; the others have a value of 0.
+    """Entries [n] of activations: the first `n_chosen` (0-dim) are the chosen ones; the others have a value of 0.
 
     `ascending` holds the tokens of the chosen entries, and n_tokens for the others.
     """
@@ -28,7 +28,10 @@ class Ordered(NamedTuple):
 
 
 def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Tensor, n_tokens: int) -> Ordered:
-    """Move the chosen entries to the front; keep the order within both kinds. All inputs are [n]."""
+    """Move the chosen entries to the front.
+
+    The order of the chosen entries and that of the others stay the same. All inputs are [n].
+    """
     so_far, n = is_chosen.cumsum(0), len(is_chosen)
     given = [one.contiguous() for one in (latents, tokens, values)]
     out_latents, out_tokens, out_values, ascending = (torch.empty_like(one) for one in (*given, given[1]))
@@ -59,7 +62,7 @@ def _put_chosen_first(
     out_latents, out_tokens, out_values, out_ascending, latents, tokens, values, is_chosen, chosen_so_far, n, n_tokens,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move one block of entries to their new positions; `chosen_so_far` is the inclusive count of chosen entries."""
+    """Move one block of entries to new positions; `chosen_so_far` is the inclusive count of chosen entries."""
     places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = places < n
     chosen = tl.load(is_chosen + places, mask=inside, other=0) != 0

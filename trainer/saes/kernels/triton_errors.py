@@ -1,6 +1,7 @@
-"""Errors of reconstructions on a GPU, with all sums over them and their targets, in one pass.
+"""Errors of reconstructions on a GPU: one pass computes the errors and all sums over errors and targets.
 
-The order of the sums is fixed: each program adds up some rows, and the programs' sums are added afterwards.
+The order of the additions is fixed: each program adds up a block of rows, and the sums of the programs are added
+afterwards.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,19 +18,19 @@ from trainer.saes.kernels.triton_sparse import gather
 from trainer.saes.losses import Moments, Sums
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
-# Rows per program, and rows and columns that it holds at a time. A thread has all rows of its columns: 16 numbers of
-# each sum, or 8 if there are several levels, so that nothing spills.
+# The number of rows per program, and of columns that it processes at a time. A thread has all rows of its columns: 16
+# numbers of each sum, or 8 if there are several levels, so that no registers are spilled.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
-# Rows and columns of a program that adds two matrices, 16 numbers per thread.
+# The number of rows and columns of a program that adds two matrices, so that each thread has 16 numbers.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# Columns of a one-warp program, bytes that it gathers of each column at a time, and the number of such programs that
-# fill a GPU. The tokens are divided among about that number of programs; more programs would only write more partial
-# sums.
+# The number of columns of a one-warp program, the bytes that it gathers of each column at a time, and the number of
+# such programs that fill a GPU. The tokens are divided among about that number of programs; more programs would only
+# write more partial sums.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
 class OfBags(NamedTuple):
-    """Errors x_hat − y [n_tokens, d_out], also as `narrow` in the dtype of the decoder rows, x_hat, and the sums."""
+    """The errors x_hat − y [n_tokens, d_out], also as `narrow` in the decoder rows' dtype, x_hat, and the sums."""
 
     errors: Tensor
     narrow: Tensor
@@ -38,7 +39,7 @@ class OfBags(NamedTuple):
 
 
 class NestedErrors(NamedTuple):
-    """The errors of the prefixes of 1, 2, ... levels, and the reconstruction from all levels.
+    """The errors of the prefixes of 1, 2, … levels, and the reconstruction from all levels.
 
     `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` belong to the full set of levels.
     `inner`, 0-dim, is Σ‖error‖² over all shorter prefixes.
@@ -51,12 +52,12 @@ class NestedErrors(NamedTuple):
 
 
 def fits(y: Tensor, *others: Tensor) -> bool:
-    """Return whether the kernels support targets y and the other tensors."""
+    """Return whether the kernels support the targets y and the other tensors."""
     return y.numel() > 0 and all(one.dtype == torch.float32 for one in (y, *others))
 
 
 def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, Sums]:
-    """Return x_hat − y [n_tokens, d_out], and the sums over tokens of x_hat − y and of y − y_mean [d_out]."""
+    """Return the errors x_hat − y [n_tokens, d_out], and the moments of x_hat − y and of y − y_mean."""
     errors = torch.empty_like(y, memory_format=torch.contiguous_format)
     error, centred, *_ = _summed(errors, None, y, x_hat[:, None], None, y_mean)
     return errors, Sums(error, centred)
@@ -73,9 +74,9 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> NestedEr
 def nested_bags(
     acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
 ) -> NestedErrors:
-    """Return the result of `nested` for activations that have (token, level) pairs as tokens.
+    """Return the result of `nested` for activations whose token indices stand for (token, level) pairs.
 
-    `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are summed entry by entry and never
+    `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are added up entry by entry and never
     written to memory.
     """
     errors, x_hat = (
@@ -125,10 +126,10 @@ def _fill_of_bags(
 def nested_gradients(
     errors: Tensor, of_whole: Tensor, of_inner: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of parts [n_tokens, n_levels, d_out], in `dtype`, and of an offset, fp32 [d_out].
+    """Return the gradients of `parts` [n_tokens, n_levels, d_out], in `dtype`, and of an offset, fp32 [d_out].
 
-    `of_whole` and `of_inner`, 0-dim, are the gradients of Σ‖error‖² of all levels and of the shorter prefixes. The
-    offset's gradient is summed over tokens.
+    `of_whole` and `of_inner`, 0-dim, are the gradients of Σ‖error‖² of the full dictionary and of the shorter prefixes.
+    The gradient of the offset is summed over tokens.
     """
     n_rows, n_levels, n_columns = errors.shape
     out, grid = torch.empty_like(errors, dtype=dtype), _grid(n_rows, n_columns)
@@ -141,9 +142,9 @@ def nested_gradients(
 def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the dtype of `part`, which may be 16-bit.
 
-    The weight, 0-dim, is not applied to the second result, which will become the gradient and would be rounded twice; a
-    factor of 2 is exact. Both matrices are [n_rows, n_columns]; rows of `other` need not be adjacent, such as the
-    errors of one level.
+    The weight, 0-dim, is not applied to the second result: that will become the gradient, and the weight would round it
+    twice, whereas a factor of 2 is exact. Both matrices are [n_rows, n_columns]. The rows of `other` need not be
+    adjacent in memory; for example, they may be the errors of one level.
     """
     twice, (n_rows, n_columns) = torch.empty_like(part, memory_format=torch.contiguous_format), part.shape
     other = other if other.stride(1) == 1 else other.contiguous()
@@ -161,7 +162,7 @@ def _summed(
 ) -> list[Moments]:
     """Fill `errors` and `x_hat`; return the moments of x_hat − y and of y − y_mean.
 
-    With several levels, also return the moments of the shorter prefixes' errors, whose total is 0.
+    With several levels, also return the moments of the errors of the shorter prefixes; their `total` is set to 0.
     """
     (n_rows, n_columns), n_levels = y.shape, parts.shape[1]
     n_moments = 2 if n_levels == 1 else 3
@@ -193,7 +194,7 @@ def try_out(device: torch.device) -> None:
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
-    # Every GPU supports fp16; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
+    # Use fp16, which every GPU supports; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
     square, twice = add_and_square(y.half(), y, y[0, 2])
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
@@ -203,7 +204,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _are_right_of_bags(y: Tensor) -> list[Tensor]:
-    """Test one entry for each of two levels of every token, plus one padding entry."""
+    """Test the kernel with one entry for each of two levels of every token, plus one padding entry."""
     entries = torch.arange(2 * len(y) + 1, device=y.device)
     filled = Filled(entries[-1], len(entries) - 1)
     acts = SparseActs(1.0 + entries % 2, Places(entries % 2, entries // 2, entries[:-1], filled), 2)
@@ -222,7 +223,7 @@ def _sum_errors(
     out_errors, out_sums, out_x_hat, y, parts, offset, y_mean, offset_stride, n_rows, n_columns,
     LEVELS: tl.constexpr, MOMENTS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the errors of one block of rows and columns; sum errors, targets and the squares of both over the rows."""
+    """Write the errors of one block of rows and columns; sum the errors, targets and their squares over the rows."""
     program = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mean = tl.load(y_mean + columns, mask=columns < n_columns, other=0)
@@ -267,11 +268,11 @@ def _nest_bags(
 ):  # fmt: skip
     """Decode one block of tokens and columns, entry by entry; write the error after each level.
 
-    Sum the final errors and the targets over the tokens, and the squares of these and of the other levels' errors.
+    Sum the final errors, the targets, the squares of both, and the squares of the other levels' errors over the tokens.
     """
     program, block = tl.program_id(0), tl.program_id(1)
     first_token, n_bags = program * of_program, n_tokens * n_levels
-    # Four columns per thread: with a full 16-byte load of bf16 per thread, two threads would hold the same sums.
+    # Each thread has four columns: with a full 16-byte load of bf16, two threads would have the same sums.
     columns = tl.max_contiguous(block * COLUMNS + tl.arange(0, COLUMNS), 4)
     inside = columns < n_columns
     end = n_entries if n_filled is None else tl.load(n_filled)
@@ -284,7 +285,7 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
-            # This is the error of the previous level; at the end of the loop body sm_70 spilled.
+            # Here `error` is that of the previous level; at the end of the loop body, sm_70 spilled registers.
             if level > 0:
                 inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1
@@ -317,9 +318,10 @@ def _sum_gradients(
     out, out_sums, errors, of_whole, of_inner, n_rows, n_columns,
     LEVELS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of all levels, from the last to the first; sum the gradients of the first over the rows.
+    """Write the gradients of all levels, from the last to the first; sum the first level's gradients over the rows.
 
-    The gradient of a level is the gradient of the next level plus the contribution of the prefix that ends with it.
+    The gradient of a level is the gradient of the next level plus the contribution of the prefix that ends with this
+    level.
     """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     whole, inner = 2 * tl.load(of_whole), 2 * tl.load(of_inner)
@@ -346,7 +348,7 @@ def _add_and_square(
     out_twice, out_squares, part, other, weight, other_stride, n_rows, n_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of two matrices; write twice the sum, and the weighted sum of its squares."""
+    """Add one block of two matrices; write twice the result, and the weighted sum of its squares."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     places, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)
