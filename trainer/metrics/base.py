@@ -1,6 +1,6 @@
 """The interface of a metric.
 
-Metrics are computed from sums. If ranks have different numbers of tokens, a ratio of sums is exact, but a mean of
+Metrics are computed from sums: if ranks have different numbers of tokens, a ratio of sums is exact, but a mean of
 per-rank ratios is not.
 """
 
@@ -23,11 +23,11 @@ from trainer.saes.sparse_acts import Acts
 class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
-    `y` (the target) and `x_hat` [n_tokens, d_out] are for this rank's tokens. `acts` and `dead` (bool [d_sae]) are for
-    this rank's latents; `acts` covers the tokens of all ranks that share latents. `y_mean` [d_out] is fixed for the
-    run. Values that the forward pass has already computed are passed in: `mse` is Σ‖y − x_hat‖², `counts` is the number
-    of tokens on which each latent is active, float [d_sae], and `sums` contains the sums of errors and targets. Values
-    that several metrics need are cached properties.
+    `y` (the target) and `x_hat`, both [n_tokens, d_out], cover this rank's tokens. `acts` and `dead` (bool [d_sae])
+    cover this rank's latents, and `acts` covers the tokens of all ranks that share latents. `y_mean` [d_out] is fixed
+    for the run. Values that the forward pass has already computed are passed in: `mse` is Σ‖y − x_hat‖², `counts` is
+    the number of tokens on which each latent is active, float [d_sae], and `sums` contains the sums of errors and
+    targets. Values that several metrics need are cached properties.
     """
 
     y: Tensor
@@ -46,7 +46,7 @@ class Observation:
 
     @cached_property
     def centred(self) -> Moments:
-        """The moments of y − y_mean, centred because a mean far larger than the spread would cost fp32 precision."""
+        """The moments of y − y_mean; without centring, a mean far larger than the spread would cost fp32 precision."""
         if self.sums and self.sums.centred:
             return self.sums.centred
         values = self.y - self.y_mean
@@ -69,12 +69,12 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity over a log interval, computed from sums over its batches on all ranks, or only from its last batch.
+    """A quantity of a log interval, computed from sums over its batches on all ranks, or only from its last batch.
 
-    `of_batch` must not read a number on the host, because this would stall the step.
+    `of_batch` must not read a number on the host, because that would stall the step.
     """
 
-    # True if only the last batch counts.
+    # Whether only the last batch of the interval is used.
     is_of_last = False
 
     @abstractmethod
@@ -87,9 +87,9 @@ class Metric(ABC):
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:
-        """Return the quantity, given sums [n] over all ranks."""
+        """Return the quantity, given the sums [n] over all ranks."""
 
 
 def per_token(total: float, n_tokens: float) -> float:
-    """Return a mean, or NaN if all batches were left out, since 0 would be mistaken for a result."""
+    """Return the mean, or NaN if all batches were left out, since 0 would be mistaken for a result."""
     return total / n_tokens if n_tokens else math.nan

@@ -10,9 +10,10 @@ from trainer.parallel.latents import Latents
 
 
 class DeadFraction(Metric):
-    """The share of latents that are dead at the end of the interval.
+    """The fraction of latents that are dead at the end of the interval.
 
-    Ranks with the same latents agree on which of them are dead, so summing over these ranks does not change the share.
+    Ranks with the same latents agree on which of them are dead, so summing over these ranks does not change the
+    fraction.
     """
 
     is_of_last = True

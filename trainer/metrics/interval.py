@@ -1,4 +1,4 @@
-"""The sums of one SAE's metrics and loss terms between two log rows."""
+"""Sums of the metrics and loss terms of one SAE between two log rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import METRIC_SUMS
 class Interval:
     """The registered metrics, or only some `entries`, and the named loss terms, as means per token.
 
-    All sums are in one vector, because on a GPU, an operation on few numbers takes as long as on many.
+    All sums are in one vector, because on a GPU an operation on few numbers takes as long as on many.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
@@ -57,7 +57,7 @@ class Interval:
         return wholes | {"terms": sum_of(of_terms, latents.group)}
 
     def lasting(self) -> list[Tensor]:
-        """Return the tensors that contain the sums; after the first batch, they are never replaced."""
+        """Return the tensors that contain the sums; these tensors are never replaced after the first batch."""
         return [*([] if self._total is None else [self._total]), *(one for of in self._last.values() for one in of)]
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
@@ -79,6 +79,6 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     if triton := METRIC_SUMS.on(total):
         triton.add_if_finite(total, numbers)
     else:
-        # If any number is NaN or infinite, the sum times 0 is NaN, which converts to True; otherwise it is 0, which
-        # converts to False.
+        # If any number is NaN or infinite, the sum times 0 is NaN, which converts to True. Otherwise the product is 0,
+        # which converts to False.
         total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)

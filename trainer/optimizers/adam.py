@@ -18,13 +18,13 @@ _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam, Optimizer):
-    """Adam in one fused kernel, which moves 28 bytes per parameter; separate kernels would move twice as many.
+    """Adam in one fused kernel, which moves 28 bytes per parameter; separate kernels would move twice that amount.
 
     The small eps is from Gao et al.: rare latents have gradients near 1e-8, and eps = 1e-8 would halve their steps.
 
     If `state` is not "fp32", the moments of matrices take 4 bytes (bf16) or 2.1 bytes (int8) per parameter instead of
     8. With 3,072 latents, k = 32 and 500 steps of 4,096 tokens, held-out FVU was 0.0921 (fp32), 0.0923 (bf16) and
-    0.0924 (int8). On a CPU a step takes 7 % (bf16) or 14 % (int8) longer.
+    0.0924 (int8). On a CPU, a step takes 7 % (bf16) or 14 % (int8) longer.
     """
 
     def __init__(

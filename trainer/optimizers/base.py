@@ -54,16 +54,15 @@ class Squares(NamedTuple):
 
 
 class RowStep(ABC):
-    """Updates vectors, and matrices in one pass over each latent's weights.
+    """An optimizer step that updates a matrix in one pass over each latent's weights; it also updates vectors.
 
-    For unit-norm rows, it removes the gradient component along the row before the step and normalizes the row
-    afterwards. Without a `RowStep`, the caller of `step` does both. Followers are updated in the same pass as their
-    leaders.
+    If rows have unit norm, the step first removes the gradient component along each row, and finally normalizes the
+    row. Without a `RowStep`, the caller of `step` does both. Followers are updated in the same pass as their leaders.
     """
 
     @abstractmethod
     def allow_fused_norms(self) -> None:
-        """Allow the code that sums a gradient to measure its norms.
+        """Allow the code that computes a gradient as a sum to measure the norms of its rows.
 
         Later changes to the gradient must go through torch, whose version counter detects them.
         """
@@ -81,7 +80,7 @@ class RowStep(ABC):
 
     @abstractmethod
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Return whether this updates the parameter."""
+        """Return whether this object updates the parameter."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -89,8 +88,8 @@ class Optimizer(torch.optim.Optimizer):
 
     `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step changes nothing, so the host need
     not know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the device;
-    None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have both attributes too.
-    The contents of the gradients after a step are undefined.
+    None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have the same two
+    attributes. The contents of the gradients after a step are undefined.
     """
 
     found_inf: Tensor | None = None
@@ -99,20 +98,20 @@ class Optimizer(torch.optim.Optimizer):
     unit_rows: tuple[nn.Parameter, ...] = ()
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # The follower of each leading parameter. The `by_rows` step updates the follower; without such a step, the caller
-    # of `step` does.
+    # The follower of each leading parameter. The `by_rows` step updates followers; without such a step, the caller of
+    # `step` does.
     followers: Mapping[nn.Parameter, TiedParameter] = MappingProxyType({})
     # If True, the learning rate is not decayed at the end of training.
     is_schedule_free = False
 
-    # In torch 2.6 to 2.13, wrappers import the compiler, which takes two seconds on a rank that never compiles.
+    # In torch 2.6 to 2.13, wrappers of these methods import the compiler, which takes two seconds on every rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def by_rows(self) -> RowStep | None:
-        """Return the one-pass step for matrices, if there is one; set the attributes above before calling this."""
+        """Return the one-pass step for matrices, or None; set the attributes above before the call."""
         return None
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -146,6 +145,6 @@ class Optimizer(torch.optim.Optimizer):
                 yield group, parameter, parameter.grad
 
     def now(self, group: dict[str, Any], like: Tensor) -> Now:
-        """Return this step's learning rate, gradient scale and skip flag, on the device of `like`."""
+        """Return the learning rate, gradient scale and skip flag of this step, on the device of `like`."""
         skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         return Now(rate_of(group, like), self.grad_scale, skips)

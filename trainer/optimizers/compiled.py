@@ -18,8 +18,9 @@ _SMALL = 2**16
 class Compiled:
     """A function that is compiled by torch.compile if its first argument is large and on a GPU.
 
-    On a CPU the function runs uncompiled, since tiles that fit in the cache are as fast. It also runs uncompiled if
-    compilation fails, for example because there is no C compiler. Nothing is compiled before the first call.
+    On a CPU, the function runs uncompiled, since small operations on tiles that fit in the cache are as fast. It also
+    runs uncompiled if compilation fails, for example because there is no C compiler. Nothing is compiled before the
+    first call.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:

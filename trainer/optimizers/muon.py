@@ -15,11 +15,11 @@ from trainer.optimizers.tiled import Betas, adam_step
 class Muon(Optimizer):
     """Updates a matrix by the orthogonal matrix nearest to its momentum, and biases by Adam.
 
-    Its matmuls cost 20·d_in / n_tokens times the encoder's matmul. With d_in 384 and batches of 4,096 a step on a CPU
-    takes 1.7 times as long as with Adam; with d_in 2,304 the optimizer would take more than half of the step.
-    The state takes 4 bytes per parameter.
+    The matmuls of an update cost 20·d_in / n_tokens times the encoder's matmul. With d_in = 384 and batches of 4,096
+    tokens, a step on a CPU takes 1.7 times as long as with Adam; with d_in = 2,304, the optimizer would take more than
+    half of a step. The state takes 4 bytes per parameter.
 
-    Muon works with unit-norm rows: normalizing a row removes the component of the update along it.
+    Muon works with unit-norm rows: normalizing a row removes the component of the update along the row.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Muon(Optimizer):
             share = (1 - group["momentum"]) * ~now.skips
             state["momentum"].lerp_(grad, share)
             update = orthogonal(grad.lerp_(state["momentum"], group["momentum"]))
-            # Matches the usual size of Adam's updates (Liu et al. 2025, arXiv 2502.16982), so one rate suits both.
+            # Match the usual size of Adam's updates (Liu et al. 2025, arXiv 2502.16982), so that one rate suits both.
             scale = 0.2 * math.sqrt(max(parameter.shape))
             parameter.sub_(update * (scale * now.lr * ~now.skips))
 

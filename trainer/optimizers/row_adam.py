@@ -51,7 +51,7 @@ class RowAdam(RowStep):
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def _takes(self, one: nn.Parameter) -> bool:
-        """Return whether this updates a vector; one program must be able to measure a vector without latents."""
+        """Return whether this object updates a vector; one program must be able to measure a vector without latents."""
         is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
         return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
 
@@ -94,10 +94,10 @@ class RowAdam(RowStep):
         return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 
     def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
-        """Measure the rows of a matrix's gradient that were not already measured during summation."""
+        """Measure the rows of a matrix's gradient that were not measured when it was summed."""
         gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
         unsure = measures.take(gradient)
-        # Two lists of rows per launch: latents whose sums were split over programs, and dead latents.
+        # Pass two lists of rows per launch: latents whose sums were split over programs, and dead latents.
         pairs = [()] if unsure is None else [unsure[at : at + 2] for at in range(0, len(unsure), 2)]
         for rows in pairs:
             self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, *rows)

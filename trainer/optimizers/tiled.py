@@ -17,8 +17,9 @@ from trainer.optimizers.compiled import Compiled
 # is not divisible by four, and if Triton fails. If Triton fails, nothing is compiled either, and a step needs 200 MB of
 # memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
-# Multiples of these numbers are spread evenly modulo 2^16, and therefore a weight's dithers over its steps are too. The
-# numbers are 2^16 divided by the plastic number, by its square (Roberts' R2 sequence), and by the golden ratio.
+# Multiples of these numbers are spread evenly modulo 2^16, so the dithers of a weight are spread evenly over the steps.
+# The numbers are 2^16 divided by the plastic number, by the square of that number (Roberts' R2 sequence), and by the
+# golden ratio.
 BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
 
 
@@ -100,7 +101,7 @@ def _longer(matrix: Tensor) -> LatentAxis:
 
 
 def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -> tuple[Tensor, Tensor]:
-    """Return int32 row offsets [n_rows, 1] and column offsets [n_columns]; their sums modulo 2^16 are the dither.
+    """Return int32 row offsets [n_rows, 1] and column offsets [n_columns]; the dither is their sum modulo 2^16.
 
     If the step is skipped, the dither is 2^15 everywhere. The dither uses each latent's index in the full SAE, so it
     does not depend on which rank has the latent.

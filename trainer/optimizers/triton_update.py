@@ -3,7 +3,8 @@
 A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows, the
 kernels remove the gradient component along the row before the step, and normalize the row afterwards. Vectors, such as
 biases, are split into parts of 1,024 values, one per program. torch's fused Adam uses parts of 65,536 values, which
-take 0.07 ms each on an H200. Sums are fp32 and have a fixed order: no two programs add to the same number.
+take 0.07 ms each on an H200. Sums are fp32 and are computed in a fixed order, since no two programs add to the same
+number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,9 +24,9 @@ from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
 
 # The width of the widest row that fits into a program's registers, and the number of values per vectorized load.
 _WIDEST, _VECTOR = 2**13, tl.constexpr(4)
-# The number of a vector's values per program, eight for each thread.
+# The number of values of a vector per program, eight for each thread.
 _PART = 1024
-# The number of a row's values per thread, and the maximum number of warps (a warp on AMD has 64 threads).
+# The number of values of a row per thread, and the maximum number of warps (a warp on AMD has 64 threads).
 _PER_THREAD, _MOST_WARPS = 8, 16
 _BLOCK, _BY_STEP, _TINY = tl.constexpr(BLOCK), tl.constexpr(BY_STEP), tl.constexpr(2.0**-126)
 
@@ -81,9 +82,9 @@ def measure(
 ) -> None:
     """Write the squared norm of each row of a gradient to `squares` [n].
 
-    With `some_rows` and `more_rows` (row indices [m]), measure only these rows; −1 stands for no row. With `unit_rows`,
-    also write the dot product of each gradient with its unit row to `dots` [n], and write the squared norm of only the
-    orthogonal component to `squares`.
+    With `some_rows` and `more_rows` (row indices [m]), measure only these rows; an index of −1 is skipped. With
+    `unit_rows`, also write the dot product of each gradient row and its unit row to `dots` [n]; `squares` then receives
+    the squared norm of the orthogonal component only.
     """
     n_some = 0 if some_rows is None else len(some_rows)
     n_rows = len(grad) if some_rows is None else n_some + (0 if more_rows is None else len(more_rows))
@@ -106,9 +107,9 @@ def measure_vector(grad: Tensor, squares: Tensor) -> None:
 
 
 def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
-    """Apply Adam's step to a matrix; change no bit if `found_inf` is 1.
+    """Apply Adam's step to a matrix; change nothing if `found_inf` is 1.
 
-    `ids` (int64 [n_latents]) determine the dither. A `follower` of the same shape is updated by its own step plus
+    `ids` (int64 [n_latents]) determine the dither. A `follower` of the same shape is changed by its own step plus
     `share` times the change of the matrix.
     """
     n_rows, width = matrix.weight.shape
@@ -127,7 +128,7 @@ def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | N
 
 
 def step_vector(vector: Vector, constants: Constants) -> None:
-    """Apply Adam's step to a vector; change no bit if `found_inf` is 1."""
+    """Apply Adam's step to a vector; change nothing if `found_inf` is 1."""
     if n := len(vector.weight):
         moments = vector.moments
         with torch.cuda.device_of(vector.weight):
@@ -221,7 +222,7 @@ def _bits(moment: Tensor) -> Tensor:
 
 @triton.jit
 def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, n_some, vectors, BLOCKS: tl.constexpr):
-    """Compute one gradient row's dot product with its unit row, and its sum of squares; do nothing for row -1."""
+    """Compute a gradient row's dot product with its unit row, and its sum of squares; skip row index -1."""
     row, width = tl.program_id(0), vectors * _VECTOR
     if more_rows is not None:
         is_more = row >= n_some
@@ -236,14 +237,14 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, 
         unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
         dot = tl.sum(g * unit, axis=0)
         tl.store(out_dots + row, dot, mask=row >= 0)
-        # Subtract before squaring: if the result is small, a difference of two squares would lose its precision.
+        # Subtract before squaring: a difference of two squares would lose the precision of a small result.
         g -= dot * unit
     tl.store(out_squares + row, tl.sum(g * g, axis=0), mask=row >= 0)
 
 
 @triton.jit
 def _measure_part(grad, out_squares, n, PART: tl.constexpr):
-    """Measure a part of a vector's gradient."""
+    """Compute the squared norm of one part of a vector's gradient."""
     part = tl.program_id(0)
     at = part * PART + tl.arange(0, PART)
     g = tl.load(grad + at, mask=at < n, other=0)
@@ -310,7 +311,7 @@ def _step_part(
     inout_weight, grad, n_steps, lr, inout_m, inout_v,
     divisor, found_inf, ln_beta1, ln_beta2, share1, share2, eps, n, PART: tl.constexpr,
 ):  # fmt: skip
-    """Step a part of a vector."""
+    """Apply Adam's step to one part of a vector."""
     if tl.load(found_inf) == 0:
         start, columns = tl.program_id(0) * PART, tl.arange(0, PART)
         inside = start + columns < n
@@ -358,8 +359,7 @@ def _change(
         size = tl.abs(m)
         largest = _largest(size, ONE_SCALE)
         tl.store(inout_m_scale + scales_at, largest, mask=has_scale)
-        # The conversion to integers truncates towards 0. The minimum is needed because a quotient can slightly exceed
-        # 1.
+        # The conversion to integers truncates towards 0. A quotient can slightly exceed 1, so take the minimum.
         code = tl.minimum(tl.sqrt(size / tl.maximum(largest, _TINY)) * 127 + up, 127)
         tl.store(inout_m + start + columns, tl.where(m < 0, -code, code).to(tl.int8), mask=inside)
         largest = _largest(v, ONE_SCALE)

@@ -1,4 +1,4 @@
-"""Loss terms, each a sum over tokens. Means are taken only after summing over all ranks."""
+"""Loss terms, each summed over tokens. Means are computed only after these sums are added up over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.saes.kernels.sparse import Decoded, Gradients
 
 
 class Moments(NamedTuple):
-    """Σ‖v‖², 0-dim, and Σv [d] over tokens."""
+    """The sums over tokens of ‖v‖², 0-dim, and of v, [d]."""
 
     square: Tensor
     total: Tensor
@@ -40,7 +40,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
-    """Return the errors of x_hat [n_tokens, d_out]; `y_mean` [d_out] is the approximate mean of its targets."""
+    """Return the errors of x_hat [n_tokens, d_out]; `y_mean` [d_out] is the approximate mean of the targets."""
     triton = triton_for(y, x_hat)
     if triton is None:
         square, each = _sum(x_hat, y, -1)
@@ -52,7 +52,7 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
 def errors_of_decoded(
     y: Tensor, decoded: Decoded, offset: Tensor, y_mean: Tensor, triton: ModuleType
 ) -> tuple[Tensor, Errors]:
-    """Return x_hat, without a gradient, and its errors; x_hat is `decoded` by kernels, plus `offset` [d_out]."""
+    """Return x_hat, without a gradient, and its errors; kernels decode x_hat and add `offset` [d_out]."""
     found = triton.errors_of_bags(decoded.acts, decoded.rows, offset.detach(), y, y_mean)
     error = found.sums.error
     (square,) = decoded.with_gradients(offset, _gradients, (found.narrow, error.total), (error.square,))
@@ -65,19 +65,20 @@ def _gradients(each: Tensor, total: Tensor, grad: Tensor, _: torch.dtype) -> Gra
 
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
-    """Return Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
+    """Return Σ‖y − x_hat‖² over the tokens of y [n_tokens, d_out], 0-dim; only x_hat gets a gradient."""
     return _sum(x_hat, y, -1)[0]
 
 
 def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
-    """Return the error that dead latents leave unexplained, `weight` · Σ‖error + explained‖² over tokens.
+    """Return the error that the dead latents leave unexplained: `weight` · Σ‖error + explained‖² over tokens.
 
     `error` is x_hat − y of the living latents, and `explained` is the reconstruction of y − x_hat by the dead ones. The
-    weight is 1 / the variance of y − x_hat: Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not
-    a prediction: with a gradient, the living latents would be pulled towards errors that are easy for dead ones.
+    weight is 1 / the variance of y − x_hat: Gao et al. 2024, arXiv 2406.04093, appendix A.2. `error` gets no gradient,
+    since it is a target: otherwise, the living latents would learn to make errors that are easy to reconstruct for dead
+    ones.
     """
     # Check the sparse kernels for this dtype: a GPU may lack bf16, which the self-test of the error kernels does not
-    # show. If products work in a dtype, sums do too.
+    # detect. If products work in a dtype, sums work too.
     is_narrow = explained.dtype != error.dtype and SPARSE_PRODUCTS.on(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
@@ -93,7 +94,7 @@ def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
 
 
 class _Square(torch.autograd.Function):
-    """A precomputed Σ‖error‖² with the gradient of x, whose error it is.
+    """A precomputed Σ‖error‖², with the gradient for the x that has this error.
 
     The gradient takes one pass over the errors; autograd of (x − y)² takes three.
     """
@@ -108,15 +109,14 @@ class _Square(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
-        # If x has 16 bits, this pass also narrows the gradient, unless it is narrow already. A GPU would round a 0-dim
-        # factor to the dtype of narrow errors, which changes the whole gradient by up to 1 in 256; a factor of shape
-        # [1] is not rounded.
+        # If x has 16 bits, this pass also converts the gradient. With 16-bit errors, a GPU would round a 0-dim factor
+        # to their dtype, which changes the whole gradient by up to 1 in 256; a factor of shape [1] is not rounded.
         twice = (2 * grad).reshape(1)
         return torch.mul(error, twice, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
 
 
 class _Weighted(torch.autograd.Function):
-    """A precomputed weight · Σ‖error‖² and 2 · error in the dtype of x, whose error it is."""
+    """A precomputed weight · Σ‖error‖², with a gradient for x computed from `twice`, which is 2 · error."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, twice: Tensor, square: Tensor, weight: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class _Weighted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         twice, weight = ctx.saved_tensors
-        # Shape [1], as in `_Square`.
+        # The factor gets shape [1], as in `_Square`.
         return torch.mul(twice, (grad * weight).reshape(1), out=torch.empty_like(twice)), None, None, None
 
 

@@ -21,10 +21,10 @@ from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
 
 class MatryoshkaBatchTopK(BatchTopK):
-    """BatchTopK whose prefixes of d_sae / 2, d_sae / 4, … latents also reconstruct on their own.
+    """A BatchTopK SAE in which the first d_sae / 2, d_sae / 4, … latents also reconstruct the target alone.
 
-    The loss is the mean over `n_levels` prefixes, including the full dictionary, so that small prefixes keep general
-    features instead of having them absorbed by specific ones.
+    The loss is the mean over `n_levels` prefixes, including the full dictionary, so that small prefixes learn general
+    features, which specific features would otherwise absorb.
     """
 
     traits = BatchTopK.traits._replace(losses=("mse", "inner_mse", "auxk"))
@@ -33,7 +33,7 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
-        # In a tiny dictionary the smallest levels can have the same width.
+        # In a tiny dictionary, the smallest levels can have the same width.
         self.widths = sorted({-(-self.d_sae // 2**level) for level in range(self.settings.n_levels)})
         level_of = torch.bucketize(torch.arange(self.d_sae), torch.tensor(self.widths), right=True)
         self.declared["level_of"] = Declared(0)
@@ -49,7 +49,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:
-        """Return the result of `_nested` from kernels that decode all levels; None if they do not apply."""
+        """Return the result of `_nested`, from kernels that decode all levels; None if these cannot be used."""
         kernels = self.kernels_of_errors(y)
         if kernels is None or isinstance(acts, DenseActs):
             return None
@@ -64,7 +64,7 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
         """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes but the full dictionary."""
-        # If kernels compute x_hat, it has no gradient; training needs none.
+        # If kernels compute x_hat, it has no gradient. Training does not need that gradient.
         triton = triton_for(y, parts, offset) if self.training else None
         if triton is None:
             x_hat, inner = _PrefixErrors.apply(parts, offset, y)  # type: ignore[no-untyped-call]
@@ -75,14 +75,17 @@ class MatryoshkaBatchTopK(BatchTopK):
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _parts(self, acts: Acts) -> Tensor:
-        """Decode each level separately, in one pass: this rank's tokens [n_tokens, n_levels, d_out]."""
+        """Return the output of each level for this rank's tokens, [n_tokens, n_levels, d_out], decoded in one pass."""
         group = self.latents.group
         if isinstance(acts, SparseActs):
             return decode(self._by_level(acts), self.W_dec, group, len(self.widths))
         return reduce_scatter(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
-        """Return the activations with each (token, level) pair as a token; a token's entries are ordered by latent."""
+        """Return the activations with a token index for each (token, level) pair.
+
+        The entries of a token are ordered by latent, and therefore by level.
+        """
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
         bags = torch.add(acts.at(self.level_of), acts.places.tokens, alpha=n_levels)
         return acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels))
@@ -106,8 +109,8 @@ class _PrefixErrors(torch.autograd.Function):
 
     `offset`, [d_out] or [n_tokens, d_out], is added to every prefix.
 
-    With cumsum, whose gradient flips twice, a step would take 330 ms on one core instead of 220 (4,096 tokens, d_in
-    384, d_sae 3,072, k 32).
+    With `cumsum`, whose gradient flips the tensor twice, a step would take 330 ms on one core instead of 220 ms (4,096
+    tokens, d_in = 384, d_sae = 3,072, k = 32).
     """
 
     @staticmethod
@@ -117,14 +120,14 @@ class _PrefixErrors(torch.autograd.Function):
         for level in range(parts.shape[1]):
             before = torch.add(parts[:, level], before, out=errors[:, level])
         ctx.save_for_backward(errors)
-        # A matrix of squares would double the memory; on a CPU a single norm over all values is wrong by several
+        # A matrix of squares would double the memory. On a CPU, a single norm over all values is wrong by several
         # percent.
         return y + before, torch.linalg.vector_norm(errors[:, :-1], dim=2).square().sum()
 
     @staticmethod
     def backward(ctx: Any, grad_x_hat: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
         (errors,) = ctx.saved_tensors
-        # As a vector, since the CPU's product with a scalar tensor is not vectorised.
+        # The factor is a vector, since a CPU's product with a scalar tensor is not vectorised.
         twice = (2 * grad_inner).repeat(errors.shape[2])
         grad, above = torch.empty_like(errors), grad_x_hat
         grad[:, -1] = grad_x_hat

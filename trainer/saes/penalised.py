@@ -1,4 +1,4 @@
-"""Base of SAEs that are made sparse by a loss, whose weight is steered towards k latents per token."""
+"""Base class of SAEs with a sparsity loss, whose weight is steered so that k latents per token are active."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainer.saes.kernels.top_k_across_ranks import nth_largest
 class Steering(NamedTuple):
     """Settings of the controller that finds the weight of a penalty.
 
-    `start` is the initial weight as a fraction of the data's variance. A deviation of log L0 changes the weight by
-    `gain` times the initial weight at once, and by `integral_gain` times the initial weight for every step it lasts.
-    `lowest` bounds the weight from below, in multiples of the initial weight.
+    `start` is the initial weight as a fraction of the data's variance. A deviation of log L0 from its target changes
+    the weight immediately, by `gain` times the initial weight, and in every step that it lasts, by `integral_gain`
+    times the initial weight. `lowest` bounds the weight from below, in multiples of the initial weight.
 
-    `most` bounds the ratio of L0 to its target, in both directions. The first steps exceed this bound; without it, the
-    FVU of gated SAEs rose from 0.6 back to 0.9.
+    `most` bounds the ratio of L0 to its target, in both directions. In the first steps, the true ratio exceeds this
+    bound; without the bound, the FVU of gated SAEs rose from 0.6 back to 0.9.
     """
 
     start: float
@@ -36,7 +36,7 @@ class Steering(NamedTuple):
 class Penalty(nn.Module):
     """The weight λ of a sparsity loss: fixed, or found by a proportional-integral controller that keeps L0 at k.
 
-    It grows from 0 during the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
+    λ grows from 0 during the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
     to a variance of 1 per dimension, like Anthropic's and SAELens' coefficients.
     """
 
@@ -50,8 +50,8 @@ class Penalty(nn.Module):
         self._k, self._steering = k, steering
         self._fixed = None if isinstance(coefficient, str) else coefficient
         self._warmup_fraction = warmup_fraction
-        # A fixed λ times the warm-up factor, else the warm-up factor. It is on the device, since a recorded step would
-        # repeat a Python number.
+        # The warm-up factor, times λ if that is fixed. `factor` is on the device, since a recorded step would always
+        # use the Python number of its recording.
         self._factor = 1.0 if self._fixed is None else self._fixed
         self.register_buffer("factor", torch.full((), self._factor), persistent=False)
         self.register_buffer("unit", torch.zeros(()))
@@ -65,7 +65,7 @@ class Penalty(nn.Module):
     def begin_step(self, progress: float) -> None:
         warmth = min(1.0, progress / self._warmup_fraction) if self._warmup_fraction else 1.0
         factor = warmth if self._fixed is None else self._fixed * warmth
-        # After the warm-up no update is queued.
+        # After the warm-up, no update is queued.
         if factor != self._factor:
             self._factor = factor
             self.factor.fill_(factor)
@@ -80,7 +80,7 @@ class Penalty(nn.Module):
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
-        """Update the controller with the active count of a step; a skipped step (0 tokens) changes nothing."""
+        """Update the controller with a step's number of active latents; a skipped step (0 tokens) changes nothing."""
         came, ratio = n_tokens > 0, n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         torch.where(came, deviation, self.deviation, out=self.deviation)
@@ -90,7 +90,7 @@ class Penalty(nn.Module):
 
 
 class Penalised(Sae):
-    """An SAE that minimises the squared error plus λ times a sparsity loss, which must be the second loss term."""
+    """An SAE that minimises the squared error plus λ times a sparsity loss, the second of `traits.losses`."""
 
     settings: StandardSettings | GatedSettings | JumpReLUSettings
     steering: Steering
@@ -107,7 +107,10 @@ class Penalised(Sae):
         return super().begin_step(progress)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return errors plus λ · sparsity relative to the data's variance, so that lr and clipping fit any scale."""
+        """Return the errors plus λ · sparsity, relative to the variance of the data.
+
+        The learning rate and gradient clipping then suit data of any scale.
+        """
         sparsity = self.traits.losses[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
@@ -120,15 +123,16 @@ class Penalised(Sae):
     def calibrate(self, x: Tensor) -> None:
         """Set the biases so that k latents per token are active.
 
-        Initially half of all latents are active, and reducing them to k would take most of a short run.
+        Otherwise, half of all latents would be active initially, and reducing that number to k would take most of a
+        short run.
         """
         self.penalty.start(self.y_variance)
-        # 2,048 rows determine the bound for 1 % of a latent's activations to within 1 %.
+        # For a latent that is active on 1 % of tokens, 2,048 rows determine the bound to within 1 %.
         rows = x[:START_ROWS] - self.input_bias
         at_once = rows.split(max(1, START_VALUES // self.W_enc.shape[1]))
         pre_acts = (torch.addmm(self.b_enc, some, self.W_enc) for some in at_once)
         self._raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
     def _raise_bar(self, bound: Tensor) -> None:
-        """Shift biases (and thresholds) so that only pre-activations above `bound` (0-dim) activate a latent."""
+        """Shift biases and thresholds so that exactly the pre-activations above `bound` (0-dim) become active."""
         self.b_enc.sub_(bound)

@@ -1,7 +1,7 @@
 """Gradients of the weights of a few latents, added as rows to the full gradients.
 
-Autograd would expand them to matrices of all latents and add those: for 2,304 of 65,536 latents of width 2,304, 3.6 GB
-pass through memory for 42 MB of gradients.
+Autograd would expand these gradients to matrices for all latents and add the matrices: for 2,304 of 65,536 latents of
+width 2,304, it would read and write 3.6 GB for 42 MB of gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainer.saes.kernels.dead_latents import Weights
 class RowGradient(NamedTuple):
     """The gradients of the weights of n latents.
 
-    `latents` [n] holds distinct indices, or −1 if another rank has the latent. `parameters` are W_enc [d_in, d_sae],
-    b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are the gradients of the latents. `centred` [d_in] is the gradient of
-    x − input_bias, summed over tokens; a trainable bias gets its negative. If ranks add up the rows, these are complete
-    once `arrive` returns.
+    `latents` [n] contains distinct indices, and −1 for latents of other ranks. `parameters` are W_enc [d_in, d_sae],
+    b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are the gradients of these latents. `centred` [d_in] is the gradient
+    of x − input_bias, summed over tokens; a trainable `input_bias` gets the negative of this gradient. If the rows are
+    summed over ranks, the sums are complete once `arrive` returns.
     """
 
     parameters: Weights
@@ -41,7 +41,7 @@ class RowGradient(NamedTuple):
 
 
 class RowGradients:
-    """Row gradients collected in a backward pass. Call `add` after it."""
+    """Row gradients collected in a backward pass; call `add` after the pass."""
 
     def __init__(self) -> None:
         self._left: list[RowGradient] = []

@@ -1,4 +1,4 @@
-"""Latent activations of a batch: only the active ones, or a dense matrix if most are active."""
+"""The latent activations of a batch: only the active ones, or a dense matrix if many are active."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Rows of a mask that are counted at once.
+# The number of mask rows that are counted at once.
 COUNTED_AT_ONCE = 512
 
 
 class ByLatent(NamedTuple):
     """Entries sorted by latent, then token.
 
-    `order` [n] is the permutation, and `starts` [d_sae] is the position in it where each latent begins.
+    `order` [n] is the permutation of the entries, and `starts` [d_sae] contains the position of each latent's first
+    entry in it.
     """
 
     order: Tensor
@@ -22,7 +23,7 @@ class ByLatent(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """How many entries are valid, `n` (0-dim, on their device), and about how many to expect."""
+    """The number of valid entries: `n` (0-dim, on their device), and the approximate number that the host expects."""
 
     n: Tensor
     expected: int
@@ -31,9 +32,9 @@ class Filled(NamedTuple):
 class Places:
     """The positions of sparse activations: a flat list of entries, ordered by token.
 
-    Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`. If the host
-    does not know how many entries there are, `filled` gives the number of valid ones. The padding after them has
-    distinct positions in no particular order, and values of 0.
+    Entry i belongs to latent `latents[i]` and token `tokens[i]`; the entries of token t start at `starts[t]`. If the
+    host does not know the number of entries, `filled` contains the number of valid ones. The padding after the valid
+    entries has distinct positions in no particular order, and values of 0.
     """
 
     def __init__(self, latents: Tensor, tokens: Tensor | None, starts: Tensor, filled: Filled | None = None) -> None:
@@ -54,21 +55,20 @@ class Places:
         return len(self.latents) // max(len(self.starts), 1)
 
     def by_latent(self, d_sae: int) -> ByLatent:
-        """Return the entries sorted by latent, as both weight gradients read them; sort only on the first call."""
+        """Return the entries sorted by latent, as both weight gradients need them; only the first call sorts."""
         return self._sorted.by_latent(d_sae)
 
     def tokens_by_latent(self, d_sae: int) -> Tensor:
         """Return the tokens of the entries sorted by latent, [n]."""
         if self._tokens_by_latent is None:
             order = self.by_latent(d_sae).order
-            # On a GPU use one division instead of three operations for all tokens and an index; a CPU divides more
-            # slowly.
+            # A GPU needs one division instead of three operations and an index. A CPU divides more slowly.
             divides = self._tokens is None and order.is_cuda
             self._tokens_by_latent = order // self._per_token if divides else self.tokens.index_select(0, order)
         return self._tokens_by_latent
 
     def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:
-        """Return the latent of the first entry of each window of `longest` entries sorted by latent."""
+        """Return the latent of the first entry in each window of `longest` entries that are sorted by latent."""
         return self._sorted.latents_of_windows(d_sae, longest)
 
     def regroup(self, tokens: Tensor, n_tokens: int) -> Places:
@@ -82,7 +82,7 @@ class Places:
 
 
 def fill_rest(numbers: Tensor, filled: Filled, number: int) -> Tensor:
-    """Return a copy of values [n] with `number` in place of the padding."""
+    """Return a copy of `numbers` [n] in which `number` replaces the padding."""
     return numbers.masked_fill(torch.arange(len(numbers), device=numbers.device) >= filled.n, number)
 
 
@@ -101,8 +101,8 @@ class _Sorted:
         if longest not in self._windows:
             order, starts = self.by_latent(d_sae)
             windows = torch.arange(0, len(order), longest, device=starts.device)
-            # If several latents begin at the same entry, it belongs to the last; the others are empty. The first begins
-            # at 0.
+            # If several latents start at the same entry, it belongs to the last one, and the others are empty. The
+            # first latent starts at entry 0.
             self._windows[longest] = torch.searchsorted(starts[1:], windows, right=True)
         return self._windows[longest]
 
@@ -110,10 +110,10 @@ class _Sorted:
 def _sorted_by_latent(latents: Tensor, filled: Filled | None, d_sae: int) -> ByLatent:
     n_keys = d_sae
     if filled is not None:
-        # Sort padding last.
+        # Make the sort put padding last.
         n_keys, latents = d_sae + 1, fill_rest(latents, filled, d_sae)
-    # The time of a radix sort grows with the key size: 131,072 keys take 0.8 ms on one core with 16 bits, 2 ms with 32
-    # and 4 ms with 64.
+    # A radix sort takes longer for larger keys: on one core, 131,072 keys take 0.8 ms with 16 bits, 2 ms with 32 bits
+    # and 4 ms with 64 bits.
     dtype, lowest = (torch.int16, -(2**15)) if n_keys <= 2**16 else (torch.int32, 0)
     keys, order = torch.add(latents, lowest, out=latents.new_empty(len(latents), dtype=dtype)).sort(stable=True)
     first = torch.arange(lowest, lowest + d_sae, dtype=dtype, device=latents.device)
@@ -128,7 +128,7 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return each entry's element of a vector [d_sae], by its latent: [n]."""
+        """Return, for each entry, the element of a vector [d_sae] that belongs to its latent: [n]."""
         return per_latent.index_select(0, self.places.latents)
 
     def total(self, weights: Tensor) -> Tensor:
@@ -139,11 +139,11 @@ class SparseActs(NamedTuple):
         return self._replace(values=values)
 
     def count_by_latent(self, is_counted: Tensor) -> Tensor:
-        """Count for each latent how many of its entries are marked in a bool [n]: float [d_sae]."""
+        """Return the number of each latent's entries that are marked in a bool mask [n]: float [d_sae]."""
         return _per(self.places.latents, is_counted, self.d_sae)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Sum values of the entries [n] for each token: [n_tokens]."""
+        """Return the sum of `values` [n] over the entries of each token, [n_tokens]."""
         return _per(self.places.tokens, values, len(self.places.starts))
 
     def dense(self) -> Tensor:
@@ -163,18 +163,18 @@ class DenseActs(NamedTuple):
 
     def total(self, weights: Tensor) -> Tensor:
         """Return the sum of all activations, each times its latent's element of `weights` [d_sae]: 0-dim."""
-        # Sum before weighting: this takes one pass, and the gradient is the vector itself.
+        # Sum before weighting, so that one pass suffices and the gradient of the activations is the vector itself.
         return (self.values.sum(dim=0) * weights).sum()
 
     def with_values(self, values: Tensor) -> DenseActs:
         return DenseActs(values)
 
     def count_by_latent(self, is_counted: Tensor) -> Tensor:
-        """Count for each latent how many tokens are marked in a bool [n_tokens, d_sae]: float [d_sae]."""
+        """Return the number of each latent's tokens that are marked in a bool mask [n_tokens, d_sae]: float [d_sae]."""
         return marked_in_columns(is_counted)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Sum values [n_tokens, d_sae] for each token: [n_tokens]."""
+        """Return the sum of `values` [n_tokens, d_sae] over the latents of each token, [n_tokens]."""
         return values.sum(dim=1)
 
     def dense(self) -> Tensor:
@@ -186,9 +186,9 @@ Acts = SparseActs | DenseActs
 
 
 def marked_in_columns(mask: Tensor) -> Tensor:
-    """Count the marked elements in each column of a bool [n_rows, n]: fp32 [n].
+    """Return the number of marked elements in each column of a bool mask [n_rows, n]: fp32 [n].
 
-    `sum` of a bool copies it, by default to 8 bytes per element: 0.8 GB for 4,096 tokens and 24,576 latents. Summing
+    `sum` copies a bool tensor, by default to 8 bytes per element: 0.8 GB for 4,096 tokens and 24,576 latents. Summing
     chunks of rows keeps the copy small.
     """
     parts = mask.split(COUNTED_AT_ONCE)

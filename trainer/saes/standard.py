@@ -14,13 +14,13 @@ from trainer.saes.penalised import Penalised, Steering
 
 
 class Standard(Penalised):
-    """ReLU latents; the penalty is the sum of activations, each times the norm of its decoder row.
+    """An SAE with ReLU latents, penalised by the sum of all activations, each times the norm of its decoder row.
 
-    The norms are unconstrained: since the penalty includes them, a longer row cannot make an activation cheaper.
+    The norms are unconstrained: since the penalty includes them, longer rows cannot reduce it.
     """
 
     traits = Penalised.traits._replace(losses=("mse", "l1"), unit_decoder=False, encoder_scale=1.0)
-    # L0 was within 6 % of k after 50 steps; with twice the gain it oscillated.
+    # L0 was within 6 % of k after 50 steps; with twice the gain, it oscillated.
     steering = Steering(start=0.005, gain=3, integral_gain=0.1)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:

@@ -20,14 +20,14 @@ from trainer.saes.sparse_acts import Acts
 
 
 class TopK(Sae):
-    """Exactly k latents per token; dead latents learn to explain the remaining error.
+    """An SAE with the k largest latents of each token; dead latents learn to reconstruct the remaining error.
 
-    In the first `k_anneal_fraction` of the run k is larger: it falls linearly from `k_anneal_start` (d_in if None) to
-    k. Evaluation always uses k.
+    During the first `k_anneal_fraction` of the run, the number of latents per token falls linearly from
+    `k_anneal_start` (d_in if None) to k. Evaluation always uses k.
     """
 
     settings: TopKSettings | BatchTopKSettings | MatryoshkaSettings
-    # A weaker revived latent would never be among the k largest.
+    # With a lower `revived_share`, a revived latent would never be among the k largest.
     traits = Traits(losses=("mse", "auxk"), revived_share=1.0, reads_narrow=True)
 
     def __init__(self, spec: SaeSpec) -> None:
@@ -54,8 +54,8 @@ class TopK(Sae):
         """Return the activations for x − input_bias [n_tokens, d_in], and the dead latents' output for the error.
 
         Ranks exchange the weights of dead latents while they encode. Autograd runs in the reverse order, so the
-        gradients of these weights are exchanged during the encoder's backward pass. Replicas that hold all latents may
-        still receive W_dec while they encode, so they read its rows afterwards.
+        gradients of these weights are exchanged during the encoder's backward pass. A replica that holds all latents
+        may still be receiving W_dec while it encodes, so it reads the rows of dead latents afterwards.
         """
         exchanges = self.latents.group.size > 1
         candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None
@@ -65,7 +65,7 @@ class TopK(Sae):
         return acts, self.auxk.explain(self, centred, candidates)
 
     def _encode_latents(self, centred: Tensor) -> Acts:
-        """Return the activations of the latents chosen for x − input_bias [n_tokens, d_in]."""
+        """Return the activations of the latents that are chosen for x − input_bias [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
         choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not centred.is_cuda)
         pre_acts = self.encode_centred(centred, choose)
@@ -77,7 +77,7 @@ class TopK(Sae):
         return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return the squared error relative to the data's variance, so that any scale works, plus AuxK's loss."""
+        """Return the squared error, relative to the variance of the data so that any scale works, plus AuxK's loss."""
         return torch.add(losses["mse"] / self.y_variance, losses["auxk"], alpha=self.auxk.alpha)
 
     def learn_from(self, sums: Tensor) -> None:

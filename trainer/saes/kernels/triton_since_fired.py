@@ -1,4 +1,4 @@
-"""The functions of `since_fired` with one kernel each; torch needs four to six operations that each take as long."""
+"""The functions of `since_fired` with one kernel each; torch needs 4 to 6 operations, each as slow as a kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -11,12 +11,15 @@ from torch import Tensor
 from trainer.saes.kernels.since_fired import LEAST_VARIANCE
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# Latents per program, and the maximum number of other sums, which the first program handles; every SAE has fewer.
+# The number of latents per program, and the most other sums that the first program handles; every SAE has fewer.
 _PART, _MOST_OTHERS = 1024, 16
 
 
 def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
-    """Add the counts of a pass to `sums`, as `since_fired.count` does. They are integers: any order is exact."""
+    """Add the counts of a pass to `sums`, as `since_fired.count` does.
+
+    The counts are integers, so their sums are exact in any order.
+    """
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
     # A single scalar needs no operation.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
@@ -30,7 +33,7 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
 
 
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Update the counts and clear the sums like `since_fired.add_tokens`."""
+    """Update the counts and clear the sums, as `since_fired.add_tokens` does."""
     n = len(since_fired)
     others = torch.empty_like(sums[n:])
     assert len(others) <= _MOST_OTHERS, "the first program returns no more"
@@ -43,7 +46,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
 
 
 def take_variance(variance: Tensor, sums: Tensor) -> None:
-    """Set a variance like `since_fired.take_variance`."""
+    """Set the variance, as `since_fired.take_variance` does."""
     with torch.cuda.device_of(variance):
         _take_variance[1,](variance, sums, LEAST=LEAST_VARIANCE, num_warps=1)
 
@@ -65,7 +68,7 @@ def _count(
     inout_fired, inout_sums, values, latents, others, n_tokens, n_entries, n, n_others,
     PART: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of active entries to the counts of their latents; program 0 also adds the other sums."""
+    """Add a block of active entries to their latents' counts; program 0 also adds the scalars to the other sums."""
     part = tl.program_id(0)
     at = part * PART + tl.arange(0, PART)
     fires = tl.load(values + at, mask=at < n_entries, other=0) > 0
@@ -105,6 +108,6 @@ def _add_tokens(
 def _take_variance(inout_variance, sums, LEAST: tl.constexpr):
     """Set the variance to the mean squared error."""
     n_tokens = tl.load(sums)
-    # Round like torch, and keep NaN.
+    # Round as torch does, and keep NaN.
     mean = tl.div_rn(tl.load(sums + 1), n_tokens)
     tl.store(inout_variance, tl.where(mean < LEAST, LEAST, mean), mask=n_tokens > 0)

@@ -1,8 +1,8 @@
 """Sparse products on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
 
-No kernel waits for the host: grids follow from shapes. A program handles some of the columns, and programs of the same
-columns run one after the other, so that the slice they gather from fits in the L2 cache: 128 columns of 65,536 bf16
-rows take 16 MiB, and so do all 2,304 columns of 4,096 rows.
+No kernel waits for the host, since grids depend only on shapes. A program handles one block of columns, and programs of
+the same block run one after the other, so that the slice from which they gather fits in the L2 cache: 128 columns of
+65,536 bf16 rows take 16 MiB, and so do all 2,304 columns of 4,096 rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,37 +17,40 @@ from torch import Tensor
 
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
-# Entries of a latent that one program adds up; more are split among several programs. Otherwise a latent active on all
-# of 4,096 tokens would keep one program busy long after the others have finished.
+# The most entries of a latent that one program adds up; more entries are split among several programs. Otherwise, a
+# latent that is active on all of 4,096 tokens would keep one program busy long after the others have finished.
 LONGEST = 256
-# Rows that a program weights, and rows and columns that it holds at a time: 32 numbers per thread. With chunks of 256
-# rows, one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304; reading their bytes takes 0.08.
+# The number of rows that a program adds up, and of rows and columns that it holds at a time: 32 numbers per thread.
+# With chunks of 256 rows, one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes
+# 0.08.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
-# Latents per program that merges the measures of column parts.
+# The number of latents per program that merges the measures of column parts.
 JOINED = 256
-# Activations that are summed at a time.
+# The number of activations that are summed at a time.
 OF_TOTAL = tl.constexpr(32)
-# Numbers that a program holds at a time, 32 per thread.
+# The number of values that a program holds at a time, 32 per thread.
 TILE = 4096
-# If there are at least `MANY` programs, which fill a GPU, each holds so few numbers that one warp suffices. For the
-# sums of 4,096 bags of 32 rows of 768 an H200 took 0.14 ms with 4 warps and 0.03 with one; for bags of 64 rows of
-# 2,304, 0.50 and 0.16.
+# At least `MANY` programs fill a GPU, so each holds so few values that one warp suffices. For the sums of 4,096 bags of
+# 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took 0.50 ms
+# and 0.16 ms.
 MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
-# Half of the L2 cache of the smallest current data-centre GPU (A100: 40 MB) holds this and streamed data.
+# The size of a slice. It fits, with streamed data, in half of the smallest L2 cache of current data-centre GPUs (A100:
+# 40 MB).
 SLAB_BYTES = 16 * 2**20
-# If all streamed data is read or written once, and marked so, half of the cache holds this.
+# The size of a slice if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent that one program sums, and about how many columns each thread has; half as many if rows
-# are not aligned to whole vectors, since Triton 3.6 spilled registers then. On an H200, few warps that read one entry
-# at a time are fastest: for 65,536 latents, 4,096 tokens, k 64 and width 2,304, two warps took 0.59 ms with products
-# and 0.25 without; 8 and 4 warps with four entries at a time took 1.63 and 1.07.
+# The most columns of a latent that one program sums, and the approximate number of columns per thread; half of it if
+# rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, few warps that read one entry at
+# a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took 0.59 ms with products and
+# 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
-    """Sum values[i] · rows[indices[i]] over each bag: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
+    """Return the sum of values[i] · rows[indices[i]] over each bag, fp32 [n_bags, d].
 
-    The order of the sums is fixed. Entries beyond the `filled` ones belong to no bag.
+    Bag b starts at entry `starts[b]`. The order of the additions is fixed. Entries beyond the `filled` ones belong to
+    no bag.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
@@ -63,11 +66,12 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
 
 class SumBuffers(NamedTuple):
-    """Output buffers for measures of each latent's sum, fp32 [d_sae].
+    """Output buffers, fp32 [d_sae], for measures of each latent's sum.
 
-    `out_squares` gets the squared norm. With `unit_rows` [d_sae, d] it gets the squared norm of the component
-    orthogonal to the unit row, and `out_dots` gets the inner product with it. If columns are split, the buffers are
-    [n_parts, d_sae] and treat each part as a row; `out_lengths` then gets the norms of the parts of the unit rows.
+    `out_squares` receives the squared norm of the sum. With `unit_rows` [d_sae, d], it receives the squared norm of the
+    component orthogonal to the unit row, and `out_dots` receives the inner product with the unit row. If the columns
+    are split, the buffers are [n_parts, d_sae] and treat each part as a row; `out_lengths` then receives the norms of
+    the parts of the unit rows.
     """
 
     out_squares: Tensor
@@ -77,9 +81,11 @@ class SumBuffers(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sums per latent, fp32 [d_sae, d], and either products per entry, fp32 [n], or sums of activations, fp32 [d_sae].
+    """The sums of all latents, fp32 [d_sae, d].
 
-    `shared` [m] are the latents that several programs have summed; it may include some that one program has summed.
+    `products`, one per entry, are fp32 [n]; `totals`, the summed activations of each latent, are fp32 [d_sae]. One of
+    the two is None. `shared` [m] contains the latents that several programs summed, and may also contain latents that
+    one program summed.
     """
 
     sums: Tensor
@@ -99,11 +105,11 @@ def sum_by_latent(
 ) -> Summed:
     """Return actsᵀ dense for `dense` [n_tokens, d], multiplied by `factor` (0-dim) if given.
 
-    Without `rows` also return the sum of each latent's activations. With `rows` [d_sae, d] also return the product of
-    each entry's row of `dense` and its latent's row; both use the same gathered data. The order of these sums is fixed.
-    With `splits`, a latent's entries beyond its first `LONGEST` are added to its row atomically, in any order. Entries
-    beyond the `filled` ones belong to no latent and get 0. `measured` receives measures of all sums except the shared
-    ones.
+    Without `rows`, also return the sum of each latent's activations. With `rows` [d_sae, d], also return the inner
+    product of each entry's row of `dense` and its latent's row, computed from the same gathered data. The order of the
+    additions is fixed unless `splits`: then a latent's entries beyond its first `LONGEST` are added to its row
+    atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. `measured`
+    receives measures of all sums except the shared ones.
     """
     places, d_sae = acts.places, acts.d_sae
     (order, starts), filled = places.by_latent(d_sae), places.filled
@@ -131,7 +137,7 @@ def sum_by_latent(
     of_parts = measured if measured is None or n_parts == 1 else _of_parts(measured, n_parts)
     unmeasured = dict.fromkeys(SumBuffers._fields)
     measuring = of_parts._asdict() if of_parts else unmeasured
-    # Only these latents have entries in a window beyond their first `longest`.
+    # Only these latents can have entries in a window beyond their first `longest` entries.
     shared = places.latents_of_windows(d_sae, longest) if n_entries > longest else None
     if sums.numel():
         with torch.cuda.device_of(dense):
@@ -160,7 +166,7 @@ def _join(of_parts: SumBuffers, measured: SumBuffers) -> None:
 
 
 def _parts(dense: Tensor) -> tuple[int, int]:
-    """Return the number of column parts of `dense` and the columns per part, a multiple of `VECTOR`."""
+    """Return the number of column parts of `dense` and the number of columns per part, a multiple of `VECTOR`."""
     n_columns = max(dense.shape[1], 1)
     n_parts = max(triton.cdiv(n_columns, WIDEST), triton.cdiv(dense.nbytes, DENSE_BYTES))
     of_part = VECTOR * triton.cdiv(triton.cdiv(n_columns, n_parts), VECTOR)
@@ -168,7 +174,7 @@ def _parts(dense: Tensor) -> tuple[int, int]:
 
 
 def _pieces(dense: Tensor) -> dict[str, int]:
-    """Return the launch options for one column part, which a program holds in two pieces.
+    """Return the launch options for column parts; a program holds a part in two pieces.
 
     Sizes must be powers of two: 2,304 columns become 2,048 and 256; one piece would need 4,096.
     """
@@ -181,15 +187,15 @@ def _pieces(dense: Tensor) -> dict[str, int]:
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
-    """Return dense[b] · rows[indices[i]] for each entry i of bag b, fp32 [n]; the order of the sums is fixed.
+    """Return the inner product dense[b] · rows[indices[i]] for each entry i of bag b, fp32 [n].
 
-    Entries beyond the `filled` ones belong to no bag and get 0.
+    The order of the additions is fixed. Entries beyond the `filled` ones belong to no bag; their result is 0.
     """
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
-    # With short bags, a taller tile would be mostly empty.
+    # If bags are short, a tile with more entries would be mostly empty.
     shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=8, most=32), n_columns, n_bags)
-    # If all rows exceed the cache, each program multiplies one part of the columns.
+    # If all rows together exceed the cache, each program multiplies only one part of the columns.
     n_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     blocks_per_part = triton.cdiv(n_blocks, triton.cdiv(rows.nbytes, SLAB_BYTES))
     n_parts = triton.cdiv(n_blocks, blocks_per_part)
@@ -203,7 +209,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
 
 
 def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
-    """Return factor · Σ weights[i] · rows[i] for rows [n, d]: fp32 [d]; the order of the sums is fixed."""
+    """Return factor · Σ weights[i] · rows[i] for rows [n, d]: fp32 [d]; the order of the additions is fixed."""
     n_rows, n_columns = rows.shape
     grid = triton.cdiv(n_rows, _WEIGHED["OF_PROGRAM"]), triton.cdiv(n_columns, _WEIGHED["COLUMNS"])
     out = rows.new_empty(grid[0], n_columns, dtype=torch.float32)
@@ -223,7 +229,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
     sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
-    # Test a single column part and several.
+    # Test with a single column part and with several.
     of_both = (n, 48), (1, WIDEST + VECTOR)
     are_right = [_sums_of_latents_are_right(device, dtype, *of_one) for of_one in of_both]
     are_right += [bool((weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all())]
@@ -232,7 +238,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int, width: int) -> bool:
-    """Test both pieces of a row, a padding entry, measures, and a latent with n entries (odd) split among programs."""
+    """Test both pieces of a row, padding, measures, and a latent whose n entries (odd) are split among programs."""
     entries = torch.arange(n + 2, device=device)
     latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
     acts = SparseActs(torch.ones(n + 2, device=device), Places(latents, tokens, entries[:2], filled), 2)
@@ -249,7 +255,7 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int,
     totals = sum_by_latent(acts, dense, splits=True).totals
     assert totals is not None, "no rows were given"
     are_right &= (totals == torch.tensor([n, 1.0], device=device)).all()
-    # The first latent may be shared, so its measures may be missing.
+    # Several programs may have summed the first latent, so its measures may be missing.
     return bool(are_right & (squares[1] < 1e-3) & ((dots[1] / width**0.5 - 3).abs() < 1e-3))
 
 
@@ -264,7 +270,7 @@ def _tile(entries: int, n_columns: int, n_bags: int) -> dict[str, int]:
         entries, most = FEW_ENTRIES, FEW_COLUMNS
     columns = _power_of_two(n_columns, least=16, most=most)
     warps = max(1, entries * columns // 1024)
-    # Set explicitly: Triton 3.10 no longer enables it by default.
+    # Set `enable_fp_fusion` explicitly, since Triton 3.10 no longer enables it by default.
     return {"ENTRIES": entries, "COLUMNS": columns, "num_warps": warps, "enable_fp_fusion": True}
 
 
@@ -273,7 +279,7 @@ def _sum_bags(
     out, values, indices, starts, rows, n_filled, n_entries, n_columns,
     ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum one bag in one block of columns."""
+    """Sum the rows of one bag in one block of columns."""
     bag = tl.program_id(0)
     end = n_entries if n_filled is None else tl.load(n_filled)
     first = tl.load(starts + bag).to(tl.int32)
@@ -296,8 +302,8 @@ def _sum_by_latent(
     """Sum one latent's first `longest` entries in one column part, and multiply each by the latent's row.
 
     Both results are multiplied by `factor` if given. With `latents`, process a window of `longest` entries instead: add
-    its entries that lie beyond the first `longest` of their latent. They all belong to the first latent of the window,
-    since every other latent begins within it.
+    the entries of the window that are not among the first `longest` of their latent. They all belong to the first
+    latent of the window, since every other latent starts within the window.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:
@@ -315,7 +321,7 @@ def _sum_by_latent(
     left = part * of_part
     near, far = left + tl.arange(0, NEAR), left + NEAR + tl.arange(0, FAR)
     right = tl.minimum(left + of_part, n_columns)
-    # For a window that adds nothing, read and write no columns.
+    # If a window adds nothing, read and write no columns.
     right = tl.where((first < last) | (latents is None), right, left)
     row = latent.to(tl.int64) * n_columns
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
@@ -326,7 +332,7 @@ def _sum_by_latent(
         value = tl.load(values + entry).to(tl.float32)
         token = tl.load(tokens + entry).to(tl.int64) * n_columns
         product = 0.0
-        # The small piece comes first: in the other order sm_120 spills.
+        # The small piece comes first: in the other order, sm_120 spills registers.
         if FAR > 1:
             numbers = _gathered(dense + token + far, far < right)
             far_total += value * numbers
@@ -339,8 +345,8 @@ def _sum_by_latent(
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product * times)
     near_total *= times
     far_total *= times
-    # Not in the loop or together with products: sm_80 and sm_90 spilled. Nested, since Triton 3.2 would compile a
-    # combined condition even if there are no totals.
+    # Do not compute the total in the loop or together with products: sm_80 and sm_90 spilled registers. The conditions
+    # are nested, since Triton 3.2 would compile the block of a combined condition even without totals.
     if out_totals is not None:  # noqa: SIM102
         if part == 0:
             total = _total(values, first, last)
@@ -351,7 +357,8 @@ def _sum_by_latent(
     if out_squares is not None:
         measures = part * n_latents + latent
         if unit_rows is not None:
-            # Not before the loop, where it would double the registers; in the other order sm_86 and sm_89 spilled.
+            # Loading these rows before the loop would double the registers; in the other order, sm_86 and sm_89
+            # spilled.
             far_row = _once(unit_rows + row + far, far < right)
             near_row = _once(unit_rows + row + near, near < right)
             if out_lengths is not None:
@@ -362,8 +369,7 @@ def _sum_by_latent(
                 far_row /= length
             dot = tl.sum(near_total * near_row, axis=0) + tl.sum(far_total * far_row, axis=0)
             tl.store(out_dots + measures, dot)
-            # Subtract the projection before squaring: a difference of two squares would lose the digits of small
-            # values.
+            # Subtract the projection before squaring: a difference of squares would lose digits of small values.
             near_total -= dot * near_row
             far_total -= dot * far_row
         square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
@@ -372,7 +378,7 @@ def _sum_by_latent(
 
 @triton.jit
 def _total(values, first, last):
-    """Sum some values in sequence."""
+    """Sum the values from `first` to `last`, block by block."""
     total = 0.0
     for entry in range(first, last, OF_TOTAL):
         entries = entry + tl.arange(0, OF_TOTAL)
@@ -397,7 +403,7 @@ def _join_measures(
         at = part * n_latents + latents
         square += tl.load(squares + at, mask=inside, other=0)
         if dots is not None:
-            # A part's projection differs from its share of the projection of the full row. Add the square of the
+            # The projection of a part differs from that part of the full row's projection. Add the square of the
             # difference to the squared norm orthogonal to the row.
             own = tl.load(dots + at, mask=inside, other=0)
             beside = own - whole * tl.load(lengths + at, mask=inside, other=0)
@@ -430,7 +436,7 @@ def _once(places, mask):
 
 @triton.jit
 def _gathered(places, mask):
-    """Load values as fp32 and keep them in the cache: kernels read them again, and all other data once."""
+    """Load values as fp32 and keep them in the cache, since kernels read only these values more than once."""
     return tl.load(places, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -456,7 +462,7 @@ def _multiply_rows(
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply the rows of one bag's entries in one column part."""
+    """Compute the inner products of one bag's entries in one column part."""
     bag, part = tl.program_id(0), tl.program_id(1)
     end = n_entries if n_filled is None else tl.load(n_filled)
     first = tl.load(starts + bag).to(tl.int32)
@@ -474,7 +480,7 @@ def _multiply_rows(
 
 @triton.jit
 def gather(rows, indices, entries, last, columns, n_columns):
-    """Return rows[indices[entries]] in one block of columns, as fp32; 0 outside."""
+    """Return rows[indices[entries]] in one block of columns, as fp32, with 0 outside the bag and the matrix."""
     row = tl.load(indices + entries, mask=entries < last, other=0).to(tl.int64)
     inside = (entries < last)[:, None] & (columns < n_columns)[None, :]
     return tl.load(rows + row[:, None] * n_columns + columns[None, :], mask=inside, other=0).to(tl.float32)

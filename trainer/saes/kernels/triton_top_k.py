@@ -1,10 +1,10 @@
-"""The largest values of each row or of a matrix on a GPU. They are selected by their bits, so the result is exact.
+"""The largest values of each row or of a whole matrix on a GPU, selected by their bits, so that the result is exact.
 
 A matrix is read once, in groups of adjacent columns. The k groups with the largest maxima contain the k largest values,
-and only these are read again. Counting finds the exact bound. For rows, each in one program, a search narrows an
-interval until exactly k values are above the bound or no other bound is left. For a whole matrix, shared by many
-programs, it counts two digits of 8 bits. Ties go to the lowest index. Results are ordered by column, and nothing
-depends on the order of programs.
+and only these are read again. The exact bound is found by counting. For rows, where each program has one row, a search
+narrows an interval until exactly k values exceed the bound or no other bound is left. For a whole matrix, which many
+programs share, two digits of 8 bits are counted. Ties go to the lowest index. Results are ordered by column, and
+nothing depends on the order of programs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,31 +20,31 @@ from torch import Tensor
 
 from trainer.contract.planning.activation_memory import GROUP
 
-# Group maxima of a row that a program holds, numbers of the chosen groups that it holds, and bytes that it reads at a
-# time. Twice the bytes save no instruction and take up to a third more registers.
+# The most group maxima of a row that a program holds, the most values of chosen groups that it holds, and the number of
+# bytes that it reads at a time. Twice that number saves no instruction and takes up to a third more registers.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
-# Columns of the smallest group: 16 bytes of bf16, one load of a thread.
+# The number of columns of the smallest group: 16 bytes of bf16, one load of a thread.
 LEAST_GROUP = 8
 # The widest row that a program can hold completely.
 WIDEST = 2**14
-# The widest row whose columns are gathered: with more numbers per thread, registers were spilled.
+# The widest row whose largest columns are gathered: with more values per thread, registers were spilled.
 WIDEST_GATHERED = 2**13
-# Fewer rows would leave most of a GPU idle.
+# The fewest rows: fewer would leave most of a GPU idle.
 LEAST_ROWS = 64
-# Numbers per program if programs share the search, and how many programs' counts it adds up at a time.
+# If programs share the search: the number of values per program, and of programs whose counts it adds up at a time.
 SHARED_TILE, COUNTS = 2**13, 2**10
-# Tiles whose digits one program processes.
+# The number of tiles whose digits one program processes.
 TILES = 8
-# Least ratio of values to requested values; below it groups save little.
+# The smallest ratio of all values to requested values; below it, groups save little.
 LEAST_SHARE = 64
-# Per dtype: the bits of infinity, and the width in bits.
+# The bits of infinity and the number of bits of each dtype.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
-# A step so large that `search` bisects from the beginning.
+# A step so large that `search` bisects from the start.
 BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
-    """Return whether `largest_of_each` supports these rows and k, and would fill a GPU."""
+    """Return whether `largest_of_each` supports these rows and k, and the rows fill a GPU."""
     n_rows, n = values.shape
     are_few = _keeps_few(n, k) or n <= WIDEST_GATHERED
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n and are_few
@@ -57,7 +57,7 @@ def _keeps_few(n: int, k: int) -> bool:
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of the k largest of each row, ascending, and their values: both [n_rows, k]."""
+    """Return the ascending columns of the k largest of each row, and their values: both [n_rows, k]."""
     n_rows, n = values.shape
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
@@ -95,7 +95,7 @@ def _look_in_groups(out_columns: Tensor, out_bits: Tensor, bits: Tensor, k: int,
 def _look_at_whole(out_columns: Tensor, out_bits: Tensor, bits: Tensor, k: int, of_type: dict[str, Any]) -> None:
     n_rows, n = bits.shape
     columns: int = triton.next_power_of_2(n)
-    # With 32 numbers per thread, as in other kernels, registers were spilled.
+    # With 32 values per thread, as in other kernels, registers were spilled.
     warps = min(max(columns // 512, 1), 16)
     _gather_largest[n_rows,](out_columns, out_bits, bits, n, k, COLUMNS=columns, **of_type, num_warps=warps)
 
@@ -107,7 +107,7 @@ def fits_whole(values: Tensor, k: int) -> bool:
 
 
 def strongest(values: Tensor, k: int) -> Tensor:
-    """Return rows [n_rows, n] with their k largest values if these are positive or NaN, and 0 elsewhere."""
+    """Keep the k largest values of each row [n_rows, n] that are positive or NaN; replace all others by 0."""
     n_rows, n = values.shape
     kept = torch.empty_like(values, memory_format=torch.contiguous_format)
     columns, warps = _program_of_row(n)
@@ -137,7 +137,7 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _program_of_row(n: int) -> tuple[int, int]:
-    """Return the columns and warps of a program that holds a complete row of n."""
+    """Return the number of columns and warps of a program that holds a complete row of n values."""
     columns: int = triton.next_power_of_2(n)
     return columns, min(max(columns // 1024, 1), 16)
 
@@ -150,14 +150,14 @@ def fits_all(values: Tensor, n: int) -> bool:
 
 
 def largest_of_all(values: Tensor, n: int) -> Tensor:
-    """Return the n largest of the matrix, as ascending indices into the flattened matrix."""
+    """Return ascending indices of the n largest values into the flattened matrix."""
     grouped = values.view(-1, _shared_group(values.numel(), n))
     groups = _largest(_maxima(grouped), n)
     return _largest(_copied(grouped, groups), n, groups)
 
 
 def _maxima(grouped: Tensor) -> Tensor:
-    """Return the maximum of each group, or NaN if it has one; torch takes 17 times as long for groups of 32."""
+    """Return the maximum of each group, or NaN if the group has one; for groups of 32, torch takes 17 times as long."""
     n_groups, group = grouped.shape
     maxima = grouped.new_empty(n_groups)
     at_once = SHARED_TILE // group
@@ -169,14 +169,14 @@ def _maxima(grouped: Tensor) -> Tensor:
 
 
 def _shared_group(n_values: int, n: int) -> int:
-    """Return the power of two dividing `n_values` that minimises group maxima plus values of n groups."""
+    """Return the power of two that divides `n_values` and minimises group maxima plus the values of n groups."""
     return math.gcd(n_values, 2 ** round(math.log2(n_values / n) / 2))
 
 
 def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
     """Return the n largest values as ascending indices.
 
-    If `groups` are given, the values are copies of groups [n, size]; return indices into the original matrix.
+    If `groups` are given, the values [n, size] are copies of these groups; return indices into the original matrix.
     """
     bits = _bits(values.flatten())
     n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
@@ -211,10 +211,10 @@ def try_out(device: torch.device) -> None:
     is_chosen, smallest = are_largest(values, 3)
     is_right = (is_chosen.gather(1, columns).sum(dim=1) == is_chosen.sum(dim=1)) & (smallest == 61)
     is_right &= (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
-    # Large enough k that complete rows are held.
+    # Test a k so large that programs hold complete rows.
     wide = (torch.arange(1024, device=device) * 37 % 1024).bfloat16().expand(2, 1024)
     is_right &= (largest_of_each(wide, 600)[1].sort().values == wide.sort().values[:, -600:]).all()
-    # Enough values that maxima and candidates need several tiles.
+    # Test so many values that maxima and candidates need several tiles.
     whole = (torch.arange(2**17, device=device) * 37 % 2**17).bfloat16().view(2, -1)
     places = largest_of_all(whole, 2048)
     found = whole.flatten().index_select(0, places)
@@ -224,7 +224,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _copied(grouped: Tensor, groups: Tensor) -> Tensor:
-    """Return copies of groups; torch took 0.08 ms for 131,072 groups of 64 bytes, as long as reading everything."""
+    """Return copies of groups; for 131,072 groups of 64 bytes, torch took 0.08 ms, as long as for the whole matrix."""
     n_groups, group = len(groups), grouped.shape[1]
     copies = grouped.new_empty(n_groups, group)
     at_once = SHARED_TILE // group
@@ -258,13 +258,13 @@ def _largest_of_rows(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, KEPT: tl.constexpr,
     INFINITY: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Find the k largest of one row; `inout_maxima` is scratch memory of the program."""
+    """Find the k largest of one row; `inout_maxima` is scratch memory for the program."""
     row = tl.program_id(0).to(tl.int64)
     bits += row * n_columns
     inout_maxima += row * n_groups
     out_columns += row * k
     out_values += row * k
-    # Padding is below all numbers.
+    # Padding is ordered below all numbers.
     lowest: tl.constexpr = 1 - 2 ** (BITS - 1)
     # The maximum over tiles at each position.
     largest = tl.full([AT_ONCE], lowest, tl.int32)
@@ -278,8 +278,8 @@ def _largest_of_rows(
     # Wait until all threads have stored the maxima that others read.
     tl.debug_barrier()
 
-    # Maxima at different positions come from different groups, and there are at least as many positions as requested
-    # values or groups. So enough groups reach the smallest of these maxima.
+    # Maxima at different positions come from different groups, and there are at least k positions, or one for each
+    # group. So enough groups reach the smallest of these maxima.
     tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
     high = tl.max(largest, axis=0)
     low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
@@ -299,8 +299,8 @@ def _largest_of_rows(
     numbers = tl.load(bits + columns, mask=inside, other=0)
     ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest)
     candidates = tl.reshape(ordered, [KEPT * GROUP])
-    # Only k maxima and few other numbers reach the groups' bound, so the bound of the values is close: search near it
-    # first, at the spacing of bf16 numbers.
+    # Only k maxima and few other values reach the bound of the groups, so the bound of the values is close. Search near
+    # the groups' bound first, at the spacing of bf16 numbers.
     low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), BY_HALVES)
     bound, n_above = search(candidates, k, low, high, step, BITS)
     chosen, nth = choose(candidates, k, bound, n_above)
@@ -308,7 +308,7 @@ def _largest_of_rows(
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
     tl.debug_barrier()
-    # Reload the values: keeping the bits of all candidates used too many registers, and sm_80 spilled.
+    # Reload the values: keeping the bits of all candidates took too many registers, and sm_80 spilled.
     columns = tl.load(out_columns + kept, mask=kept < k, other=0)
     tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
@@ -317,14 +317,15 @@ def _largest_of_rows(
 def _keep_strongest(
     out_bits, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Copy the k largest of one row that are above 0, and write 0 in place of the others."""
+    """Copy the k largest of one row that are above 0, and replace the others by 0."""
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
     numbers = tl.load(bits + start + columns, mask=inside, other=0)
     # Numbers ordered above 0 are positive or NaN.
     ordered = _ordered(numbers, INFINITY, BITS)
     chosen = ordered > 0
-    # More than k are positive in one of a hundred rows of dead latents, and in half of the rows symmetric around 0.
+    # More than k values are positive in 1 % of the rows of dead latents, and in half of the rows that are symmetric
+    # around 0.
     if tl.sum(chosen.to(tl.int32), axis=0) > k:
         bound, n_above = search(ordered, k, 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
         chosen, _ = choose(ordered, k, bound, n_above)
@@ -356,10 +357,10 @@ def _gather_largest(
 
 @triton.jit
 def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the bits of one row, their order from `_ordered`, and the result of `choose` for the k largest."""
+    """Return the bits of one row, the result of `_ordered`, and the result of `choose` for the k largest."""
     inside = columns < n_columns
     numbers = tl.load(bits + columns, mask=inside, other=0)
-    # Padding is ordered below −∞; at least k values are not.
+    # Padding is ordered below −∞, and at least k values are not.
     ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
     bound, n_above = search(ordered, k, -INFINITY - 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
     chosen, nth = choose(ordered, k, bound, n_above)
@@ -370,7 +371,7 @@ def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: t
 def _write_maxima(
     out_maxima, bits, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Write the maximum of each of some groups, as bits."""
+    """Write the maximum of each group of one block, as bits."""
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     # `fits_all` ensures that indices are below 2^31.
     places = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -380,7 +381,7 @@ def _write_maxima(
 
 @triton.jit
 def _copy_groups(out_bits, bits, some_rows, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Copy some groups by index."""
+    """Copy one block of groups, given by their indices."""
     places = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     columns, inside = tl.arange(0, GROUP)[None, :], (places < n_groups)[:, None]
     group = tl.load(some_rows + places, mask=places < n_groups, other=0)[:, None]
@@ -392,11 +393,11 @@ def _copy_groups(out_bits, bits, some_rows, n_groups, GROUP: tl.constexpr, AT_ON
 def _count_digits(
     out_of_tiles, bits, high_digits, n_values, n, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Count each high digit in a tile or, given the high digits of all tiles, the low digits that share the bound's.
+    """Count the high digits in a tile or, given the counts of high digits, the low digits of values with the bound's.
 
-    Values that do not count become digit 0, which does not affect the search from above. A separate digit would need
-    512 bins: each thread counts the bits of a mask once for 32 digits per value, which takes a GPU eight times as long
-    as an addition.
+    Other values are counted as digit 0, which does not affect the search, since it starts from the highest digit. A
+    separate digit would need 512 bins. For every 32 bins, each thread counts the bits of a mask once per value, which
+    takes a GPU eight times as long as an addition.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
@@ -412,7 +413,7 @@ def _count_digits(
 def _count_chosen(
     out_counts, high_of_tiles, low_of_tiles, high_digits, low_digits, n_tiles, n, TILES: tl.constexpr
 ):  # fmt: skip
-    """Count from the digits of each tile how many values are above the bound, and how many equal it."""
+    """From the digits of each tile, compute how many values exceed the bound, and how many equal it."""
     tiles, digits = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, 256)[None, :]
     places, inside = tiles[:, None] * 256 + digits, (tiles < n_tiles)[:, None]
     highs = tl.load(high_of_tiles + places, mask=inside, other=0)
@@ -421,7 +422,7 @@ def _count_chosen(
     low, _ = _digit_of(low_digits, n_left)
     above = tl.sum(tl.where(digits > low, lows, 0), axis=1)
     equal = tl.sum(tl.where(digits == low, lows, 0), axis=1)
-    # The low digit 0 also counts values with another high digit.
+    # The count of low digit 0 includes values with another high digit.
     equal = tl.where(low > 0, equal, tl.sum(tl.where(digits == high, highs, 0), axis=1) - above)
     above += tl.sum(tl.where(digits > high, highs, 0), axis=1)
     tl.store(out_counts + tiles, above, mask=tiles < n_tiles)
@@ -433,7 +434,7 @@ def _write_chosen(
     out_indices, bits, high_digits, low_digits, counts, groups, n_values, n,
     GROUP: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write the indices of the values chosen from a tile; they follow the indices from earlier tiles."""
+    """Write the indices of the values chosen from one tile, after the indices from earlier tiles."""
     tile, n_tiles = tl.program_id(0), tl.num_programs(0)
     places = tile * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
@@ -456,7 +457,7 @@ def _write_chosen(
 
 @triton.jit
 def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the ranks of some 16-bit values, starting from 0; padding gets −1."""
+    """Return 16-bit values as integers from 0 that have the same order, or −1 for padding."""
     inside = places < n_values
     ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
     return tl.where(inside, ordered + 2 ** (BITS - 1), -1)
@@ -464,7 +465,7 @@ def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def _bound(high_digits, low_digits, n):
-    """Return the rank of the n-th largest, and how many values equal to it are among the n largest."""
+    """Return the n-th largest as a rank of `_ranks_at`, and how many of the n largest values equal it."""
     high, n_left = _digit_of(high_digits, n)
     low, n_equal = _digit_of(low_digits, n_left)
     return high * 256 + low, n_equal
@@ -472,10 +473,10 @@ def _bound(high_digits, low_digits, n):
 
 @triton.jit
 def _digit_of(counts, n):
-    """Return the digit of the n-th largest from the counts per digit, and its position among values with that digit."""
+    """Return the digit of the n-th largest, given the counts of digits, and its position among equal digits."""
     digits = tl.arange(0, 256)
     of_each = tl.load(counts + digits)
-    # How many values have this digit or a higher one.
+    # The number of values that have this digit or a higher one.
     from_here = tl.sum(of_each, axis=0) - tl.cumsum(of_each, axis=0) + of_each
     digit = tl.max(tl.where(from_here >= n, digits, 0), axis=0)
     return digit, n - tl.sum(tl.where(digits > digit, of_each, 0), axis=0)
@@ -483,15 +484,15 @@ def _digit_of(counts, n):
 
 @triton.jit
 def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the maximum of each row of floating-point numbers given as bits, ordered as by `_ordered`.
+    """Return the maximum of each row of floating-point numbers, given as bits, in the form of `_ordered`.
 
-    Widening a number takes one instruction and comparing it two or three: 6 in total on sm_90. Ordering each number
-    took 13, and an H200 needed twice as long for that as for reading them.
+    Widening a number takes one instruction and comparing it two or three: 6 in total on sm_90. Applying `_ordered` to
+    each number took 13, and an H200 needed twice as long for that as for reading the numbers.
     """
-    # First reduce one load of a thread, so that threads exchange one number instead of three.
+    # First reduce the values that a thread loads at once, so that threads exchange one number instead of three.
     wide = tl.reshape(bits.to(tl.int32), [bits.shape[0], bits.shape[1] // 8, 8])
     largest, least = tl.max(wide, axis=2), tl.min(wide, axis=2)
-    # Unsigned, negative numbers are above the others: the maximum is the one farthest from 0, or NaN.
+    # As unsigned integers, negative numbers exceed all others: the maximum is the one farthest from 0, or NaN.
     highest = tl.max(wide.to(tl.uint32, bitcast=True), axis=2).to(tl.int32, bitcast=True)
     is_nan = (largest > INFINITY) | ((highest < 0) & (highest > INFINITY - 2 ** (BITS - 1)))
     all_ones = 2 ** (BITS - 1) - 1
@@ -500,7 +501,7 @@ def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return int32 in the order of the floating-point numbers with these bits; NaN is above all."""
+    """Return int32 numbers in the order of the floating-point numbers with these bits; NaN is above all others."""
     wide, all_ones = bits.to(tl.int32), 2 ** (BITS - 1) - 1
     size = wide & all_ones
     return tl.where(size > INFINITY, all_ones, tl.where(wide < 0, wide ^ all_ones, wide))
@@ -508,17 +509,18 @@ def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _bits_of(ordered, BITS: tl.constexpr):
-    """Return the bits for a result of `_ordered`, which is its own inverse. NaN becomes all ones."""
+    """Return the bits for results of `_ordered`; NaN becomes all ones."""
     return tl.where(ordered < 0, ordered ^ (2 ** (BITS - 1) - 1), ordered)
 
 
 @triton.jit
 def search(ordered, k, low, high, step, BITS: tl.constexpr):
-    """Return a bound that at most k values exceed, and their number: if it is less than k, at least k reach the bound.
+    """Return a bound that at most k values exceed, and the number that do; if fewer do, at least k values reach it.
 
-    No value exceeds `high`, and at least k reach `low`. The search starts from `low` with growing steps, then bisects.
+    No value exceeds `high`, and at least k values reach `low`. The search starts from `low` with growing steps, and
+    then bisects.
     """
-    # Two bits at a time were slower on an H200, since comparisons dominate.
+    # A search for two bits at a time was slower on an H200, since comparisons dominate.
     wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
     low, high, step = tl.cast(low, wide), tl.cast(high, wide), tl.cast(step, wide)
     n_above = 0
@@ -535,7 +537,7 @@ def search(ordered, k, low, high, step, BITS: tl.constexpr):
 
 @triton.jit
 def choose(ordered, k, bound, n_above):
-    """Return which [n] are the k largest, ties in order, and the inclusive count of chosen values at each position."""
+    """Return a mask [n] of the k largest, ties in order, and the inclusive count of chosen values [n]."""
     above, equal = ordered > bound, ordered == bound
     # Neither count reaches 2^16.
     counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
