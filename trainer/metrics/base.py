@@ -79,7 +79,10 @@ class Metric(ABC):
 
     @abstractmethod
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
-        """Return the sums of one batch, as 0-dim tensors and vectors; other methods get their concatenation, `sums`."""
+        """Return the sums of one batch, as 0-dim tensors and vectors.
+
+        The other methods receive the concatenation of these sums as `sums`.
+        """
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
         """Combine the sums, float64 [n], of ranks that share latents, so that they cover all latents and tokens."""

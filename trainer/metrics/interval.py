@@ -46,7 +46,10 @@ class Interval:
                 kept.copy_(part)
 
     def sums(self, latents: Latents) -> dict[str, Tensor]:
-        """Return the sums by name, float64 [n], to be added over ranks with the same latents; reset them to 0."""
+        """Return the sums by name, float64 [n], and reset them to 0.
+
+        The caller adds them up over ranks with the same latents.
+        """
         assert self._total is not None, "a log interval has at least one batch"
         total = self._total.clone()
         self._total.zero_()

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 # The time constant of a `Rate`: much longer than a step, but short enough that a user soon notices a slower run.
 WINDOW_S = 5.0
-# A long wait begins when all ranks have spent more than MUCH_WAIT of their time waiting for data for LASTING_S seconds,
-# and ends below LITTLE_WAIT. For example, if 8 GPUs share latents and each reads all rows, the host's memory bandwidth
-# limits a run to one step per 9 ms, while a step takes 6 ms.
+# A long wait starts when all ranks have spent more than the fraction MUCH_WAIT of their time waiting for data for
+# LASTING_S seconds. It ends when the fraction falls below LITTLE_WAIT. For example, if 8 GPUs share latents and each
+# reads all rows, the host's memory bandwidth limits a run to one step per 9 ms, while a step takes 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 
 class Rate:
-    """An amount per second: a moving average with exponential decay over `WINDOW_S`.
+    """A moving average of an amount per second, with exponential decay over `WINDOW_S`.
 
     Amounts and seconds are summed separately with the same decay, so each interval has a weight equal to its length.
     """
@@ -41,8 +41,8 @@ class Rate:
         return self._amount / max(self._seconds, 1e-9)
 
 
-# The minimum share of an interval that counts as work. The interval and the waiting are timed separately, so their
-# difference can be 0 although the rank has worked.
+# The minimum fraction of an interval that counts as busy. The interval and the waiting times are measured separately,
+# so their difference can be 0 although the rank was busy.
 LEAST_BUSY = 0.01
 
 
@@ -64,12 +64,12 @@ class Pace:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
-        # After the first interval: GPU memory outside the allocator, used by NCCL, kernels and the CUDA context.
+        # Bytes of GPU memory outside the allocator after the first interval: NCCL, kernels and the CUDA context.
         self._foreign_at_first: int | None = None
         self.begin(0.0)
 
     def begin(self, waited_for_data_s: float) -> None:
-        """Start the clocks; called at the start of an interval's first step."""
+        """Start the clocks; call this at the start of an interval's first step."""
         self._parallel.take_waits()
         self._watch, self._waited_before = stopwatch(self._parallel.device), waited_for_data_s
         self._on_core_before = time.thread_time()
@@ -132,9 +132,9 @@ class DataWait:
         self._is_reported = False
 
     def look(self, share: float, seconds: float) -> bool | None:
-        """Check a log interval's share of waiting time; return True when a long wait begins, False when it ends.
+        """Check the fraction of a log interval spent waiting; return True when a long wait starts, False when it ends.
 
-        Otherwise return None.
+        Return None in all other cases.
         """
         self._lasts_s = self._lasts_s + seconds if share > MUCH_WAIT else 0.0
         if not self._is_reported and self._lasts_s >= LASTING_S:
@@ -162,9 +162,9 @@ def foreign_bytes(device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> dict[str, int]:
-    """Return the bytes that the allocator has reserved.
+    """Return the current and peak number of bytes that the allocator has reserved.
 
-    torch's usual functions, such as `memory_reserved`, sort a hundred statistics at each call.
+    torch's usual functions, such as `memory_reserved`, sort a hundred statistics in each call.
     """
     of_all: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
     return of_all

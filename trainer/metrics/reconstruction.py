@@ -8,7 +8,7 @@ from trainer.metrics.base import Metric, Observation, per_token
 
 
 class Fvu(Metric):
-    """Σ‖y − x_hat‖² / Σ‖y − mean(y)‖² over the interval."""
+    """The fraction of variance unexplained, Σ‖y − x_hat‖² / Σ‖y − mean(y)‖² over the interval."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.error.square, seen.centred.square, seen.n_tokens, seen.centred.total

@@ -1,4 +1,4 @@
-"""Sparsity metrics: the number of active latents, their activations, and the share of dense latents."""
+"""Sparsity metrics: the number of active latents, their activations, and the fraction of dense latents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DENSE = 0.1
 
 
 class L0(Metric):
-    """The mean number of latents with a positive activation per token."""
+    """The mean number of active latents per token."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.fired.sum(), seen.n_tokens
@@ -36,7 +36,7 @@ class L1(Metric):
 
 
 class DenseLatents(Metric):
-    """The share of latents that fire on more than a tenth of the interval's tokens."""
+    """The fraction of latents that fire on more than a tenth of the interval's tokens."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.fired, seen.n_tokens

@@ -1,4 +1,4 @@
-"""`interval.add_if_finite` as one kernel, which is as fast as each of the four torch operations that it replaces."""
+"""`interval.add_if_finite` as one kernel, which takes as long as each of the four torch operations that it replaces."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PART = 1024
 
 
 def add_if_finite(total: Tensor, numbers: Tensor) -> None:
-    """Add numbers [n] to a float64 `total` [n] in place, like `interval.add_if_finite`."""
+    """Add numbers [n] to a float64 `total` [n] in place, as `interval.add_if_finite` does."""
     if n := len(total):
         together = numbers.sum(dtype=torch.float64)
         # Triton launches on the current device, which may not be the tensors' device.

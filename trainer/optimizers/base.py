@@ -69,7 +69,7 @@ class RowStep(ABC):
 
     @abstractmethod
     def measure(self) -> Squares:
-        """Return the squared gradient norms; for unit-norm rows, only of the component orthogonal to the row."""
+        """Return the squared gradient norms; for unit-norm rows, only components orthogonal to the row are included."""
 
     @abstractmethod
     def step(self, taken: Tensor) -> None:
@@ -119,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def use_trained_weights(self) -> None:
-        """Load the weights for evaluation and saving into the parameters, if they differ from the updated weights."""
+        """Load the weights for evaluation and saving into the parameters, if they differ from those in training."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""

@@ -47,7 +47,10 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return an approximation of the nearest orthogonal matrix by Newton-Schulz; its singular values are 0.7 to 1.2."""
+    """Return an approximation of the nearest orthogonal matrix; its singular values are 0.7 to 1.2.
+
+    It is computed by Newton-Schulz iteration.
+    """
     narrow = matrix.bfloat16() if matrix.is_cuda else matrix
     x = narrow if matrix.shape[0] <= matrix.shape[1] else narrow.T
     x = x / x.norm().clamp_min(1e-30)

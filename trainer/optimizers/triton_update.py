@@ -100,7 +100,10 @@ def n_parts(n: int) -> int:
 
 
 def measure_vector(grad: Tensor, squares: Tensor) -> None:
-    """Write the squared norm of each part of a vector's gradient [n] to `squares` [n_parts], or the total to [1]."""
+    """Write the squared norm of each part of a vector's gradient [n] to `squares` [n_parts].
+
+    If `squares` is [1], write the total.
+    """
     if n := len(grad):
         with torch.cuda.device_of(grad):
             _measure_part[len(squares),](grad, squares, n, **_part(n if len(squares) == 1 else _PART))

@@ -72,7 +72,10 @@ class Places:
         return self._sorted.latents_of_windows(d_sae, longest)
 
     def regroup(self, tokens: Tensor, n_tokens: int) -> Places:
-        """Return the same latents, in the same order, under other tokens, ascending [n]; both share one sort."""
+        """Return entries with the same latents, in the same order, and with other ascending `tokens` [n].
+
+        Both objects share one sort by latent.
+        """
         if self.filled is not None:
             tokens = fill_rest(tokens, self.filled, n_tokens - 1)
         starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=tokens.device))

@@ -51,7 +51,7 @@ class TopK(Sae):
         return self._score(explained, acts, *self.reconstruct(acts, x, y))
 
     def _encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
-        """Return the activations for x − input_bias [n_tokens, d_in], and the dead latents' output for the error.
+        """Return the activations of x − input_bias [n_tokens, d_in], and the error's reconstruction by dead latents.
 
         Ranks exchange the weights of dead latents while they encode. Autograd runs in the reverse order, so the
         gradients of these weights are exchanged during the encoder's backward pass. A replica that holds all latents

@@ -1,4 +1,4 @@
-"""Reports rows that are not finite, which a run replaces, and ends the run if there are too many."""
+"""Reports rows that contain NaN or infinity, which a run leaves out, and stops the run if there are too many."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.wording import plural
 from trainer.reporting.report import Report
 
-# If a larger share of rows is not finite, something is wrong with the data.
+# If a larger fraction of the rows is not finite, something is wrong with the data.
 MOST_BAD_ROWS = 0.01
 CURE = "extract them again, in bf16 or fp32 if it was fp16"
 
 
 def too_many(n_bad: int, n_seen: int) -> bool:
-    """Return whether the rows read so far show that the share of bad rows is above `MOST_BAD_ROWS`.
+    """Return whether the rows read so far show that the fraction of bad rows exceeds `MOST_BAD_ROWS`.
 
     A small sample may contain more bad rows by chance, so 10 rows and 4 standard deviations are allowed on top.
     """
@@ -26,23 +26,23 @@ def too_many(n_bad: int, n_seen: int) -> bool:
 
 
 class BadRows:
-    """Reports the rows of a run that are not finite, and names the first of each hook."""
+    """Reports the rows of a run that are not finite, and names the first such row of each hook."""
 
     def __init__(self, data: TrainingData, report: Report, tokens_per_step: int) -> None:
         self._data, self._report, self._tokens_per_step = data, report, tokens_per_step
-        # A sentence that names the first bad row, by hook.
+        # For each hook, a sentence that names its first bad row.
         self._first: dict[str, str] = {}
 
     def sampled(self, n_bad: int, n_rows: int, first: str, hook: str) -> None:
-        """Report the bad rows of a first sample at a hook; `first` is a sentence that names the first one."""
+        """Report the bad rows of a first sample at a hook; `first` is a sentence that names the first bad row."""
         if n_bad:
             self._warn(n_bad, n_rows, "a sample", hook, first)
 
     def look_at(self, found: LeftOut, since: Position, now: Position, hook: str) -> None:
         """Report the bad rows at a hook up to the position `now`; raise `UserError` if there are too many.
 
-        `found` counts the rows read so far; the newest were read after `since`. Ranks that train the same SAEs must
-        all call this.
+        `found` counts the rows read so far, the newest of which were read after `since`. All ranks that train the same
+        SAEs must call this method.
         """
         if not found.not_finite:
             return

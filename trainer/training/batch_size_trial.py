@@ -16,11 +16,11 @@ from trainer.parallel.latents import Latents
 from trainer.runtime.out_of_memory import hand_back, is_shortage
 from trainer.training.learner import Learner
 
-# If a micro-batch of this size does not fit, a smaller one would not either.
+# If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
 LEAST_TOKENS = 64
-# Batches held in memory in addition to the pass: read ahead, in transfer, and in fp64 sums for the metrics.
+# The number of batches in memory besides the pass: read ahead, in transfer, and in fp64 sums for the metrics.
 BATCHES_BESIDE = 4
-# Address space of threads that start later.
+# The address space of threads that start later, in bytes.
 THREAD_BYTES = 2**27
 
 
@@ -32,11 +32,11 @@ def fits_everywhere(
     n_hooks: int = 1,
     kept_bytes: int = 0,
 ) -> bool:
-    """Return whether all ranks can run a pass on their `token_slice` of rows through every SAE; discard the gradients.
+    """Return whether the memory of all ranks suffices for a pass of their `token_slice` of rows through every SAE.
 
-    Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it trains on. `kept_bytes`, for the rows that
-    evaluations keep, must fit as well. Ranks synchronise only afterwards, so a rank that fails leaves no other rank
-    waiting in the middle of a pass.
+    The gradients of the pass are discarded. Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it
+    trains on. Another `kept_bytes`, for the rows that evaluations keep, must fit as well. Ranks synchronise only after
+    the pass, so that no rank waits in the middle of a pass for a rank that has failed.
     """
     failed = torch.zeros((), device=parallel.device)
     failed.fill_(not _fits(learners, sample, token_slice, n_hooks, kept_bytes))
@@ -65,11 +65,11 @@ def _fits(
 
 
 def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
-    """Allocate the memory that a later step needs in addition to the pass."""
+    """Allocate the memory that later steps need in addition to that of the pass."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes
     if x.device.type == "cpu":
-        # The CPU's top-k algorithm depends on the data: at worst it copies all pre-activations.
+        # A CPU's top-k algorithm depends on the data: in the worst case, it copies all pre-activations.
         of_pass = THREAD_BYTES + x.element_size() * len(x) * max(learner.sae.n_own for learner in learners)
         n_bytes += of_pass
         # Fail here if memory is short: oneDNN does not check its allocations within a matrix product.
@@ -82,7 +82,7 @@ def _empty(n_bytes: int, device: torch.device) -> Tensor:
 
 
 def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
-    """Return n inputs and targets, repeating rows of a smaller sample; the same tensor twice if the sample has one."""
+    """Return n inputs and targets, repeating rows if needed; both are one tensor if they are in the sample."""
     x, y = sample
     rows = torch.arange(n, device=x.device) % len(x)
     inputs = x[rows]
@@ -90,10 +90,10 @@ def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
 
 
 class _Echo(Group):
-    """A substitute for a group that sends nothing but allocates as much memory as an exchange would.
+    """A substitute for a group that sends nothing, but allocates the memory that an exchange would need.
 
-    The other ranks appear to hold the lowest possible values. A top-k then selects only from this rank, which is its
-    worst case.
+    The other ranks appear to have the lowest possible values. A top-k then selects only from this rank, which is the
+    worst case for its memory.
     """
 
     def __init__(self, group: Group) -> None:
@@ -107,7 +107,7 @@ class _Echo(Group):
         return self._pad_with_lowest(local_shard(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """Repeat this rank's own answers in place of the other owners' answers; use ones if this rank owns no rows.
+        """Repeat this rank's results in place of the other owners' results; use ones if this rank owns no rows.
 
         Bounds from other owners also appear to be the lowest possible values.
         """
@@ -125,7 +125,7 @@ class _Echo(Group):
 
 
 class _ExchangingPart(Protocol):
-    """The part of an SAE that exchanges with other ranks."""
+    """The attributes of an SAE that a dry run replaces."""
 
     data: Group
     peers: Group
@@ -135,7 +135,7 @@ class _ExchangingPart(Protocol):
 
 @contextlib.contextmanager
 def dry_run(sae: _ExchangingPart) -> Iterator[None]:
-    """Replace the groups of an SAE by echoes within the context, and treat all its latents as dead.
+    """Within the context, replace the groups of an SAE by `_Echo` groups, and treat all its latents as dead.
 
     Dead latents need extra memory, which would otherwise be allocated only later in a run.
     """

@@ -16,25 +16,25 @@ _CURE = "restore it and resume, or start a new run"
 
 
 class DataWatch:
-    """Compares the shards with their state when the run began; only rank 0 passes a record.
+    """Compares the shards with their state at the start of the run; only rank 0 passes a record.
 
-    A shard that was replaced or removed is still open with its old content. If one was written to, the run no longer
-    trains on the recorded rows, and `fault` is the error message.
+    A shard that was replaced or removed is still open with its old content. If a shard was written to, the run no
+    longer trains on the recorded rows, and `fault` is the error message.
     """
 
     def __init__(self, record: DataRecord) -> None:
         self._began_with = record
-        # Sample in a thread during the first steps, since this reads up to 256 MiB.
+        # Sample the shards in a thread during the first steps, since this reads up to 256 MiB.
         reader = ThreadPoolExecutor(1, "data-record")
         self._sampled = reader.submit(sampled, record)
         reader.shutdown(wait=False)
-        # Last seen size and modification time of each changed file.
+        # The last known size and modification time of each changed file; None if it was gone.
         self._seen: dict[Path, tuple[int, int] | None] = {}
         self._sound_at = Position(0, 0)
         self.fault: str | None = None
 
     def record(self) -> DataRecord:
-        """Return the shards as they were when the run began, for a checkpoint."""
+        """Return the state of the shards at the start of the run, for a checkpoint."""
         return self._sampled.result()
 
     def look(self, at: Position, report: Report) -> None:
@@ -46,7 +46,7 @@ class DataWatch:
             self._sound_at = at
 
     def _changed(self) -> Iterator[tuple[FolderRecord, ShardRecord]]:
-        """Yield the shards whose size or modification time differs from the last check."""
+        """Yield the shards whose size or modification time has changed since the last check."""
         for number, folder in enumerate(self._began_with):
             for place, shard in enumerate(folder.shards):
                 file = folder.file(shard)

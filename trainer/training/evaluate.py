@@ -19,7 +19,7 @@ from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 from trainer.training.thresholds import set_thresholds
 
-# Before PyTorch 2.7, `nonzero` fails on larger matrices on a GPU.
+# The most values of a batch: before PyTorch 2.7, `nonzero` fails on larger matrices on a GPU.
 MOST_VALUES = 2**31 - 1
 
 
@@ -27,9 +27,9 @@ MOST_VALUES = 2**31 - 1
 def evaluate(
     learners: dict[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return the held-out metrics of every learner by its label, with thresholds set on held-out rows.
+    """Set thresholds on held-out rows, and return the held-out metrics of every learner by its label.
 
-    Each rank measures its share of the rows.
+    Each rank measures its part of the rows.
     """
     set_thresholds(learners, held_out_rows, parallel, batch_size)
     measured = {label: Interval(entries=held_out_metrics()) for label in learners}
@@ -46,7 +46,7 @@ def evaluate(
 
 
 def most_tokens(d_sae: int) -> int:
-    """Return the largest evaluation batch, in tokens, for an SAE with `d_sae` latents over all ranks."""
+    """Return the largest evaluation batch, in tokens, for an SAE with `d_sae` latents in total."""
     return min(MOST_TOKENS, max(1, MOST_VALUES // d_sae))
 
 

@@ -70,15 +70,15 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Export every SAE of a checkpoint, or of a run's newest or best checkpoint; return the step and the output paths.
 
-    `path` is a checkpoint or a run folder, `form` the name of a format. With `only`, write just the SAEs with these
-    labels. `firings` returns, for a job, a function that finds where the latents of an SAE fire in its data. SAEs that
-    the format cannot represent are returned under `left_out`, with the reasons by label. Raise `UserError` if the
-    format can represent none of them, `JobFileError` if a flag is wrong.
+    `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
+    labels are written. `firings` returns, for a job, a function that finds the tokens in the job's data on which
+    latents of an SAE fire. The result lists SAEs that the format cannot represent under `left_out`, with the reason for
+    each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is wrong.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
     job = load_run_job(RunPaths(run_dir).job_file)
-    # Follow a symbolic link given as --out, but none inside the folder it points to.
+    # Follow a symbolic link given as --out, but no links inside its target folder.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in labels_of(job, only)}
     refuse_to_overwrite(out, folders, force)
@@ -107,7 +107,7 @@ def export_checkpoint(
 
 
 def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
-    """Return the labels of a job's SAEs, limited to `only`, if given; raise `JobFileError` for an unknown label."""
+    """Return the labels of a job's SAEs, or only those in `only`; raise `JobFileError` for an unknown label."""
     labels = [*members(job)]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])
@@ -135,7 +135,7 @@ def how_far_of(
     *,
     is_transcoder: bool,
 ) -> HowFar | None:
-    """Return the progress of a run at a checkpoint, with the metrics `measured` there; None at step 0."""
+    """Return the progress of a run at a checkpoint, with the metrics `measured` at that step; None at step 0."""
     step, tokens = state.position.step, state.position.tokens
     if not step:
         return None
@@ -153,14 +153,14 @@ def how_far_of_sae(
 ) -> HowFar | None:
     """Return the training progress of an SAE at a checkpoint, with the metrics measured when it was saved."""
     if job.sweep:
-        # The best FVU of a sweep is a mean over its SAEs.
+        # The best FVU of a sweep is a mean over its SAEs, so it does not describe a single SAE.
         state = msgspec.structs.replace(state, best=msgspec.UNSET)
     measured = _read_measurements(run_dir, state.position.step, label if job.sweep else "")
     return how_far_of(run_dir, members(job)[label], state, measured, is_transcoder=is_transcoder)
 
 
 def notes_on_unfinished(run_dir: Path, job: JobConfig, state: CheckpointState) -> Iterator[str]:
-    """If the run is unfinished, yield a note that says so and how to finish it."""
+    """If the run is unfinished, yield a note that says so and, for its last checkpoint, how to finish the run."""
     how_far = how_far_of(run_dir, job, state, is_transcoder=state.d_out is not None)
     if how_far and how_far.unfinished:
         yield f"{how_far.unfinished}{f': {_resume(run_dir)} --finish' * how_far.is_last}"
@@ -182,7 +182,7 @@ def shared_saes(
     firings_of: FiringsOf,
     labels: Collection[str],
 ) -> Iterator[tuple[str, SharedSae]]:
-    """Yield the label of each SAE and the SAE in its shared form, with its metrics and training facts."""
+    """Yield the label of each SAE, and the SAE in its export form with its metrics and training facts."""
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state, labels=labels):
         training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in))
@@ -196,10 +196,10 @@ def shared_saes(
 
 
 def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) -> Recipe | None:
-    """Return the recipe of an SAE up to a checkpoint; None if it was imported or the recipe is unknown."""
+    """Return the recipe of an SAE up to a checkpoint, or None at step 0 or if the recipe is unknown."""
     with contextlib.suppress(UserError):
         if (position := state.position).step:
-            # The tokens per step of a run do not depend on the number of ranks.
+            # The number of tokens per step does not depend on the number of ranks.
             own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
             of = Layout(own, 1), members(own)[label], position, d_in
             facts: dict[str, Any] = {"is_transcoder": state.d_out is not None, "n_rows": state.n_train_rows}
@@ -208,16 +208,16 @@ def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) 
 
 
 def _device_of(run_dir: Path) -> str:
-    """Return the kind of device of a run's ranks; this process's kind if it was trained from Python."""
+    """Return the device type of a run's ranks, or of this process if the run was started from Python."""
     with contextlib.suppress(UserError):
         return last_spec(run_dir).device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
-    """Remove files of an earlier export in another format, so that the folder does not contain two SAEs.
+    """Remove the files of an earlier export in another format, so that the folder does not contain two SAEs.
 
-    Keep files whose names a format gives as patterns: they may belong to other SAEs of a set.
+    Keep files whose names match a pattern of a format, since they may belong to other SAEs of a set.
     """
     names = {name for other in catalog.FORMATS.values() for name in other.load().files if "*" not in name}
     for name in names - {*chosen.files}:
@@ -300,7 +300,7 @@ def learners_of(
 
 
 def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
-    """Return the d_in of an SAE; raise `UserError`, before allocating the SAE, if the checkpoint has other shapes."""
+    """Return the d_in of an SAE; raise `UserError` if the shapes in the checkpoint do not fit the job."""
     d_in, *_ = tensors["sae.W_enc"].shape
     d_sae = job.sae.width(d_in)
     for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):
@@ -310,7 +310,7 @@ def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None
 
 
 def _read_measurements(run_dir: Path, step: int, label: str) -> dict[str, float]:
-    """Return the metrics measured at the checkpoint's step; none if the run's store is gone."""
+    """Return the metrics measured at the step of a checkpoint; an empty dict if the metrics store is gone."""
     values: dict[str, float] = {}
     with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
         for name in measured_names():

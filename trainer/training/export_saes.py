@@ -26,8 +26,8 @@ from trainer.training.thresholds import threshold_facts
 class Exporter:
     """Writes the SAEs of a run to `output`, or to subfolders named by their labels.
 
-    `origins` describes the data of each SAE, by label, for its `cfg.json`; `recipe_of` returns the recipe of an SAE by
-    its label.
+    `origins` maps the label of each SAE to facts about its data for `cfg.json`; `recipe_of` returns the recipe of the
+    SAE with a given label.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Exporter:
     def writes(
         self, learners: Mapping[str, Learner], position: Position, how_far: Callable[[str], HowFar]
     ) -> list[Write]:
-        """Return the writes of each SAE to a folder of its label; all ranks that share its latents call this.
+        """Return the writes of all SAEs, each to a folder of its label; all ranks that share latents must call this.
 
-        `how_far` returns the training progress of an SAE by its label.
+        `how_far` returns the training progress of the SAE with a given label.
         """
         writes = []
         for label, learner in learners.items():
@@ -71,7 +71,7 @@ class Exporter:
             rank_log.say(how_far.unfinished)
 
     def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that differs from the requested one, since then the FVU cannot be compared between SAEs."""
+        """Report an L0 that differs from the requested L0, since the FVU then cannot be compared with other SAEs."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:

@@ -25,7 +25,7 @@ from trainer.training.export_checkpoint import (
 
 
 def is_set(paths: Sequence[Path], form: str) -> bool:
-    """Return whether an export is a set of SAEs: it has several runs, or is for circuit-tracer with several hooks.
+    """Return whether an export is a set of SAEs: one of several runs, or one for circuit-tracer with several hooks.
 
     Raise `UserError` if a path is not a run.
     """
@@ -40,10 +40,10 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
 def export_set(
     paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool, only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Write the transcoders of runs or checkpoints to one folder, limited to `only` if given; return their steps.
+    """Write the transcoders of runs or checkpoints to one folder; return the folder, the steps by layer, and notes.
 
-    Transcoders that the format cannot represent are left out, with a note. Raise `UserError`, and write nothing, if the
-    others do not form a set.
+    With `only`, just the transcoders with these labels are written. Transcoders that the format cannot represent are
+    left out, with a note. Raise `UserError`, and write nothing, if the others do not form a set.
     """
     chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
     if not isinstance(chosen, CircuitTracer):

@@ -21,13 +21,13 @@ from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 
-# Seconds between attempts to write to a full disk, and until the run gives up.
+# The seconds between attempts to write to a full disk, and the seconds until the run gives up.
 RETRY_S = 30.0
 GIVE_UP_S = 24 * 3600.0
 
 
 class Write(NamedTuple):
-    """A folder to write at the end of a run, and the function that writes it; an SAE can be written `to` any folder."""
+    """A folder to write at the end of a run, and the function that writes it; `to` writes an SAE to any folder."""
 
     folder: Path
     write: Callable[[], object]
@@ -35,7 +35,7 @@ class Write(NamedTuple):
 
 
 class FinalWrites:
-    """Performs the final writes of each rank; all ranks call it together and wait for each other.
+    """Performs the final writes of each rank; all ranks call `write` together and wait for each other.
 
     While the disk of an SAE is full, a copy of the SAE is kept on another disk.
     """
@@ -44,18 +44,18 @@ class FinalWrites:
         self, parallel: Parallel, report: Report, stop: threading.Event, heartbeat: Callable[[str], object]
     ) -> None:
         self._parallel, self._report, self._stop, self._heartbeat = parallel, report, stop, heartbeat
-        # The folder of an SAE on another disk, by its intended folder.
+        # Maps the intended folder of an SAE to its folder on another disk.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
         self._has_reported = False
 
     def write(self, writes: Sequence[Write]) -> None:
-        """Write everything; wait up to a day for space, or until another stop is requested.
+        """Perform all writes; if a disk is full, wait for space for up to a day, or until another stop is requested.
 
         Raise `UserError` on each rank with a failed write, after all other writes are done.
         """
         was_stopped = self._stop.is_set()
-        # The stop request that ended training is handled. Only a new request ends the wait.
+        # The stop request that ended training has been handled, so only a new request ends the wait.
         self._stop.clear()
         try:
             self._write(writes)
@@ -76,7 +76,7 @@ class FinalWrites:
             raise self._failure(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
 
     def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoSpaceError]:
-        """Try all writes; return the ones that did not fit on the disk, with their errors."""
+        """Try all writes; return a dict that maps each write that did not fit on the disk to its error."""
         waiting: dict[Write, NoSpaceError] = {}
         for one in writes:
             try:
@@ -91,7 +91,7 @@ class FinalWrites:
         return waiting
 
     def _is_waiting(self, is_own: bool, *, is_over: bool) -> bool:
-        """Return, on all ranks, whether any rank is waiting and no rank must give up."""
+        """Return whether any rank is waiting and no rank must give up; the result is the same on all ranks."""
         counts = torch.tensor([float(is_own), float(is_over)], device=self._parallel.device)
         self._parallel.world.sum_(counts)
         n_waiting, n_over = counts.tolist()
@@ -105,15 +105,15 @@ class FinalWrites:
     def _report_wait(self, error: NoSpaceError) -> None:
         message = f"{WAITING}: {error}"
         rank_log.say(message)
-        # Messages of later attempts differ only in their numbers.
+        # Report only the first message, since those of later attempts differ only in their numbers.
         if not self._has_reported:
             self._has_reported = True
             self._report.event("space", message, level="warning")
 
-    # SAEs on another disk
+    # Copies of SAEs on another disk
 
     def _rescue(self, one: Write) -> None:
-        """Write an SAE to another disk and report its folder; do nothing if no disk has space."""
+        """Write an SAE to another disk and report its folder; do nothing if no other disk has space."""
         for place in _other_places(one.folder) if one.to else ():
             if rescued := _written_to(place, one):
                 self._rescued[one.folder] = rescued
@@ -151,7 +151,7 @@ def _written_to(place: Path, one: Write) -> Path | None:
 
 
 def _other_places(folder: Path) -> Iterator[Path]:
-    """Yield folders that are on other disks than `folder`, the most permanent first."""
+    """Yield folders on other disks than that of `folder`, the most permanent disk first."""
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}

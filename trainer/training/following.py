@@ -1,4 +1,4 @@
-"""Moves the encoder of a latent together with its decoder."""
+"""Makes the encoder of each latent follow its decoder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class Following:
-    """Splits W_enc into share · W_decᵀ and a remainder; within `apart` the optimizer steps W_dec and the remainder.
+    """Splits W_enc into share · W_decᵀ and a remainder; within `apart`, the optimizer updates W_dec and the remainder.
 
-    The encoder decides on which tokens a latent fires. If it moves only by its own gradient, it lags behind the
-    decoder, which every such token corrects. The catalog gives the measured benefit next to Adam's rates.
+    The encoder decides on which tokens a latent fires. If only its gradient changed the encoder, it would lag behind
+    the decoder, which every such token corrects. The catalog states the measured benefit next to Adam's learning rates.
     """
 
     def __init__(self, share: float, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -21,7 +21,7 @@ class Following:
 
     @contextlib.contextmanager
     def apart(self, skips: Tensor) -> Iterator[None]:
-        """Subtract the decoder's share from W_enc within the context; change nothing if `skips` (0-dim bool)."""
+        """Within the context, subtract share · W_decᵀ from W_enc, unless `skips` (0-dim bool) is true."""
         share = torch.where(skips, 0.0, self._share).to(self._encoder.dtype)
         self._add(-share)
         try:
@@ -31,5 +31,5 @@ class Following:
 
     @torch.no_grad()
     def _add(self, share: Tensor) -> None:
-        # One pass, without a temporary matrix.
+        # This takes one pass and no temporary matrix.
         self._encoder.addcmul_(self._decoder.T, share)

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import GRADIENT_SCALES
 
-# The largest fp16 loss scale. fp32 sums alone would allow 2^60, but once latents die AuxK multiplies in fp16: the scale
-# would overflow, and each halving skips a step, more in a row than the run tolerates.
+# The largest fp16 loss scale. fp32 sums alone would allow 2^60. But once latents die, AuxK multiplies in fp16, where
+# such a scale would overflow. Each halving skips a step, and the run tolerates only a few skipped steps in a row.
 LARGEST_SCALE = 2.0**24
 
 
 class LossScale:
-    """The fp16 loss scale, which keeps small gradients from underflowing; 1 and constant for other precisions.
+    """The fp16 loss scale, which keeps small gradients from underflowing; for other precisions, it is always 1.
 
-    It halves when a gradient overflows and doubles after 2,000 steps without an overflow, entirely on the device.
+    The scale halves when a gradient overflows and doubles after 2,000 steps without an overflow. It is updated entirely
+    on the device.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -47,8 +48,8 @@ class LossScale:
 def total_square(gradients: list[Tensor], device: torch.device | None = None) -> Tensor:
     """Return Σ‖g‖² over all gradients, fp64, 0-dim, in one read-only pass; an empty list gives 0 on `device`.
 
-    On a CPU torch sums a whole matrix sequentially in fp32: the norm of 50 million values is off by 0.4 %, and by a
-    different amount if ranks hold parts of it. Summing per latent is as fast and exact to 7 digits.
+    On a CPU, torch sums a whole matrix sequentially in fp32: the norm of 50 million values is wrong by 0.4 %, and by a
+    different amount if ranks hold parts of the matrix. Summing per latent is as fast, and accurate to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
         of_each = torch._foreach_norm(gradients)
@@ -63,8 +64,9 @@ class GradientCheck(NamedTuple):
     """The result of checking a step's gradient; all tensors are 0-dim and stay on the device.
 
     The optimizer divides gradients by `divisor`; None means 1. If the norm is not finite, the step is skipped: `skips`
-    (bool) is true, `bad` is 1, `taken` is 0 and `n_tokens` is 0. `bad_gradient` is then 1 too, unless the gradient was
-    made infinite because activations were lost. Otherwise `taken` is 1 and `n_tokens` counts the tokens of the step.
+    (bool) is true, `bad` is 1, `taken` is 0 and `n_tokens` is 0. `bad_gradient` is then also 1, unless the gradient was
+    made infinite because activations were lost. If the step is taken, `taken` is 1 and `n_tokens` is its number of
+    tokens.
     """
 
     divisor: Tensor | None
@@ -76,11 +78,12 @@ class GradientCheck(NamedTuple):
 
 
 class GradientChecks:
-    """Checks the gradients of steps of `expected` tokens and clips their norms to `largest` (0: never).
+    """Checks the gradients of steps of `expected` tokens, and clips their norms to `largest` (0 disables clipping).
 
-    `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] counts the steps skipped in
-    this log interval, the consecutive skips up to now (lost activations do not count), and the skips in the interval
-    caused by lost activations. All are updated in place, since a captured step only repeats operations on memory.
+    `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] contains the number of steps
+    skipped in this log interval, the number of consecutive skips not caused by lost activations, and the number of
+    skips in the interval caused by lost activations. All are updated in place, since a captured step only repeats
+    operations on memory.
     """
 
     def __init__(self, device: torch.device, expected: int, largest: float) -> None:
@@ -93,7 +96,7 @@ class GradientChecks:
     ) -> GradientCheck:
         """Check a gradient, given its squared norms (fp64), the loss scale `factor` and the step's number of tokens.
 
-        `overflowed` (bool) is true if activations were lost; None means that they cannot be. All tensors are 0-dim.
+        `overflowed` (bool) is true if activations were lost; None means that none can be lost. All tensors are 0-dim.
         """
         if triton := GRADIENT_SCALES.on(factor):
             given = of_latents, of_all, factor, n_tokens, overflowed
@@ -110,15 +113,15 @@ class GradientChecks:
 
 @torch.no_grad()
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the unscaled norm, the divisor for gradients, and whether to skip the step, from a gradient's `norm`.
+    """From a gradient's `norm`, return the unscaled norm, the divisor for gradients, and whether to skip the step.
 
-    The divisor removes the loss scale `scale` and clips the norm to `largest` (0: never); None means 1, and is returned
-    only on a CPU, where reading the value costs nothing. The step is skipped (bool) if the norm is not finite. All
-    tensors are 0-dim and stay on the device.
+    The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). A divisor of None
+    means 1; it is returned only on a CPU, where reading the value costs nothing. The step is skipped (bool) if the norm
+    is not finite. All tensors are 0-dim and stay on the device.
     """
     norm = norm / scale
     # torch.nn.utils.clip_grad_norm_ uses the same epsilon.
     divisor = scale * ((norm + 1e-6) / largest).clamp_min(1) if largest else scale
     needed = divisor.is_cuda or float(divisor) != 1
-    # inf · 0 and nan · 0 are nan: two operations, while `isfinite` takes four on a GPU.
+    # inf · 0 and nan · 0 are nan. This takes two operations on a GPU, while `isfinite` takes four.
     return norm, divisor if needed else None, norm * 0 != 0

@@ -1,9 +1,10 @@
 """Records the steps of one SAE on a single GPU as a CUDA graph and replays them: one launch instead of about 200.
 
 The host of an H200 took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A replay
-repeats operations on memory, but runs no Python. So all state that outlives a step is updated in place and rates are
-tensors. The host's decisions (number of tokens, whether any latent may be dead, current k, capacity for active latents)
-must be the same as in the capture; otherwise the step is captured again or runs without capture.
+repeats operations on memory, but runs no Python. So all state that outlives a step is updated in place, and rates are
+tensors. The decisions of the host (the number of tokens, whether any latent may be dead, the current k, the capacity
+for active latents) must be the same as during the capture; otherwise, the step is captured again or runs without a
+capture.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.precision import NARROW
 from trainer.training.learner import Learner
 
-# Consecutive plain steps with the same host decisions before recording: by then the optimizer state and the libraries'
-# workspaces are allocated, and k is not being annealed.
+# The number of consecutive plain steps with the same host decisions before a capture: by then, the optimizer state and
+# the libraries' workspaces are allocated, and k is not being annealed.
 PLAIN_STEPS = 3
-# A recording may fail for a temporary reason, such as memory used briefly by another process. Retrying is worth it: a
+# A capture may fail for a temporary reason, such as memory that another process uses briefly. A retry is worthwhile: a
 # plain step may take four times as long, while a failed attempt costs only a few steps.
 RETRY_STEPS, MOST_FAILURES = 500, 3
 
 
 class Tape(Protocol):
-    """Records the operations launched on a device and replays them."""
+    """Captures the operations launched on a device and replays them."""
 
     def record(self, work: Callable[[], None]) -> None:
-        """Record the operations of `work` without running them."""
+        """Capture the operations of `work` without running them."""
 
     def replay(self) -> None:
         """Run the captured operations."""
 
 
 class CudaTape:
-    """A CUDA graph. Capture is local to a thread, since another thread copies batches and must not break it."""
+    """A CUDA graph. A capture is local to a thread, since another thread copies batches and must not break it."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -65,21 +66,21 @@ class CudaTape:
 
 
 def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
-    """End allocation to the graph's memory pool after a forbidden operation broke a recording.
+    """Stop allocating from the graph's memory pool after a forbidden operation broke a capture.
 
-    Otherwise torch would assign all memory freed later to the graph's pool, and batches would fill the GPU.
+    Otherwise, torch would assign all memory that is freed later to the graph's pool, and batches would fill the GPU.
     """
-    # The second name is the one before PyTorch 2.8.
+    # Before PyTorch 2.8, the function has the second name.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-    # torch raises if allocation to the pool has already ended.
+    # torch raises an error if allocation from the pool has already ended.
     with contextlib.suppress(RuntimeError):
         end(device_index, pool)
         torch._C._cuda_releasePool(device_index, pool)
 
 
 class _Decided(NamedTuple):
-    """The host's decisions for a step; `of_pass` is None if recording the step is not worth it."""
+    """The host's decisions for a step; `of_pass` is None if capturing the step is not worthwhile."""
 
     shapes: tuple[Any, ...]
     of_all: int
@@ -88,7 +89,7 @@ class _Decided(NamedTuple):
 
 
 class _CapturedStep(NamedTuple):
-    """A captured step, its input tensors for a batch, and the lasting tensors that it updates."""
+    """A captured step, the input tensors for its batch, and the lasting tensors that it updates."""
 
     tape: Tape
     x: Tensor
@@ -139,7 +140,7 @@ class GraphReplay:
 
     def _may_record(self, decided: _Decided) -> bool:
         if self._recording and not _are_same(self._recording.lasting, self._lasting()):
-            # The tensors were replaced, as by loading a checkpoint.
+            # The tensors were replaced, for example by loading a checkpoint.
             self._recording, self._n_alike = None, 1
         # The more often the host's decisions have changed, the likelier they are to change again.
         waits = PLAIN_STEPS * 2 ** min(self._n_captured, 8) + RETRY_STEPS * self._n_failed
@@ -176,7 +177,7 @@ class GraphReplay:
         self.n_replayed += 1
 
     def _renew_copies(self) -> None:
-        """Update the 16-bit copies if something other than a step has changed the weights."""
+        """Update the 16-bit copies of the weights if something other than a step has changed the weights."""
         if dtype := NARROW.get(self._learner.precision):
             for weights in (self._learner.sae.W_enc, self._learner.sae.W_dec):
                 kept_or_own(weights, dtype)
@@ -193,9 +194,9 @@ def replay_for(
     outliers: Outliers | None = None,
     report: Callable[[str], None] = warnings.warn,
 ) -> GraphReplay | None:
-    """Return a `GraphReplay` for a learner if recording is possible and faster, else None.
+    """Return a `GraphReplay` for a learner if capturing its steps is possible and faster, otherwise None.
 
-    `report` is called with a message when a recording fails.
+    `report` is called with a message when a capture fails.
     """
     sae, layout = learner.sae, Layout(job, parallel.world_size)
     may = parallel.device.type == "cuda" and learner.steps_by_rows

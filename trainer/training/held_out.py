@@ -27,10 +27,10 @@ class HeldOutData(Protocol):
 
 
 class HeldOut:
-    """This rank's held-out rows of each hook on its device, without outliers, which are counted.
+    """This rank's held-out rows of each hook, on its device; outliers are left out and counted.
 
-    On a CPU they are read for every evaluation. A GPU keeps them after the first evaluation, up to `MOST_KEPT_BYTES`:
-    reading 151 MB again takes a tenth of a second from the page cache, and longer from a disk.
+    On a CPU, the rows are read for every evaluation. A GPU keeps up to `MOST_KEPT_BYTES` of rows after the first
+    evaluation: reading 151 MB again takes a tenth of a second from the page cache, and longer from a disk.
     """
 
     def __init__(self, data: HeldOutData, outliers: Sequence[Outliers], device: torch.device) -> None:
@@ -38,20 +38,21 @@ class HeldOut:
         self.keeps = device.type == "cuda"
         self._kept: dict[tuple[int, int | None], list[Pair]] = {}
         self._n_bytes = 0
-        # Counts of the rows left out in the last pass, by hook and half.
+        # The counts of rows left out in the last pass, by hook and half.
         self._left_out: dict[tuple[int, int | None], Tensor] = {}
 
     def left_out(self, hook: int) -> LeftOut:
-        """Return how many rows of both halves of a hook were left out in the last pass."""
+        """Return the number of rows of a hook, in both halves, that were left out in the last pass."""
         counts = [
             of_half for (of_hook, half), of_half in self._left_out.items() if of_hook == hook and half is not None
         ]
         return LeftOut.of(sum(counts, torch.zeros(4, dtype=torch.int64)))
 
     def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield inputs and targets of a hook, up to `batch_size` rows at a time: in fp32 on a CPU, as stored on a GPU.
+        """Yield inputs and targets of a hook, up to `batch_size` rows at a time.
 
-        With `half`, yield only this rank's part of that half of all held-out rows.
+        They are in fp32 on a CPU, and in their stored dtype on a GPU. With `half`, yield only rows of that half of the
+        held-out rows.
         """
         if self.keeps and (hook, half) not in self._kept:
             self._keep(hook, batch_size, half)
@@ -61,7 +62,7 @@ class HeldOut:
             yield from zip(inputs, inputs if y is x else y.split(batch_size), strict=True)
 
     def _keep(self, hook: int, batch_size: int, half: int | None) -> None:
-        """Keep the rows of a hook on the device if they fit; if not, keep no further hooks."""
+        """Keep the rows of a hook on the device if they fit; otherwise, keep no further rows."""
         rows: list[Pair] = []
         try:
             for x, y in self._read(hook, batch_size, half):

@@ -29,10 +29,10 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
-    """Return the README.md for the repository `name`, with the SAEs of `checkpoints` exported in the format `form`.
+    """Return the README.md for the repository `name`, with SAEs of `checkpoints` exported in the format `form`.
 
-    `labels` names the exported SAEs; None means all. If an SAE was evaluated with these weights, include its model
-    card.
+    `labels` are the labels of the exported SAEs; None means all. Include the model card of an SAE if it was evaluated
+    with these weights.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
     models = {
@@ -51,7 +51,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the absolute local paths that the metadata of the checkpoints' SAEs reveals."""
+    """Return the absolute local paths that the metadata of SAEs in the checkpoints would reveal."""
     states = [read_state(path) for path in checkpoints]
     origins = [origin for state in states for origin in (state.origin, *(state.origins or {}).values())]
     values = [str(value) for origin in origins for value in origin.values()]
@@ -80,14 +80,14 @@ def _sections(
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = _card_text(card) if is_judged else ""
-        # The figures of the model card are separate files, which are not uploaded.
+        # Omit the part of the model card with figures, since these are separate files that are not uploaded.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 
 def _card_text(card: Path) -> str:
     """Return the text of a model card with all HTML escaped; "" if the file is too large or cannot be read.
 
-    The run may come from someone else, so the report card may contain text by its author.
+    The run may come from someone else, so its card may contain text by another author.
     """
     with contextlib.suppress(OSError), open_plain(card) as stream:
         content = stream.read(_LARGEST_CARD + 1)

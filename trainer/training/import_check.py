@@ -1,4 +1,4 @@
-"""Checks L0 and FVU of an imported SAE on rows that should resemble its training rows."""
+"""Checks the L0 and FVU of an imported SAE on rows that should resemble its training rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from trainer.training.learner import Learner
 
 # 1,000 rows measure L0 to a few percent and take a second. Small batches save memory for large SAEs.
 N_ROWS, _AT_ONCE = 1000, 100
-# An L0 that is off by more than this factor must be wrong.
+# An L0 that differs from the expected one by more than this factor must be wrong.
 _FAR = 2.0
-# Without an expected L0, the code is not sparse if both the share of active latents and the FVU are larger than these.
+# If no L0 is expected, the activations are not sparse if the fraction of active latents and the FVU exceed these
+# values.
 _DENSE, _POOR = 0.25, 0.5
 # Suggest another interpretation of the files if it reduces the FVU to this fraction or less.
 _BETTER = 0.5
@@ -27,10 +28,10 @@ _BETTER = 0.5
 def check(
     learner: Learner, shared: SharedSae, x: Tensor, y: Tensor, set_weights: Callable[[SharedSae], None]
 ) -> tuple[ImportCheck, list[str]]:
-    """Measure an SAE on raw rows x [n, d_in] and their targets; return L0 and FVU, and reasons why they look wrong.
+    """Measure an SAE on raw rows x [n, d_in] and their targets; return L0, FVU and reasons why these look wrong.
 
-    `set_weights` copies weights into the learner. If the values look wrong, try other interpretations of the files;
-    at the end the learner has the weights of `shared` again.
+    `set_weights` copies weights into the learner. If the values look wrong, other interpretations of the files are
+    tried. In the end, the learner has the weights of `shared` again.
     """
     places = torch.linspace(0, len(x) - 1, min(N_ROWS, len(x))).long()
     x, y = x[places], (x if y is x else y)[places]
@@ -75,7 +76,7 @@ def _cause(
     found: ImportCheck,
     set_weights: Callable[[SharedSae], None],
 ) -> str:
-    """Return which other interpretation of the SAE fits the rows, or else another possible cause."""
+    """Return a clause that names an interpretation of the files that fits the rows better, or other possible causes."""
     tried = {}
     for name, other in _other_ways(shared, x):
         set_weights(other)

@@ -1,4 +1,4 @@
-"""Imports an SAE trained by another tool as a run that can be evaluated, compared, exported and trained further."""
+"""Imports an SAE of another tool as a run, which can be evaluated, compared, exported and trained further."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from trainer.training.learner import Learner
 from trainer.training.row_sample import RowSampler
 
 CPU = torch.device("cpu")
-# Tolerance for the length of unit rows of W_dec.
+# The tolerance for the norm of unit rows of W_dec.
 _UNIT = 1e-3
 
 
 class ImportResult(NamedTuple):
-    """The result of an import: the run folder, the format, our name of the architecture, and notes.
+    """The result of an import: the run folder, the format, this project's name for the architecture, and notes.
 
-    `check` has L0 and FVU on sample rows; `warnings` lists reasons why they look wrong.
+    `check` contains L0 and FVU on sample rows; `warnings` lists reasons why these values look wrong.
     """
 
     run_dir: Path
@@ -62,9 +62,9 @@ def import_sae(
 ) -> ImportResult:
     """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
 
-    `name` is the SAE's folder, file or name on the hub. `data` has activations like the SAE's training data: they
-    determine the scale for further training, and evaluations use them. `overrides` are settings of the job. Raise
-    `UserError` if something cannot be read.
+    `name` is the SAE's folder, file or name on the hub. `data` contains activations that resemble the SAE's training
+    data. They determine the scale for further training, and are used for evaluations. `overrides` are settings of the
+    job. Raise `UserError` if the SAE or the data cannot be read.
     """
     found = find(name, form)
     shared = found.read(given)
@@ -135,11 +135,11 @@ def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _set_weights(learner: Learner, shared: SharedSae) -> None:
-    """Set weights that compute the same function on scaled data; the inverse of `Sae.export_weights`."""
+    """Set weights that compute the same function on normalised data; this is the inverse of `Sae.export_weights`."""
     sae, scale = learner.sae, learner.sae.acts_scale
     x_scale, y_scale = sae.x_scale.reshape(-1, 1), sae.y_scale
     encoder = shared.weights["W_enc"] * (scale / x_scale)
-    # Only a transcoder's encoder sees x − x_mean.
+    # Only the encoder of a transcoder reads x − x_mean.
     shift = sae.x_mean @ encoder if sae.is_transcoder else 0
     own = {"W_enc": encoder, "b_dec": shared.weights["b_dec"] * y_scale}
     own["W_dec"] = shared.weights["W_dec"] * (y_scale / scale)
@@ -164,7 +164,7 @@ def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any
     try:
         _fill(job, RunPaths(run_dir), learner, facts)
     except BaseException:
-        # The folder was empty or missing before.
+        # The folder was empty or did not exist before.
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
 
@@ -182,7 +182,7 @@ def _fill(job: JobConfig, paths: RunPaths, learner: Learner, facts: dict[str, An
 
 
 def _notes(learner: Learner) -> list[str]:
-    """Return notes on what the first step of further training would change."""
+    """Return notes on changes that the first step of further training would make."""
     lengths = learner.sae.W_dec.detach().norm(dim=1)
     if learner.sae.traits.unit_decoder and (lengths - 1).abs().max() > _UNIT:
         return ["its decoder rows do not have norm 1; further training would normalise them at its first step"]

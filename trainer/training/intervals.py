@@ -1,4 +1,4 @@
-"""Ends, sums over ranks and records the log intervals of a run."""
+"""Records the log intervals of a run, with sums over ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OUTLIERS = "outliers"
 
 
 class EndedInterval(NamedTuple):
-    """A log interval whose last step is queued, with the ranks' shares and the sums and states of all learners."""
+    """A log interval whose last step is queued: the work shares of the ranks, and sums and states of all learners."""
 
     since: Position
     at: Position
@@ -66,7 +66,7 @@ class IntervalRecorder:
     def begin_step(self, at: Position, waited_for_data_s: float) -> None:
         """If the step after `at` is the first of an interval, start the clocks."""
         if at == self._since:
-            # Exclude set-up and saves from the measured pace.
+            # Start here, so that set-up and saves are excluded from the pace.
             self._pace.begin(waited_for_data_s)
 
     def end(self, at: Position, own_tokens: int, waited_for_data_s: float) -> EndedInterval:
@@ -91,11 +91,11 @@ class IntervalRecorder:
         )
 
     def sum_paces(self, ended: EndedInterval) -> Totals:
-        """Start to sum the paces of an interval over ranks."""
+        """Start to sum the speeds and waiting times of an interval over ranks."""
         return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
 
     def record(self, ended: EndedInterval, paces: dict[str, Tensor], total_steps: int) -> None:
-        """Record an interval with the `paces` of all ranks."""
+        """Record an interval; `paces` are the speeds and waiting times of all ranks."""
         totals, states = ended.totals.read(), ended.states.read()
         left_out = dict(zip(self._job.hooks, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
         for name, found in left_out.items():
@@ -110,26 +110,26 @@ class IntervalRecorder:
         self._report.pace(ended.at.step, self._pace.values(paces), paces)
         self._report_left_out(ended.at.step, left_out)
         self._report.interval(ended.at.step, total_steps)
-        # The first interval includes warm-up.
+        # The first interval includes the warm-up of kernels and caches, so it is not compared.
         if ended.since.step > self._first_step:
             self._report.compare(ended.at.step, float(paces["step_ms"].mean()))
             self._report_data_wait(paces)
 
     def share_news(self) -> None:
-        """Exchange the events of each rank's SAEs; raise `UserError` on all ranks if no SAE learns any more."""
+        """Exchange the events of all ranks' SAEs; raise `UserError` on all ranks if no SAE is still learning."""
         self._report.deliver(self._parallel.all_gather(self._report.take_events()))
         self._skips.given_up |= self._parallel.all_gather(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()
 
     def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
-        """Report the share of rows left out at each hook."""
+        """Report the fraction of rows left out at each hook."""
         members = Layout(self._job, self._parallel.world_size).members
         for name, settings in self._job.hooks.items():
             labels = [label for label, one in members.items() if one.data.settings == settings] if name else [""]
             self._report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
     def _report_data_wait(self, paces: dict[str, Tensor]) -> None:
-        """Report, with a remedy, that all ranks wait for data, or that they no longer do."""
+        """Report that all ranks wait for data, with a remedy, or that they no longer wait."""
         _, seconds, waited_s, ranks = paces["pace"].tolist()
         waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
         if waits is not None:
@@ -141,9 +141,10 @@ class IntervalRecorder:
 class PendingIntervals:
     """The log intervals that have ended but are not recorded yet.
 
-    On a GPU the next step is queued while the host reads results of the last one (`reads_late`). Host timings are
-    available one step after the interval. Several ranks also sum them, and have the sums two steps after it. All ranks
-    make the same calls at the same steps, since `sum_paces` and `record` exchange values.
+    On a GPU, the host queues the next step before it reads the results of the last one (`reads_late`). The timings of a
+    rank are available one step after the interval. If there are several ranks, they sum their timings, and the sums are
+    available two steps after the interval. All ranks make the same calls at the same steps, since `sum_paces` and
+    `record` exchange values.
     """
 
     def __init__(
@@ -156,12 +157,13 @@ class PendingIntervals:
     ) -> None:
         self._sum_paces, self._record = sum_paces, record
         self.reads_late, self._is_alone = reads_late, is_alone
-        # Each is cleared before it is used, so that an interval is never recorded twice, even after an error.
+        # Each attribute is cleared before its value is used, so that an interval is never recorded twice, even after an
+        # error.
         self._ended: EndedInterval | None = None
         self._summed: tuple[EndedInterval, Totals] | None = None
 
     def add(self, ended: EndedInterval) -> None:
-        """Add an interval; record it now, unless its results are read late."""
+        """Add an interval, and record it immediately unless results are read late."""
         self._ended = ended
         if not self.reads_late:
             self.drain()

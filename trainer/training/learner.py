@@ -1,4 +1,4 @@
-"""Trains one SAE: forward, backward, update. A sweep runs several learners on the same batches."""
+"""Trains one SAE: forward pass, backward pass, update. A sweep runs several learners on the same batches."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from trainer.training.zero_shards import Stepped, SteppedShare
 
 
 class StepState(NamedTuple):
-    """The skipped steps of a log interval, the consecutive skips at its end, and the last gradient norm and rate.
+    """The state at the end of a log interval: skipped steps, consecutive skips, gradient norm and learning rate.
 
-    `overflowed` counts the skipped steps with more active latents than the buffer can hold.
+    `overflowed` is the number of steps skipped because more latents were active than the buffer can hold.
     """
 
     skipped: int
@@ -61,14 +61,14 @@ class StepState(NamedTuple):
 
 
 class WholeSteps(Protocol):
-    """Takes complete steps of a learner, if a step is a single micro-batch and needs no exchange with other ranks."""
+    """Takes complete steps of a learner whose steps have a single micro-batch and no exchange with other ranks."""
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
-        """Take a step on raw data, a batch of `of_all` tokens."""
+        """Take a step on raw data; the batch has `of_all` tokens."""
 
 
 class Update:
-    """Updates entire matrices in separate passes: used on a CPU and for optimizers without a row-wise step."""
+    """Updates whole matrices in separate passes; used on a CPU and for optimizers without a row-wise step."""
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, following: Following | None) -> None:
         self._sae, self._stepped, self._optimizer, self._following = sae, stepped, optimizer, following
@@ -79,7 +79,7 @@ class Update:
         return self._squares(self._stepped.parameters)
 
     def take(self, check: GradientCheck) -> None:
-        """Step the weights and apply their constraints; if the check is to skip, change nothing."""
+        """Update the weights and apply their constraints; change nothing if `check.skips`."""
         skips = check.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
@@ -98,9 +98,9 @@ class Update:
 
 
 class RowUpdate(Update):
-    """Steps matrices and vectors one latent at a time, so that each weight is read and written once.
+    """Updates matrices and vectors one latent at a time, so that each weight is read and written once.
 
-    The optimizer steps the remaining parameters, such as a skip connection.
+    The optimizer's `step` updates the remaining parameters, such as a skip connection.
     """
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, by_rows: RowStep) -> None:
@@ -122,9 +122,9 @@ class RowUpdate(Update):
 
 
 class Learner:
-    """An SAE with its optimizer and its metrics; `state` is its content in a checkpoint.
+    """An SAE with its optimizer and metrics; `state` gives access to all that a checkpoint stores of the learner.
 
-    It trains on the batch's rows of hook number `hook`.
+    The SAE is trained on the rows of hook number `hook` in each batch.
     """
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel, hook: int = 0) -> None:
@@ -164,24 +164,25 @@ class Learner:
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.traits.losses))
         self._gradient_checks = GradientChecks(device, self.tokens_per_step, self._train.grad_clip)
-        # The learning rate of this step for groups without their own factor; nan before the first step.
+        # The learning rate of this step for parameter groups without a separate factor; nan before the first step.
         self._rate = math.nan
-        # Takes complete steps (a captured CUDA graph), if possible.
+        # If possible, takes complete steps by replaying a captured CUDA graph.
         self.whole_steps: WholeSteps | None = None
 
     def _may_exchange_narrow(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernels of all replicas read and write matrices only in the 16-bit type `dtype`."""
+        """Return whether the kernels of all replicas access the matrices only in the 16-bit type `dtype`."""
         W_dec, replicas = self.sae.W_dec, self.stepped.others
         if not W_dec.is_cuda or replicas.size == 1:
             return False
         may = self.steps_by_rows and self.sae.traits.reads_narrow and SPARSE_PRODUCTS.on(W_dec, dtype) is not None
-        # All replicas must agree: if they gathered different types, they would wait for each other forever.
+        # All replicas must agree: if they gathered different dtypes, they would wait for each other forever.
         return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 
     def _keep_rates_on_device(self) -> None:
-        """Store the optimizer's rates as tensors, since a captured step would replay a Python number unchanged."""
+        """Store the optimizer's learning rates as tensors, since a captured step would never change a Python number."""
         for group in self.optimizer.param_groups:
-            # torch raises during capture without `capturable`, which has no other effect on a fused step.
+            # Without `capturable`, torch raises an error during the capture; the flag has no other effect on a fused
+            # step.
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
     def _update_of(self, rates: FollowingRates | None, n_passes: int) -> Update:
@@ -192,14 +193,14 @@ class Learner:
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: TiedParameter(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
-        # If a step has one micro-batch and one replica, the gradient that the kernel sums is final, so the kernel can
-        # also measure its norms.
+        # If there is one micro-batch per step and one replica, the gradient that the kernel sums is final, so the
+        # kernel can also measure the norms of its rows.
         if by_rows and n_passes == 1 and self.sae.data.size == 1:
             by_rows.allow_fused_norms()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
-        """Initialise the SAE's weights from a data sample, inputs x [n, d_in] and targets y [n, d_out]."""
+        """Initialise the SAE's weights from a sample of inputs x [n, d_in] and targets y [n, d_out]."""
         data = self._job.data
         scales = (dimension_scales(x, data), dimension_scales(y, data)) if data.scales_dimensions else None
         initialise(self.sae, x, y, self._job.sae, self._train.seed, scales)
@@ -209,7 +210,7 @@ class Learner:
         self.sae.start_step(self.schedule.progress(step))
         factor = self.lr_factor(step)
         if self._lr * factor == self._rate:
-            # The rate is constant for most of a run, and writing it to an H200 took 0.1 ms of host time per step.
+            # The rate is constant for most of a run, and writing it to an H200 takes 0.1 ms of host time per step.
             return
         self._rate = self._lr * factor
         for group in self.optimizer.param_groups:
@@ -226,9 +227,10 @@ class Learner:
         return self.schedule.lr_factor(step)
 
     def cool_down(self, cool_down: CoolDown) -> None:
-        """End the run early: schedules and `dead_after_tokens` follow the new length.
+        """Adapt the schedules and `dead_after_tokens` to a run that ends early.
 
-        Adam's betas stay unchanged: its bias correction assumes constant betas, so new ones would change the step.
+        Adam's betas stay unchanged: its bias correction assumes constant betas, so other betas would distort the next
+        steps.
         """
         self.schedule = msgspec.structs.replace(self.schedule, cool_down=cool_down)
         self.sae.dead_after_tokens = self._layout.dead_after(cool_down.end)
@@ -236,7 +238,7 @@ class Learner:
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None, *, is_last: bool = False) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
 
-        If other ranks share the micro-batch, `of_all` is the token count over all ranks. For the last micro-batch of a
+        If ranks share the micro-batch, `of_all` is its number of tokens over all ranks. In the last micro-batch of a
         step (`is_last`), gradients may be exchanged during the backward pass.
         """
         self.sae.batch_tokens = of_all or len(x)
@@ -248,8 +250,8 @@ class Learner:
             output = self.forward(normalised, target)
             loss = self.sae.objective(output.losses)
         with phase(BACKWARD):
-            # Divide by the expected tokens of all ranks and micro-batches; `update` corrects for the actual number.
-            # Passing the factor to `backward` would make torch import sympy: 0.6 s and 35 MB.
+            # Divide by the expected number of tokens of all ranks and micro-batches; `update` corrects for the actual
+            # number. If the factor were passed to `backward`, torch would import sympy, which takes 0.6 s and 35 MB.
             self.loss_scale.mean(loss, self.tokens_per_step).backward()
             self.sae.row_gradients.add()
         with phase(METRICS):
@@ -257,7 +259,7 @@ class Learner:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state, which is allocated at the first step."""
+        """The number of bytes of the optimizer state, which is allocated in the first step."""
         n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train, self._device.type))
 
@@ -275,7 +277,7 @@ class Learner:
 
     def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised inputs [n, d_in] and this rank's part of their targets, in fp32."""
-        # reshape(-1): a 16-bit tensor times a 0-dim tensor would stay in 16 bits.
+        # Reshape the scale, since a 16-bit tensor times a 0-dim tensor would stay in 16 bits.
         inputs = x * self.sae.x_scale.reshape(-1)
         own = local_shard(inputs if y is x else y, self.latents.group)
         return inputs, own if y is x else own * self.sae.y_scale.reshape(-1)
@@ -293,7 +295,7 @@ class Learner:
         self.interval.observe(seen, terms)
 
     def tensors_to_exchange(self) -> StepSums:
-        """Return the tensors to sum over ranks between the last backward pass and `update`."""
+        """Return the tensors that must be summed over ranks between the last backward pass and `update`."""
         dims, counts = self.sae.latent_dims(), self.sae.step_sums
         shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
         return StepSums(
@@ -304,7 +306,7 @@ class Learner:
 
     @torch.no_grad()
     def update(self, *, counts: bool = True) -> None:
-        """Take the step; if a gradient is not finite, only count the skipped step.
+        """Update the weights; if a gradient is not finite, only count the step as skipped.
 
         Pass `counts=False` while a step is captured, so that the host does not count it.
         """
@@ -327,26 +329,29 @@ class Learner:
         self.sae.count_step(self.tokens_per_step)
 
     def is_resampled_after(self, step: int) -> bool:
-        """Return whether to resample after `step` steps; never in a run's second half, since latents need time."""
+        """Return whether to resample after `step` steps.
+
+        Latents are never resampled in the second half of a run, since they need time to learn.
+        """
         every, tokens = self._job.sae.resample_every_tokens, step * self.tokens_per_step
         is_young = self.schedule.cool_down is None and step <= self.schedule.planned / 2
         return every > 0 and is_young and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Reset dead latents from rows of raw data; return a mask of them, bool [d_sae], to pass to `forget`."""
+        """Set dead latents from rows of raw data; return a mask of these latents, bool [d_sae], to pass to `forget`."""
         self.stepped.restore()
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
 
     def forget(self, revived: Tensor) -> None:
-        """Reset the optimizer state of latents (bool [d_sae]) whose weights were replaced; all ranks must call it."""
+        """Reset the optimizer state of latents whose weights were replaced (bool [d_sae]); all ranks must call this."""
         self.optimizer.forget(self.stepped.own(revived, 0))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Convert the SAE to its export form inside the `with` block.
 
-        All replicas must enter together, unless no training pass ran since the last time.
+        All replicas must enter the block together, unless no training pass has run since the last time.
         """
         self.stepped.restore()
         self.sae.eval()
@@ -358,7 +363,7 @@ class Learner:
             self.sae.train()
 
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents on the rank where `state.collect` returns them, None on other ranks.
+        """Return the SAE with all latents on the rank on which `state.collect` returns them, and None on other ranks.
 
         Call it within `evaluating` to get the SAE to export.
         """
@@ -372,7 +377,7 @@ class Learner:
         return sae.eval()
 
     def agree(self) -> None:
-        """Copy replicated state from the first rank, since GPUs of different models round differently."""
+        """Copy replicated state from the first rank, since different GPU models round differently."""
         state, own = self.sae.state_dict(), self.sae.latent_dims()
         self.stepped.restore()
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
@@ -381,9 +386,9 @@ class Learner:
             narrow_copy.forget(parameter)
 
     def sums(self) -> dict[str, Tensor]:
-        """Return the sums of a log interval by name, to add over ranks with the same latents, and reset them.
+        """Return the sums of a log interval by name, to be added up over ranks with the same latents, and reset them.
 
-        The result includes the device values that the host needs, since these sums are the only ones it waits for.
+        The result includes all device values that the host needs, since the host waits for no others.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 
@@ -397,8 +402,11 @@ class Learner:
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
-        """Return the metrics of a log interval by name, from sums over ranks and the state at its end (None: now)."""
-        # Replicas have the same slack and must keep the same value, so divide the sum by their number.
+        """Return the metrics of a log interval by name, from sums over ranks and the state at its end.
+
+        If `state` is None, the current state is used.
+        """
+        # All replicas have the same slack, so divide the sum by their number.
         self.sae.take_since_fired_slack(float(totals["silence_slack"]) / self.sae.data.size)
         state = state or StepState.of(self.take_state())
         own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
@@ -406,7 +414,7 @@ class Learner:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of the last step's gradient, 0-dim."""
+        """The norm of the last gradient, 0-dim."""
         return self._gradient_checks.norm
 
     @property
@@ -424,7 +432,7 @@ class Learner:
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], following: FollowingRates | None) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups; the encoder has its own group if it has its own rate."""
+    """Return the optimizer's parameter groups; the encoder has a separate group if it has a separate rate."""
     if following is None:
         return [{"params": [*parameters.values()]}]
     others = [one for name, one in parameters.items() if name != "W_enc"]

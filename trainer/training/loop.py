@@ -1,4 +1,4 @@
-"""The training loop of one rank: data, forward, backward, update, log, evaluate, save."""
+"""The training loop of one rank: it reads data, takes steps, logs, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from trainer.training.step import cut_of, take_step
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Return a message that micro-batches were reduced to fit into memory, and whether that changes the SAE."""
+    """Return a message that micro-batches were reduced to fit into memory, and says whether that changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
@@ -78,7 +78,7 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
 
 
 class Trainer:
-    """Trains one SAE or the SAEs of a sweep; every rank runs the same code on its share of each global batch."""
+    """Trains one SAE or the SAEs of a sweep; every rank runs the same code on its part of each global batch."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Trainer:
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
-        # The cool-down, if the run was asked to finish early.
+        # The cool-down, if the run was requested to finish early.
         self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
         if self._cool_down:
             progress.shorten(self._cool_down.end)
@@ -122,7 +122,7 @@ class Trainer:
                 learner, self._job, parallel, self.outliers[learner.hook],
                 lambda words: progress.event("plain-steps", words, "warning"),
             )  # fmt: skip
-        # Ranks that each train their own SAEs cannot share work.
+        # Ranks that train different SAEs cannot share work.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, capacity=parallel.capacity)
         self._wanted_shares: Shares | None = None
@@ -135,7 +135,7 @@ class Trainer:
             self._job, source, parallel, self.learners, self.outliers, self.report, bad_rows, self.position
         )
         is_alone = parallel.world_size == 1
-        # Ranks that each train their own SAEs exchange the results of an interval, so all of them wait anyway.
+        # Ranks that train different SAEs exchange the results of an interval, so all of them wait anyway.
         reads_late = self._device.type == "cuda" and (is_alone or not parallel.learns_alone)
         self._pending = PendingIntervals(
             self._recorder.sum_paces, self._record, reads_late=reads_late, is_alone=is_alone
@@ -170,18 +170,19 @@ class Trainer:
                     self._progress.settle()
                     self._saving.try_save(self.learners, self.position)
                     self._reshard_latents()
-                    # Reset the stall clock: a save may take any time, the next step may not.
+                    # Reset the stall clock: a save may take any amount of time, but the next step may not.
                     self._heartbeat(self._phase)
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
-                # The weights are valid: they come from the last complete step. With several ranks, another one may
-                # be in the middle of an exchange.
+                # The weights are valid, since they are those of the last complete step. If there are several ranks,
+                # another rank may be in the middle of an exchange.
                 self._reserve.release()
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
             if self._parallel.world_size == 1:
-                # The last steps help most to explain a failure. With several ranks, the others may not respond.
+                # The metrics of the last steps help most to explain a failure. If there are several ranks, the others
+                # may not respond.
                 with contextlib.suppress(Exception):
                     self._pending.drain()
             raise
@@ -203,14 +204,14 @@ class Trainer:
     # Set-up
 
     def _open_data(self, resumed: CheckpointState | None) -> None:
-        """Open the data and detect outliers; record the state of the shards to detect changes."""
+        """Open the data, detect outliers, and record the state of the shards so that changes can be detected."""
         source, job = self._source, self._job
         if isinstance(source, StreamSource) and self._parallel.is_main:
             self._progress.event("stream", f"reading the held-out rows and a sample, the first of {source.place}")
         self.record = continue_from(source, job, resumed.data_before if resumed else None)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
-        # One element per hook.
+        # The lists below have one element per hook.
         rows = [self.data.of_hook(hook) for hook in range(source.n_hooks)]
         self._samplers = [RowSampler(of_hook, self._device) for of_hook in rows]
         self.outliers = [one.find_outliers(job) for one in self._samplers]
@@ -219,7 +220,7 @@ class Trainer:
         self._held_out = HeldOut(self.data, self.outliers, self._device)
 
     def _prepare_writes(self, checkpoints: Path, resumed: CheckpointState | None) -> None:
-        """Create the writers of checkpoints and SAEs, and the reserve of disk space for the final ones."""
+        """Create the writers of checkpoints and SAEs, and the reserve of disk space for the final writes."""
         source, parallel = self._source, self._parallel
         origins = self._origins()
         own = Checkpoints(
@@ -264,7 +265,7 @@ class Trainer:
         for learner in learners:
             learner.begin_step(self.position.step)
         whole = self._layout.micro_batch
-        # All ranks halve the same size, and each rank tests its own share of it.
+        # All ranks halve the same size, and each rank tests its part of a micro-batch.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks, kept):
                 break
@@ -337,7 +338,7 @@ class Trainer:
         return Batches(self.data, self._cut, start=start, device=self._device, outliers=outliers, replaces=replaces)
 
     def _reopen_batches(self) -> None:
-        """Reopen the batches after this rank's share has changed."""
+        """Reopen the batches after this rank's share of the work has changed."""
         self._batches.close()
         self._batches = self._open_batches()
 
@@ -405,9 +406,9 @@ class Trainer:
         return not self._is_over() and self._saving.is_due(self.position, before)
 
     def _end_interval(self) -> None:
-        """End the log interval at this step and record it, unless the host reads results late: then later steps do."""
+        """End the log interval at this step; if the host reads results late, later steps record the interval."""
         if not self._pending.reads_late:
-            # Wait, so that the clock is read when the steps are done rather than queued.
+            # Wait for the device, so that the clock is read when the steps are done rather than queued.
             synchronise(self._device)
         self._pending.add(self._recorder.end(self.position, self._cut.own_tokens, self._batches.waited_s))
         # Change shares only between intervals, so that they are constant within an interval.
@@ -416,13 +417,13 @@ class Trainer:
             self._reopen_batches()
 
     def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
-        """Record a log interval with the `paces` of all ranks, and balance their work."""
+        """Record a log interval with the `paces` of all ranks, and balance the work of the ranks."""
         self._recorder.record(ended, paces, self.total_steps)
         if ended.shares == self._parallel.shares:
             self._balance(paces)
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
-        """Report ranks that keep the others waiting, and request new shares of the work if that pays off."""
+        """Report ranks that keep the others waiting, and request new shares of the work if that saves time."""
         _, seconds, _, ranks = paces["pace"].tolist()
         balance = self._balancer.look(paces, seconds / ranks)
         for kind, message, level in balance.events:
@@ -437,7 +438,7 @@ class Trainer:
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _reshard_latents(self) -> None:
-        """Redistribute the latents by loading the checkpoint that was just saved, which fits any distribution."""
+        """Redistribute the latents by loading the checkpoint that was just saved, which suits any distribution."""
         if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
         self._heartbeat("rebalancing")
@@ -452,13 +453,13 @@ class Trainer:
         self._reopen_batches()
 
     def _look_at_data(self) -> None:
-        """Report shards that have changed; ask all ranks to stop if one that is being read was written to."""
+        """Report shards that have changed; request a stop if a shard that is being read was written to."""
         self._watch.look(self.position, self.report)
         if self._watch.fault:
             self._stop.set()
 
     def _evaluate(self) -> None:
-        """Evaluate every SAE on the held-out rows, once per step even if several reasons coincide."""
+        """Evaluate every SAE on the held-out rows, but only once per step."""
         self._look_at_data()
         if self._evaluated == self.position or not self.data.n_held_out:
             return
@@ -471,7 +472,7 @@ class Trainer:
         self._note_best(time.monotonic() - began)
 
     def _note_best(self, took_s: float) -> None:
-        """Record the current held-out FVU and the lowest so far."""
+        """Record the current held-out FVU, and the lowest one so far."""
         fvu, step = self.report.mean(held_out(CRITERION)), self.position.step
         if fvu is not None:
             best = Best(step, fvu, self._lr_share(), self.data.n_held_out)
@@ -494,7 +495,7 @@ class Trainer:
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
         share, best = self._lr_share(), self._saving.best
-        # The best FVU of a sweep is a mean over its SAEs.
+        # The best FVU of a sweep is a mean over its SAEs, so it cannot be compared with that of a single SAE.
         is_comparable = not label or len(self.report.values) == 1
         is_behind = best and is_comparable and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
         return HowFar(
@@ -520,7 +521,7 @@ class Trainer:
         self.report.overfitting(words)
 
     def _report_held_out_once(self) -> None:
-        """Report once how many held-out rows of all ranks are left out."""
+        """Report, once per run, how many held-out rows of all ranks are left out."""
         if self._has_reported_held_out:
             return
         self._has_reported_held_out = True
@@ -533,7 +534,7 @@ class Trainer:
     # At the end
 
     def _exports(self) -> list[Write]:
-        # Other replicas hold the same SAEs.
+        # Only one replica exports, since all replicas have the same SAEs.
         if self._parallel.data.index:
             return []
         learning = {label: one for label, one in self.learners.items() if label not in self._recorder.given_up}

@@ -1,4 +1,4 @@
-"""Uploads the files of an export, and no other files, to the Hugging Face hub after the user has confirmed them."""
+"""Uploads exactly the files of an export to the Hugging Face hub, after the user has confirmed the list of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.training.hub_card import hub_card, local_paths
 
 
 class Push:
-    """The upload of an export to `out`. Create it before the export, so that it can detect the exported files.
+    """The upload of an export to `out`. Create this object before the export, so that it can detect the exported files.
 
     Raises `UserError` if uploading would fail.
     """
@@ -41,7 +41,7 @@ class Push:
     ) -> dict[str, Any]:
         """List the files, ask for confirmation, upload them and return the result; raise `UserError` if that fails.
 
-        `labels` names the SAEs of the export; None means all.
+        `labels` are the labels of the exported SAEs; None means all.
         """
         files = self._written(out, form) | self._card(out, checkpoints, form, labels)
         sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
@@ -55,7 +55,7 @@ class Push:
         if not self._confirmed:
             _ask(f"Send {plural(len(files), 'file')}, {sum(sizes.values()):,} bytes, to be {visible}? [y/N] ", out)
         try:
-            # On a terminal the hub's client shows its own progress.
+            # On a terminal, the hub's client shows the progress.
             with contextlib.nullcontext() if sys.stderr.isatty() else Progress("sending"):
                 place.send(files)
         except UserError as error:
@@ -76,7 +76,7 @@ class Push:
     def _card(
         self, out: Path, checkpoints: Sequence[Path], form: str, labels: Collection[str] | None
     ) -> dict[str, Path | bytes]:
-        """Return the user's own README.md in `out`; else a generated one, unless the repository already has one."""
+        """Return the user's README.md in `out` if there is one, or a generated one if the repository has none."""
         if (own := out / MODEL_CARD).is_file() and not own.is_symlink():
             return {MODEL_CARD: own}
         if self._repository.has_card:

@@ -26,14 +26,14 @@ from trainer.training.learner import Learner
 
 
 class RowSampler:
-    """Draws training rows of a hook by a seed, the same on all ranks; a stream always gives the same rows."""
+    """Samples training rows of a hook by a seed, identically on all ranks; a stream always returns the same rows."""
 
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
-        # Results of `find_outliers` on its sample: counts of rows to leave out, a sentence about the first row that is
-        # not finite, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions that
-        # still hold most of the variance.
+        # Results of `find_outliers` on its sample: the counts of rows to leave out, a sentence about the first row that
+        # is not finite, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions that
+        # still have most of the variance.
         self.left_out = LeftOut(0, 0, 0, 0)
         self.first_bad = ""
         self.n_zero = 0
@@ -41,7 +41,7 @@ class RowSampler:
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
-        """Return the job's detector of rows to leave out; from now on `sample` omits such rows."""
+        """Return the job's detector of rows to leave out; later calls of `sample` omit such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)
@@ -60,7 +60,7 @@ class RowSampler:
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return sampled inputs and targets (one tensor for an SAE), fp32 on the device, finite, without outliers.
 
-        Raise `UserError` if a share of more than `MOST_BAD_ROWS` is not finite.
+        Raise `UserError` if more than the fraction `MOST_BAD_ROWS` of the rows is not finite.
         """
         x, y = self._data.sample(seed)
         finite = are_finite(x, y)
