@@ -23,7 +23,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.ranks.devices import torch_vendor
 
 POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
-# The data shape if the job names no data, as wide as the activations of GPT-2 small.
+# The data shape if the job names no data; d_in is that of GPT-2 small.
 DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
 PHASES = {
     "forward_encode": "forward, encoder",
@@ -36,7 +36,7 @@ PHASES = {
 
 
 def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, DataShape]:
-    """Return the job to measure and the shape of its data; without a file, a default job and a common width."""
+    """Return the job to measure and the shape of its data; without a file, use a default job and a common shape."""
     if file is not None:
         job = load_job(file, overrides)
         return job, job.data_shape()
@@ -46,7 +46,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
     has_data = "source" in raw.get("data", {})
     if not has_data:
         raw["data"] = {"path": "random"}
-    # The default batch size depends on the length of the run, which a benchmark does not have.
+    # The default batch size depends on the length of the run, but a benchmark has no such length.
     raw.setdefault("train", {}).setdefault("batch_size", USUAL_BATCH)
     parsed, problems = parse_job(raw)
     if parsed is None:
@@ -57,7 +57,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
 def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the measurements of rank 0; raise `UserError` with the reason why the first rank failed.
+    """Return the measurements of rank 0; if a rank fails, raise `UserError` with the reason of the first failure.
 
     No language model runs, so `data.model_gpus = "auto"` means 0.
     """
@@ -72,7 +72,7 @@ def run_ranks(
 ) -> dict[str, Any]:
     """Run `python -m MODULE SPEC.json ARGUMENTS` for each rank, and return the content of rank 0's `found.json`.
 
-    Raise `UserError` with the reason why the first rank failed.
+    If a rank fails, raise `UserError` with the reason of the first failure.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         paths = RunPaths(Path(folder))

@@ -41,15 +41,15 @@ from trainer.training.graph_replay import PLAIN_STEPS, replay_for
 from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
-# Twice the number of steps before a step is captured.
+# The number of warm-up steps: twice the number of steps after which a step is captured.
 WARM_UP_STEPS = 2 * (PLAIN_STEPS + 1)
 N_SAMPLE = 8192
-# The number of feature directions per dimension in the random rows, which therefore have sparse codes.
+# The number of feature directions per dimension in the random rows; each row is a sparse sum of directions.
 DIRECTIONS = 2
 
 
 class RepeatedStep:
-    """Repeats a job's step, for all its SAEs, on one random batch."""
+    """Repeats a step of a job, for all its SAEs, on one random batch."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._parallel, self._device = job, parallel, parallel.device
@@ -108,8 +108,9 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
     """Return the milliseconds of each phase in a profile: kernel time if there are kernels, otherwise host time.
 
-    A kernel belongs to the phase during which any thread launched it; autograd's thread launches the kernels of the
-    backward pass. A kernel has the id of the CUDA or HIP call that launched it, even if PyTorch did not make the call.
+    A kernel belongs to the phase during which it was launched, by any thread: autograd's thread launches the kernels of
+    the backward pass. A kernel has the id of the CUDA or HIP call that launched it, even if PyTorch did not make the
+    call.
     """
     events = list(profiled)
     of_host = [event for event in events if event.device_type == DeviceType.CPU]
@@ -140,7 +141,7 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the mean milliseconds of each phase over `n_steps` steps."""
     steps.take_plainly()
-    # `torch.profiler.profile` would first load torch's compiler, which takes two seconds.
+    # Unlike `torch.profiler.profile`, this does not load torch's compiler, which takes two seconds.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)
         synchronise(device)
@@ -148,17 +149,17 @@ def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> d
 
 
 def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
-    """Return the seconds of each step; on a GPU, only their mean, since the GPU is synchronised only at the end."""
+    """Return the seconds of each step; on a GPU, which is synchronised only at the end, return only their mean."""
     if device.type == "cuda":
         return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
     return [seconds_of(lambda: steps.take(1), device) for _ in range(n_steps)]
 
 
 def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
-    """Return a lower bound of the step time in ms: the time of the encoder's product or of the memory traffic.
+    """Return a lower bound on the step time in ms, with the times of the encoder's product and of memory traffic.
 
-    The longer time is the bound. The time of the memory traffic is its size divided by the measured bandwidth of a
-    large copy.
+    The bound is the longer of the two times. The time of the memory traffic is the number of bytes divided by the
+    measured bandwidth of a large copy.
     """
     micro_batches, precision = len(steps.cut.token_slices), resolve_precision(job.train.precision, device)
     product_s = traffic = 0.0
@@ -170,7 +171,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
                 factors, first_look.EXACT * first_look.n_seen(sae.k, sae.latents.group.size)
             )
-            # Convert and allocate in advance, so that only the product is timed.
+            # Convert and allocate tensors in advance, so that only the product is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, steps.x, sae.W_enc))
             product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
@@ -227,13 +228,13 @@ def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, pa
 
 
 def _sent_bytes(parallel: Parallel) -> int | None:
-    """Return the bytes that this rank has sent so far; None if one of its groups does not count them."""
+    """Return the number of bytes that this rank has sent, or None if one of its groups does not count bytes."""
     counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
     return None if None in counts else sum(filter(None, counts))
 
 
 def _agree(world: World, job: JobConfig) -> None:
-    """Make all ranks use the same kernels, as in a run; print why kernels are disabled."""
+    """Make all ranks use the same kernels, as in a run; print the reasons why kernels are disabled."""
     compiles = world.group.index == 0
     agree(world.group, world.device, job, compiles=compiles, report=print)
 

@@ -1,4 +1,4 @@
-"""Estimates the memory and time of a training before it runs, for the `estimate` command."""
+"""Estimates the memory and time of a training run in advance, for the `estimate` command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.device_choice import refuse_bad
 from trainer.ranks.devices import Device, gpus_here
 
-# The number of runnable processes per core from which a job takes clearly longer.
+# With this number of runnable processes per core or more, a job takes clearly longer.
 _BUSY = 1.5
 
 
@@ -51,7 +51,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, job: JobConfig) -> Estimate:
-        """Estimate a job whose data can be read; `auto` settings are resolved for this machine."""
+        """Estimate a job with readable data; "auto" settings are resolved for this machine."""
         shape, devices = job.data_shape(), wanted_devices(job)
         device = "cpu" if job.on_cpu else "cuda"
         gpus = [] if device == "cpu" else gpus_here()
@@ -59,7 +59,7 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(place_model(job, shape, devices, name, read_box(box_file()), _capacity(job, gpus)), name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the output for `--json`: memory in bytes, time, speed and resolved settings.
+        """Return the output for `--json`: the memory in bytes, the time, the speed and resolved settings.
 
         `per_model_gpu` is None unless some GPUs only run the language model.
         """
@@ -77,7 +77,7 @@ class Estimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the output as text: a table and a bar of the memory, warnings, and the time."""
+        """Yield the lines of the text output: a table and a bar of the memory, warnings, and the time."""
         work = self.placed.settled.work
         of = f", for {len(work.members)} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {work.ranks}{of}:"
@@ -110,13 +110,13 @@ class Estimate(msgspec.Struct, frozen=True):
 
 def estimate_training(job: JobConfig) -> Estimate:
     """Estimate a job; raise `JobFileError` if it cannot run on any machine."""
-    # Ignore problems with this machine or its GPUs: the job may be for another machine.
+    # Ignore problems with this machine or its GPUs, since the job may be meant for another machine.
     refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
     return Estimate.of(job)
 
 
 def busy_sentence(load: float, n_cores: int) -> str | None:
-    """Return a sentence about how much a load average slows a job down; None if it is too low to matter."""
+    """Return a sentence on how much a load average slows a job down, or None if the load is too low to matter."""
     times = load / n_cores
     if times < _BUSY:
         return None
@@ -124,7 +124,7 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
 
 
 def _capacity(job: JobConfig, gpus: list[Device]) -> DeviceMemory:
-    """Return the total memory of a job's smallest GPU; a job that names no GPUs gets the largest ones."""
+    """Return the total memory of the smallest GPU of a job; a job that names no GPUs uses the largest ones."""
     named, devices = chosen_indices(job), wanted_devices(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
     return DeviceMemory(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else UNKNOWN_MEMORY

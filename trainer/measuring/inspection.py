@@ -1,4 +1,4 @@
-"""Inspects stored activations before a training: reports their size, statistics and problems."""
+"""Inspects stored activations before a training run: reports their size, statistics and problems."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from trainer.parallel.group import Group
 from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
 from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 
-# The maximum number of rows to inspect; at d_in 4096 they take 1 GiB in fp32.
+# The maximum number of rows to inspect; with d_in = 4096, they take 1 GiB in fp32.
 SAMPLE_ROWS = 65_536
-# Above this gamma, the learnt features lose precision if the mean is not subtracted.
+# With a larger gamma, the learnt features lose precision if the mean is not subtracted.
 LARGE_GAMMA = 3.0
-# The largest share of repeated rows that short texts can explain.
+# The largest fraction of repeated rows that short texts can explain.
 MANY_DUPLICATES = 0.01
-# If a larger share of the values is subnormal, the data is scaled too small for its dtype.
+# If a larger fraction of the values is subnormal, the values are too small for their dtype.
 MANY_SUBNORMAL = 0.5
-# Smaller fp16 values are subnormal, with fewer than 11 significant bits.
+# The smallest normal fp16 value; smaller values are subnormal and have fewer than 11 significant bits.
 _SMALLEST_FP16 = 2.0**-14
 _ROWS_AT_ONCE = 4096
 
@@ -51,12 +51,12 @@ class InspectionFinding(msgspec.Struct, frozen=True):
 class Inspection(msgspec.Struct, frozen=True):
     """Statistics of stored activations, measured on a sample of `n_looked_at` rows.
 
-    `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` counts rows
-    with more than `data.max_norm` times the median norm. `duplicates` does not count zero rows. `heavy_dimensions` are
-    a few dimensions with a share `heavy_share`, more than half, of the variance. `subnormal` is the share of fp16
-    values that are too small for full precision. By default, a training holds out `n_held_out` rows by the method
-    `hold_out`, from `n_texts` texts if they are known; `copies` is the share of the checked held-out rows that are also
-    training rows.
+    `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` is the number
+    of rows with more than `data.max_norm` times the median norm. `duplicates` does not include zero rows.
+    `heavy_dimensions` are a few dimensions that have a fraction `heavy_share`, more than half, of the variance.
+    `subnormal` is the fraction of fp16 values that are too small for full precision. By default, a training run holds
+    out `n_held_out` rows by the method `hold_out`, from `n_texts` texts if these are known. `copies` is the fraction of
+    the checked held-out rows that are also training rows.
     """
 
     n_tokens: int
@@ -84,12 +84,12 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspection:
-    """Inspect a folder or file of shards; raise a `JobFileError` for data.path if they cannot be read."""
+    """Inspect a folder or file of shards; raise a `JobFileError` for data.path if the shards cannot be read."""
     shard_set, source = inspect_shards(path), Shards(path=str(path))
     stage("reading rows")
     rows = _sample(source, seed)
     usable = are_finite(rows, rows)
-    # If all rows are too large for fp32, measure the finite ones, so that the findings can report their magnitude.
+    # If all rows are too large for fp32, measure the finite rows, so that the findings can report their magnitude.
     ordinary = finite = rows[usable] if usable.any() else rows[rows.isfinite().all(dim=1)]
     norms = _norms(finite)
     lengths = norms[norms > 0]
@@ -145,7 +145,7 @@ def table(facts: Inspection) -> str:
 
 
 def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
-    """Yield the findings."""
+    """Yield the findings about the data, except notes on the shards."""
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
     are_all_the_same = facts.constant_dimensions == facts.d_in
     if facts.not_finite:
@@ -188,7 +188,8 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
 def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     """Yield problems with the magnitude of the values.
 
-    Training rescales the values in fp32, so it cannot handle rows beyond the range of fp32 or restore lost precision.
+    Training rescales the values in fp32, so it can neither handle rows beyond the range of fp32 nor restore lost
+    precision.
     """
     remedy = "multiply them by a constant before storing them"
     if facts.scale > LARGEST_SPREAD:
@@ -214,7 +215,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _subnormal(rows: Tensor) -> float:
-    """Return the share of nonzero fp16 values that are subnormal; 0 for other dtypes."""
+    """Return the fraction of nonzero fp16 values that are subnormal; 0 for other dtypes."""
     if rows.dtype != torch.float16:
         return 0.0
     n_set = n_small = 0

@@ -1,4 +1,4 @@
-"""Formats the memory parts of a rank as a dictionary, or as a table with a bar."""
+"""Formats the memory use of a rank, by part, as a dictionary or as a table with a bar."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BAR_WIDTH = 74
 
 
 def parts_of(memory: Memory) -> dict[str, int]:
-    """Return the bytes of each part by name, and their `total`."""
+    """Return the number of bytes of each part by name, and the `total`."""
     return msgspec.structs.asdict(memory) | {"total": memory.total}
 
 
 def table(memory: Memory) -> Iterator[str]:
-    """Yield a line for each part and for the total, then a bar of all parts."""
+    """Yield a line for each part and for the total, and then a bar that shows all parts."""
     for name, n_bytes in parts_of(memory).items():
         yield f"  {LETTERS.get(name, ' ')} {name:<14}{n_bytes / 2**20:>10,.1f} MiB"
     widths = cells(memory, _BAR_WIDTH)

@@ -1,4 +1,4 @@
-"""One rank of a probe, started by `trainer.measuring.bench`: measures its speed and the speed of exchanges."""
+"""One rank of a probe, started by `trainer.measuring.bench`: measures the speed of its device and of exchanges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
-    """Measure, and on rank 0 write the results of all ranks to `found.json`.
+    """Measure the speeds; rank 0 writes the results of all ranks to `found.json`.
 
     `asked` is the job's precision, which may be "auto". Raise `UserError` if a rank has too little memory.
     """

@@ -108,7 +108,7 @@ class Pace:
         return max(0, now - self._foreign_at_first)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Return the total tokens per second, the share of time spent waiting for data, and the largest memory use."""
+        """Return the total tokens per second, the fraction of time spent waiting for data, and the peak memory."""
         n_tokens, seconds, waited_s, ranks = totals["pace"].tolist()
         return {
             "tokens_per_s": self._all.add(n_tokens, seconds / ranks),

@@ -1,1 +1,1 @@
-"""Arithmetic and memory of a rank's device."""
+"""Controls the arithmetic and memory of a rank's device."""

@@ -1,4 +1,4 @@
-"""Reads results and times of queued GPU work, and orders this work, without letting the queue run empty."""
+"""Reads the results and times of queued GPU work, and orders such work, without letting the queue run empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor's current values for the host; a GPU copies after all work that was queued before."""
+    """A copy of a tensor's current values for the host; a GPU copies the values after all previously queued work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -35,7 +35,7 @@ class Moment(Protocol):
     """A point in a device's queue of work, for ordering the work of other devices without making the host wait."""
 
     def hold(self, device: torch.device) -> None:
-        """Make all work that this thread queues on `device` from now on wait until this point."""
+        """Make all work that this thread queues on `device` from now on wait for this point."""
 
 
 class CompletedWork:
@@ -73,7 +73,7 @@ class Stopwatch(Protocol):
     """Measures the time of a device's work from the creation of the stopwatch to `stop`."""
 
     def stop(self) -> None:
-        """End the measurement after all work queued so far."""
+        """Stop the measurement after all work that was queued before this call."""
 
     def seconds(self) -> float:
         """Wait until the work is complete, and return the measured time."""

@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, which every library reports differently."""
+"""Recognises out-of-memory errors, which libraries report in different ways."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 # Parts of RuntimeError messages: from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# oneDNN's complete message if it has no memory for compiled code; for unsupported operations, the message is longer.
+# The complete message of oneDNN if there is no memory for compiled code; for unsupported operations, it is longer.
 _NO_CODE = "could not create a primitive"
 
 

@@ -16,7 +16,7 @@ _UNMARKED = contextlib.nullcontext()
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Mark the time inside the context as the phase `name` if a profiler is running.
+    """Mark the operations inside the context as the phase `name` if a profiler is running.
 
     Without a profiler, this takes 0.4 µs, while `record_function` would take 20 µs; a step has six phases.
     """

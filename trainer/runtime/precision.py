@@ -12,7 +12,8 @@ import torch
 
 from trainer.contract.planning.hardware import BF16_FROM, FP16_FROM, auto_precision
 
-# AMD architectures without fast bf16: GCN to Vega 20, RDNA 1 and 2. Features may follow the name (`gfx90a:sramecc+`).
+# AMD architectures without fast bf16: GCN to Vega 20, RDNA 1 and 2. Features may follow the name, as in
+# `gfx90a:sramecc+`.
 _OLD_AMD = re.compile(r"gfx(?:[678]|90[0-69]|90c|10)")
 # The operand dtype of matrix products, by precision.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,7 +27,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; for an AMD GPU, that of NVIDIA GPUs that are fast with the same dtypes.
+    """Return the compute capability; for an AMD GPU, return that of NVIDIA GPUs with the same fast dtypes.
 
     For AMD GPUs, PyTorch reports the architecture number instead, such as (10, 3) for RDNA 2.
     """
@@ -37,13 +38,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context for the resolved `precision`, which does nothing unless this is a 16-bit type."""
+    """Return an autocast context for the resolved `precision`; it does nothing unless this is a 16-bit type."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Require exact products for "fp32"; otherwise allow TF32, also for the fp32 products of a 16-bit run.
+    """Require full fp32 products for "fp32"; otherwise allow TF32, also for the fp32 products of a 16-bit run.
 
     16-bit products always accumulate in fp32, since sums over many tokens would lose precision or overflow in fp16.
     """
@@ -53,7 +54,10 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Allow all kernels, or only deterministic kernels; torch then raises an error for operations that have none."""
+    """Allow all kernels, or only deterministic ones.
+
+    In the latter case, torch raises an error for operations without a deterministic kernel.
+    """
     # `torch.use_deterministic_algorithms` does the same, but takes two seconds because it loads torch's compiler.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # The compiler reads this variable when it is loaded.

@@ -1,7 +1,8 @@
-"""The registry of Triton kernels, which are tried on a device before they are used on it.
+"""The registry of Triton kernels; kernels are tried on a device before they are used there.
 
-A module of kernels has a function `try_out(device)`, or `try_out(device, dtype)` if they are compiled by dtype. It
-compares each kernel with torch's operations, and raises an error if a kernel fails or its results are wrong.
+A module of kernels has a function `try_out(device)`, or `try_out(device, dtype)` if the kernels are compiled by dtype.
+The function compares each kernel with torch's operations, and raises an error if a kernel fails or its results are
+wrong.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _failures: dict[torch.device, dict[str, str]] = {}
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """The kernels in a module: their purpose and number, and whether they are compiled for the dtype of products.
+    """The kernels of a module: their purpose, their number, and whether they are compiled for the dtype of products.
 
-    `n` counts the kernels and variants that the trials of a 16-bit job compile with Triton. With `also_fp32`, kernels
-    that are compiled by dtype are also used in fp32. A new instance is added to `KERNELS`.
+    `n` is the number of kernels and variants that the trials of a 16-bit job compile with Triton. With `also_fp32`,
+    kernels that are compiled by dtype are also used in fp32. A new instance is added to `KERNELS`.
     """
 
     module: str
@@ -50,10 +51,10 @@ class Kernels:
         KERNELS[self.module] = self
 
     def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
-        """Return the module if its kernels work on the tensor's GPU for `dtype` (default: the tensor's), otherwise
-        None.
+        """Return the module if its kernels work on the tensor's GPU, otherwise None.
 
-        Kernels that are compiled by dtype do not support float64.
+        Kernels that are compiled by dtype are checked for `dtype`, by default that of the tensor; they do not support
+        float64.
         """
         dtypes = [dtype or tensor.dtype] if self.by_dtype else []
         return self.working(tensor.device, *dtypes) if tensor.is_cuda and torch.float64 not in dtypes else None
@@ -68,11 +69,11 @@ class Kernels:
 
     @property
     def is_withheld(self) -> bool:
-        """True if `withhold` has disabled the kernels."""
+        """Whether `withhold` has disabled the kernels."""
         return self.module in _withheld
 
     def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
-        """Return the dtype arguments of each call of `try_out` for products in `dtype`."""
+        """Return the dtype arguments for each call of `try_out` for products in `dtype`."""
         others = [[torch.float32]] if self.also_fp32 and dtype != torch.float32 else []
         return [[dtype], *others] if self.by_dtype else [[]]
 
@@ -115,7 +116,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
 
 
 def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Try the kernels; retry once after an OSError, since another process may have replaced a file meanwhile."""
+    """Try the kernels; retry once after an OSError, since another process may have replaced a file in the meantime."""
     try:
         module.try_out(device, *dtypes)
     except OSError:
@@ -134,7 +135,7 @@ def try_all(device: torch.device, dtype: torch.dtype, kernels: Iterable[Kernels]
 def report_compiling(begin: Callable[[int], object]) -> None:
     """Call `begin` with 1, 2, … whenever Triton is about to compile a kernel or to load a compiled one.
 
-    Do nothing without Triton.
+    Do nothing if Triton is not installed.
     """
     with contextlib.suppress(ImportError, AttributeError):
         settings, name = _hook_of_triton()

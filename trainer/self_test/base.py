@@ -1,4 +1,4 @@
-"""Code that all parts of the self-test share: check results, learners and random rows."""
+"""Code that all parts of the self-test share: results of checks, learners and random rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL, TINY = Size(128, 2048, 16, 1024), Size(32, 256, 4, 256)
 
 
 def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
-    """Return a job of the given size and settings in [sae] and [train], with defaults for all other settings."""
+    """Return a job of the given size, with the given settings in [sae] and [train] and defaults for all others."""
     sizes = {"d_sae": size.d_sae, "k": size.k}, {"batch_size": size.batch_size, "n_steps": 1000}
     job, problems = parse_job({"data": {"path": "unused"}, "sae": sizes[0] | sae, "train": sizes[1] | train})
     assert job is not None, problems
@@ -48,7 +48,7 @@ def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
 
 
 def learner_of(job: JobConfig, d_in: int, device: torch.device) -> Learner:
-    """Return a learner on the device, and set the precision of all matrix products in this process for the job."""
+    """Return a learner on the device, and set the job's precision for all matrix products of this process."""
     set_matmul_precision(resolve_precision(job.train.precision, device))
     return Learner(job, d_in, None, Parallel(device))
 
@@ -59,7 +59,7 @@ def take(learner: Learner, number: int, x: Tensor) -> None:
 
 
 def rows(n: int, d_in: int, seed: int = 0) -> Tensor:
-    """Return rows [n, d_in] on the CPU, the same on every machine: sparse sums of fixed directions, plus some noise."""
+    """Return rows [n, d_in] on the CPU, the same on every machine: sparse sums of fixed directions, plus noise."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.nn.functional.normalize(torch.randn(2 * d_in, d_in, generator=generator), dim=1)
     used = torch.rand(n, len(directions), generator=generator) < 12 / len(directions)

@@ -1,4 +1,4 @@
-"""Checks batches that are copied to the device while it computes, and sums that the host reads without waiting."""
+"""Checks batches that are copied to the device while it computes, and sums that the host reads later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_BATCHES, BATCH = 40, 2048
 
 
 class Stored(IndexedSource):
-    """Rows in memory that are read into a given buffer, as for shards."""
+    """A source of rows in memory, which are read into a given buffer, as from shards."""
 
     place = "the self-test"
 
@@ -73,7 +73,7 @@ def _used(x: Tensor) -> Tensor:
 
 
 def _read_later(device: torch.device) -> Check:
-    """End a log interval without waiting, run the next step, then check the interval's values."""
+    """End a log interval without waiting, run the next step, and then check the interval's values."""
     x, watch, ended = rows(TINY.batch_size, TINY.d_in).to(device), stopwatch(device), list[tuple[Totals, Tensor]]()
     learner = learner_of(job_of(TINY, {}, {"precision": "fp32"}), TINY.d_in, device)
     learner.initialise(x, x)

@@ -1,4 +1,4 @@
-"""Checks short trainings on the device: the same FVU as on the CPU, exact resuming and replay, no host waits."""
+"""Checks short training runs on the device: FVU as on the CPU, exact resuming and replay, and no host waits."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from trainer.training.graph_replay import CudaTape, GraphReplay, Tape
 from trainer.training.learner import Learner
 
 # The largest allowed relative difference from the FVU on the CPU in fp32, after the first steps and after all steps.
-# Devices select differently among nearly equal activations, so trainings diverge.
+# Devices select differently among nearly equal activations, so training runs diverge slowly.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
 # The largest allowed relative difference between a captured and a plain step, in the loss and in the weight change.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
-# Part of PyTorch's warning when the host waits. PyTorch also warns once that it may miss waits; this is ignored.
+# Part of PyTorch's warning when the host waits. PyTorch's warning that it may miss waits is ignored.
 WAITED = "called a synchronizing CUDA operation"
 # Training settings that are checked in addition to the defaults of each architecture.
 OTHERS: tuple[dict[str, Any], ...] = (
@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """Compare each architecture's FVU on the device, in each precision in `among`, with its FVU on the CPU in fp32."""
+    """Compare each architecture's FVU on the device, in each precision of `among`, with that on the CPU in fp32."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]
@@ -95,7 +95,7 @@ def _fvu(learner: Learner, x: Tensor) -> float:
 
 
 def check_resuming(device: torch.device, half: int) -> Iterator[Check]:
-    """Check that saving to host memory, loading and continuing gives exactly the state of an uninterrupted run."""
+    """Check that a run that is saved, loaded and continued has exactly the state of an uninterrupted run."""
     was = torch.are_deterministic_algorithms_enabled()
     set_deterministic(True)
     try:
@@ -170,7 +170,7 @@ def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
 
 
 def _captured_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
-    # With this number of latents, a penalty leaves a small enough share active for sparse products.
+    # With this number of latents, a penalty leaves a small enough fraction active for sparse products.
     size = SMALL if "topk" in sae["architecture"] else SMALL._replace(d_sae=8192)
     learner = learner_of(job_of(size, sae, {"precision": "bf16"} | train), size.d_in, device)
     sample = rows(size.batch_size, size.d_in).to(device)
@@ -196,7 +196,7 @@ def _captured_alike(
 def captured_nearly_alike(
     plain: Learner, captured: Learner, device: torch.device, n_steps: int, tape: Callable[[], Tape] = CudaTape
 ) -> tuple[bool, dict[str, Any]]:
-    """Compare plain and captured steps from the same weights: the losses, and the changes of the weights."""
+    """Compare the losses and weight changes of plain and captured steps that start from the same weights."""
     captured.whole_steps = steps = GraphReplay(captured, tape)
     batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
     losses_off, changes_off = 0.0, 0.0
@@ -214,7 +214,7 @@ def captured_nearly_alike(
 
 @torch.no_grad()
 def _changes_off(plain: Learner, captured: Learner, before: dict[str, Tensor]) -> float:
-    """Return the distance between the weights after two steps from `before`, relative to the plain step's length."""
+    """Return the distance between both learners' weights, relative to the plain learner's change from `before`."""
     parted = went = 0.0
     others = dict(captured.sae.named_parameters())
     for name, weights in plain.sae.named_parameters():

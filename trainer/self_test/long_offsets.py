@@ -13,15 +13,15 @@ from trainer.self_test.base import Check
 from trainer.self_test.products import TOLERANCE, share_off
 
 PART = "long offsets"
-# The shapes of weights and pre-activations. The last `N_LAST` rows begin beyond 2^31 elements; only they are nonzero.
+# The shapes of weights and pre-activations. The last `N_LAST` rows start beyond 2^31 elements; all other rows are zero.
 WEIGHTS, PRE_ACTS = (2**20 + 64, 2304), (2**15 + 8, 65536)
 N_LAST = 8
-# Weights in 16 bits, sums of the same shape in 32 bits, and a third of both for intermediate results.
+# The memory for 16-bit weights and fp32 sums of the same shape, plus a third of both for intermediate results.
 NEEDED_BYTES = 20 * 10**9
 
 
 def check_long_offsets(device: torch.device) -> Iterator[Check]:
-    """Compare products and selections at the end of huge matrices with float64, if the GPU has enough free memory."""
+    """Compare products and selections at the end of huge matrices with exact results, if the GPU has enough memory."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()

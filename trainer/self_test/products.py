@@ -14,10 +14,10 @@ from trainer.saes.sparse_acts import Places, SparseActs
 from trainer.self_test.base import CPU, Check
 
 PART = "products"
-# The allowed relative error: fp32 sums of a thousand terms lose the last few bits to rounding.
+# The allowed relative error: fp32 sums of a thousand terms lose their last few bits to rounding.
 TOLERANCE = 1e-5
-# For each case: the number of active latents of each token, the number of latents, and the width. If a latent is active
-# on all tokens, its entries are split; the last two cases have the widths of real models.
+# For each case: the number of active latents of each token, the number of latents, and the width. The entries of a
+# latent that is active on all tokens are split. The last two cases have the widths of real models.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "few entries": ([3, 5, 1, 0, 2], 7, 16),
     "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),

@@ -1,4 +1,4 @@
-"""Runs the self-test on one device: reports each check when it is complete, then the totals."""
+"""Runs the self-test on one device: reports each check when it is complete, and finally the totals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL: tuple[Part, ...] = (
 
 
 def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
-    """Yield each check of a device when it is complete; an exception in a part yields a failed check with the error."""
+    """Yield each check of a device when it is complete; an exception in a part yields a failed check."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for part in FULL if full else SHORT:
         name = getattr(part, "func", part).__name__.removeprefix("check_")

@@ -105,7 +105,10 @@ def _setting(job: JobConfig, name: str) -> object:
 
 
 def _architecture(shared: SharedSae) -> str:
-    """Return our equivalent architecture: batch_topk if trained as such with one threshold and a known k."""
+    """Return this project's name for the architecture.
+
+    An SAE that was trained as BatchTopK, with one threshold and a known k, is "batch_topk" here.
+    """
     if shared.trained_as == "batch_topk" and shared.form == "jumprelu" and shared.k is not None:
         threshold = shared.weights["threshold"]
         if (threshold == threshold[0]).all():

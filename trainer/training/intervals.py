@@ -70,7 +70,7 @@ class IntervalRecorder:
             self._pace.begin(waited_for_data_s)
 
     def end(self, at: Position, own_tokens: int, waited_for_data_s: float) -> EndedInterval:
-        """End the interval at `at`, and start to sum its metrics; `own_tokens` counts this rank's tokens of a step."""
+        """End the interval at `at`, and start to sum its metrics; `own_tokens` is this rank's tokens per step."""
         n_steps = at.step - self._since.step
         span = self._pace.end(n_steps * own_tokens, n_steps, waited_for_data_s)
         parts = {
@@ -169,7 +169,7 @@ class PendingIntervals:
             self.drain()
 
     def follow(self) -> None:
-        """Read the available results while the device runs a step that was queued later; call this after each step."""
+        """Read the available results while the device runs a later step; call this after queuing each step."""
         self._record_summed()
         if self._ended:
             ended, self._ended = self._ended, None

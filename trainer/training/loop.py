@@ -258,7 +258,7 @@ class Trainer:
             learner.agree()
 
     def _cut_until_it_fits(self) -> None:
-        """Halve the micro-batches until a pass fits into memory on all ranks; tokens per step stay the same."""
+        """Halve the micro-batches until a pass fits into memory on all ranks, without changing the tokens per step."""
         sample, learners = self._samplers[0].sample(self._train.seed), list(self.learners.values())
         width = self._source.n_hooks * (self._source.d_in + (self._source.d_out or 0))
         kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
@@ -355,11 +355,11 @@ class Trainer:
         self._heartbeat(self._phase)
 
     def _requests(self) -> tuple[bool, bool, bool]:
-        """Return this rank's requests: whether to stop, to save (by rank 0's timer) and to finish early."""
+        """Return whether this rank requests to stop, to save (only on rank 0) and to finish early."""
         return self._stop.is_set(), self._saving.take_request(), self._finish.is_set()
 
     def _begin_cool_down(self) -> None:
-        """Start the cool-down and request a save, so that a run that is killed resumes to the same last step."""
+        """Start the cool-down, and request a save so that the run has the same last step even if it is resumed."""
         self._is_finishing = True
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
@@ -485,12 +485,15 @@ class Trainer:
         return self.position.tokens / self.data.n_train if self.data.n_train else None
 
     def _lr_share(self) -> float | None:
-        """Return the current fraction of the full learning rate, the same for all SAEs; None without a schedule."""
+        """Return the current fraction of the full learning rate, equal for all SAEs, or None without a schedule."""
         schedule = next((one.schedule for one in self.learners.values() if not one.optimizer.is_schedule_free), None)
         return schedule.lr_factor(self.position.step) if schedule else None
 
     def how_far(self, label: str = "") -> HowFar:
-        """Return the training progress of one SAE, or without a label of the run, with means over its SAEs."""
+        """Return the training progress of the SAE `label`.
+
+        Without a label, return the progress of the run, with means over its SAEs.
+        """
         values = self.report.values.get(label, {})
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
@@ -509,7 +512,7 @@ class Trainer:
         )
 
     def _report_overfitting(self) -> None:
-        """Warn if the FVU is clearly better on training rows than on held-out rows, or was better earlier."""
+        """Warn if the FVU is clearly better on training rows than on held-out rows, or was clearly better before."""
         how_far = self.how_far()
         if not self._parallel.is_main or not (words := how_far.overfitting):
             return

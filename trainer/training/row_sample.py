@@ -58,7 +58,9 @@ class RowSampler:
         return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Return sampled inputs and targets (one tensor for an SAE), fp32 on the device, finite, without outliers.
+        """Return sampled inputs and targets without outliers, in fp32 on the device.
+
+        All values are finite. Inputs and targets are the same tensor except for a transcoder.
 
         Raise `UserError` if more than the fraction `MOST_BAD_ROWS` of the rows is not finite.
         """

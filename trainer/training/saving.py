@@ -26,21 +26,21 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The share of a run's time for checkpoints at the best held-out FVU, in addition to the configured checkpoints.
+# The fraction of a run's time for checkpoints at the best held-out FVU, in addition to the configured checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
 FIRST_SAVE_S = 1.0
 
 
 class _Whole(NamedTuple):
-    """The gathered state of all ranks to save."""
+    """The state to save, gathered from all ranks."""
 
     tensors: dict[str, Tensor]
     stream: list[BufferPlace] | msgspec.UnsetType
 
 
 class Saving:
-    """Decides when to save, and saves. All ranks have one and make the same calls; rank 0 writes.
+    """Decides when to save, and saves; all ranks make the same calls, and rank 0 writes.
 
     `saved` is the position of the checkpoint that a run resumed from.
     """
@@ -62,12 +62,12 @@ class Saving:
         self._timer = Timer(train.checkpoint_every_minutes)
         # Whether the ranks have agreed to a save that rank 0 requested.
         self.granted = False
-        # Stored in checkpoints next to the weights, for resumed runs.
+        # Values that are stored in checkpoints with the weights, for resumed runs.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
 
     def take_request(self) -> bool:
-        """Return and clear the request to save, because of the timer or a new best FVU; only rank 0 makes requests."""
+        """Return and clear the request to save, because of the timer or a new best FVU; only rank 0 requests saves."""
         wants, self._wants_best = self._wants_best, False
         return self._parallel.is_main and (self._timer.take_due() or wants)
 
@@ -88,11 +88,11 @@ class Saving:
         return self._checkpoints.folder(position)
 
     def best_saved(self) -> CheckpointState | None:
-        """Return the state of the saved checkpoint with the lowest held-out FVU, on rank 0; None without one."""
+        """Return the state of the saved checkpoint with the lowest held-out FVU on rank 0, or None if there is none."""
         return self._checkpoints.best()
 
     def is_due(self, position: Position, before: Position) -> bool:
-        """Return whether to save at `position`, reached by a step from `before`; the same on all ranks."""
+        """Return whether to save at `position`, one step after `before`; the result is the same on all ranks."""
         steps, tokens = self._train.checkpoint_every, self._train.checkpoint_every_tokens
         by_steps = steps > 0 and position.step % steps == 0
         by_tokens = tokens > 0 and position.tokens // tokens > before.tokens // tokens
@@ -104,7 +104,7 @@ class Saving:
             self._write(whole, position)
 
     def last(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
-        """Return on rank 0 the write of the last checkpoint; none on other ranks or if already saved."""
+        """Return the write of the last checkpoint; none on ranks other than 0, or if the checkpoint exists."""
         whole = self._gather(learners, position)
         return [] if whole is None else [Write(self.folder(position), partial(self._write, whole, position))]
 
@@ -118,7 +118,7 @@ class Saving:
             self._tell_failure(error)
 
     def has_failed_anywhere(self) -> bool:
-        """Return whether the last save failed; all ranks call this, which also waits until rank 0 has written."""
+        """Return whether the last save failed; all ranks must call this, which also waits until rank 0 has written."""
         failed = torch.full((1,), float(self._failures > 0), device=self._parallel.device)
         self._parallel.world.sum_(failed)
         return bool(failed)
@@ -151,7 +151,7 @@ class Saving:
     def _tell_failure(self, error: Exception) -> None:
         self._failures += 1
         rank_log.say(f"{error}; training continues")
-        # Later failures would repeat the message.
+        # Report only the first failure, since later failures would repeat the message.
         if self._failures == 1:
             self._report.event("checkpoint", f"{error}; training continues until the next one is due", level="error")
 
@@ -168,7 +168,7 @@ class Timer:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the last save."""
+        """The number of seconds since the last save."""
         return time.monotonic() - self._since
 
     def take_due(self) -> bool:

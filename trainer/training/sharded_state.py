@@ -1,4 +1,4 @@
-"""Gathers the training state of an SAE sharded over ranks into a checkpoint, and loads each rank's shard from one."""
+"""Gathers the training state of an SAE from ranks for a checkpoint, and loads each rank's shard from a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShardedState:
         self._sae, self._stepped, self._optimizer, self._loss_scale = sae, stepped, optimizer, loss_scale
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and value of every tensor that training changes: the content of a checkpoint."""
+        """Yield the name and value of every tensor that a checkpoint stores."""
         yield from (("sae." + name, value) for name, value in self._sae.state_dict().items())
         for name, parameter in self._stepped.parameters.items():
             for kind, value in self._optimizer.state.get(parameter, {}).items():
@@ -32,9 +32,9 @@ class ShardedState:
         yield from (("loss_scale." + name, value) for name, value in self._loss_scale.state().items())
 
     def collect(self, prefix: str = "") -> dict[str, Tensor] | None:
-        """Return the `tensors` whose names start with `prefix`, with all latents; all ranks of the SAE must call it.
+        """Return the `tensors` whose names start with `prefix`, for all latents; all ranks of the SAE must call this.
 
-        Only the first latent rank of the first replica gets them; all other ranks get None.
+        Only the first rank of the first replica gets the tensors; all other ranks get None.
         """
         self._stepped.restore()
         own = ((name, tensor) for name, tensor in self.tensors() if name.startswith(prefix))
@@ -48,7 +48,7 @@ class ShardedState:
         return {name: tensor for name, tensor in whole.items() if tensor is not None}
 
     def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with all latents of this replica, gathering optimizer state that replicas share."""
+        """Return the tensor for all latents of this rank; optimizer state is gathered from the replicas."""
         dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
         return tensor if dim is None else self._stepped.collect(tensor, dim)
 
@@ -57,7 +57,7 @@ class ShardedState:
         return tensor if dim is None or not self._sae.latents.is_shared else self._sae.latents.collect(tensor, dim)
 
     def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
-        """Return the latent dimension of a checkpoint's tensor, or None; the last part of `name` names the weight."""
+        """Return the latent dimension of a checkpoint's tensor, or None; `name` ends with the name of a weight."""
         dim = self._sae.latent_dims().get(name.rpartition(".")[2])
         return dim if dim is not None and tensor.dim() > dim else None
 
@@ -80,7 +80,7 @@ class ShardedState:
         for name, parameter in self._stepped.parameters.items():
             values = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             if values:
-                # A fused Adam keeps its step count on the parameters' device.
+                # The fused Adam keeps its step count on the device of the parameters.
                 placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
                 self._optimizer.state[parameter] = self._optimizer.adopted(parameter, placed)
 
@@ -96,9 +96,10 @@ class ShardedState:
 
 
 def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy `value` to the parameter's device, in the parameter's memory layout if the shapes agree.
+    """Copy `value` to the parameter's device, in the parameter's memory layout if the shapes are the same.
 
-    A fused optimizer requires one memory layout for all its tensors, and a file does not store the layout.
+    A fused optimizer requires the same memory layout for a parameter and its state, and a file does not store the
+    layout.
     """
     if value.shape != parameter.shape:
         return value.to(parameter.device)

@@ -1,6 +1,6 @@
-"""Reports steps that are skipped because a gradient is not finite, and ends a run that skips too many.
+"""Reports steps that are skipped because a gradient is not finite, and stops a run that skips too many steps.
 
-Rows that are not finite are replaced before a step, so the cause is training that diverges.
+Since rows that are not finite are replaced before a step, the cause of such a gradient is diverging training.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner, StepState
 
-# The number of consecutive skipped steps at which training has diverged.
+# After this number of consecutive skipped steps, training is considered to have diverged.
 MOST_SKIPPED = 5
-# In fp16 some skips only lower the loss scale; starting from 2^15 it cannot usefully halve more often than this.
+# In fp16, some skips only lower the loss scale. Starting from 2^15, more than this number of halvings is not useful.
 MOST_SKIPPED_FP16 = 25
 OVERFLOWED = "many more latents were active than in the steps before, more than the buffers hold; training continues"
 
@@ -23,14 +23,14 @@ def is_hopeless(in_a_row: int, learner: Learner) -> bool:
 
 
 class Skips:
-    """Reports skipped steps; `given_up` has the labels of a sweep's diverged SAEs while others still learn."""
+    """Reports skipped steps; `given_up` contains the labels of diverged SAEs in a sweep where others still learn."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self.given_up: set[str] = set()
 
     def look_at(self, label: str, learner: Learner, state: StepState, now: Position) -> None:
-        """Report the steps skipped up to the position `now`; raise `UserError` if no SAE learns any more."""
+        """Report the steps skipped up to the position `now`; raise `UserError` if no SAE is still learning."""
         skipped, in_a_row = state.skipped, state.skipped_in_a_row
         ends = is_hopeless(in_a_row, learner)
         if state.overflowed:
@@ -47,7 +47,7 @@ class Skips:
             self._report.event("skipped", f"{n_bad} steps skipped up to step {now.step}: {reason}", label)
 
     def _give_up(self, label: str, learner: Learner, when: str) -> None:
-        """Give up an SAE; raise `UserError` if no SAE is left that learns."""
+        """Give up an SAE; raise `UserError` if no SAE is still learning."""
         narrow = ', or train.precision = "fp32", whose range is wider' if learner.has_loss_scale else ""
         cure = f"choose a lower rate{narrow}"
         where = "train.lr: the gradient is not finite"
@@ -58,6 +58,6 @@ class Skips:
             self._report.event("given_up", f"{where}, {when}; {cure}", label)
 
     def end_where_none_learns(self) -> None:
-        """Raise `UserError` if all SAEs were given up, on any ranks."""
+        """Raise `UserError` if all SAEs of all ranks were given up."""
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are no longer finite; choose a lower rate")

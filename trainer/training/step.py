@@ -1,4 +1,4 @@
-"""One training step: micro-batches, exchange of gradients, update."""
+"""One training step: it processes micro-batches, exchanges gradients and updates weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def take_step(
     batches: Iterable[Batch],
     requests: Callable[[], Requests] = no_requests,
 ) -> Requests:
-    """Take step `number`, counted from 0, of all SAEs of this rank, each on all micro-batches of its raw data.
+    """Take step `number`, counted from 0, of all SAEs of this rank, each on the raw data of its hook.
 
-    All ranks call it together. `requests` returns this rank's requests and is called before the exchange; return, for
-    each request, whether any rank made it.
+    All ranks must call this function together. `requests` is called before the exchange and returns this rank's
+    requests. The result says, for each request, whether any rank made it.
     """
     for learner in learners:
         learner.begin_step(number)
@@ -53,7 +53,7 @@ def take_step(
 
 
 def cut_of(layout: Layout, parallel: Parallel) -> Cut:
-    """Return the division of a step into micro-batches, and this rank's share of each."""
+    """Return the division of a step into micro-batches, and this rank's slice of each micro-batch."""
     return cut_within(
         layout.tokens_per_step,
         layout.micro_batches,

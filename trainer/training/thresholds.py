@@ -1,7 +1,7 @@
 """Sets the thresholds of SAEs on held-out rows, so that L0 on these rows equals the configured k.
 
-A threshold learnt in training fits the training rows: on a sample of 138 texts L0 was 31.8 on training rows and 36.4 on
-held-out rows.
+A threshold learnt in training fits the training rows: on a sample of 138 texts, L0 was 31.8 on training rows and 36.4
+on held-out rows.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from trainer.saes.batch_topk import UNSET, BatchTopK
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
-# The bit patterns of positive fp32 numbers sort like the numbers. Without the last 13 bits they index bins 0.1 % wide.
-# One pass counts the values per bin, and ranks sum their counts, so the result does not depend on the rank of a row.
+# The bit patterns of positive fp32 numbers have the same order as the numbers. Without the last 13 bits, they are
+# indices of bins that are 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result
+# does not depend on which rank has a row.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 # The maximum number of pre-activations counted at once.
 _MOST_VALUES = 2**24
-# The key in an exported SAE's metadata for the rows on which its threshold was set.
+# The metadata key of an exported SAE for the rows on which its threshold was set.
 SET_ON = "threshold_set_on"
-# The key for the thresholds of the two halves of the held-out rows, in the units of the
-# activations. The threshold of a half was set on the other half.
+# The metadata key for the thresholds of the two halves of the held-out rows, in the units of the activations. Each
+# threshold was set on the other half.
 OF_HALVES = "thresholds_of_held_out_halves"
 
 
@@ -38,7 +39,7 @@ OF_HALVES = "thresholds_of_held_out_halves"
 def set_thresholds(
     learners: Mapping[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> None:
-    """Set the thresholds of all learners that use one; every rank counts its share of the held-out rows."""
+    """Set the thresholds of all learners that use one; every rank counts the values of its held-out rows."""
     choosing = {label: one for label, one in learners.items() if isinstance(one.sae, BatchTopK)}
     if not choosing:
         return
@@ -59,7 +60,7 @@ def set_thresholds(
 
 
 def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
-    """Return the counts of this rank's positive pre-activations by bin, float64 [n_bins], and of its rows, [1]."""
+    """Return this rank's counts of positive pre-activations by bin, float64 [n_bins], and of rows, [1]."""
     sae = learner.sae
     assert isinstance(sae, BatchTopK)
     counts = torch.zeros(_N_BINS, dtype=torch.float64, device=sae.W_enc.device)
@@ -67,7 +68,7 @@ def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
     for x, y in batches:
         inputs, _ = learner.normalised(x, y)
         for some in inputs.split(at_once):
-            # In fp32, as the SAE is exported.
+            # Compute pre-activations in fp32, the dtype of the exported SAE.
             counts += count_values(sae.pre_acts_of(some))
         n_rows += len(x)
     return counts, counts.new_full((1,), n_rows)
@@ -80,10 +81,10 @@ def count_values(values: Tensor) -> Tensor:
 
 
 def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
-    """Return the threshold that brings L0 as close to k as the bins allow; `UNSET` without rows.
+    """Return the threshold that brings L0 as close to k as the bins allow, or `UNSET` if there are no rows.
 
-    `counts` [n_bins] counts the positive pre-activations of `n_rows` rows by bin. If fewer than k per row are positive,
-    the threshold is 0.
+    `counts` [n_bins] contains the number of positive pre-activations of `n_rows` rows in each bin. If fewer than k per
+    row are positive, the threshold is 0.
     """
     if not n_rows:
         return UNSET
@@ -97,7 +98,7 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
 
 
 def threshold_facts(sae: Sae) -> dict[str, Any]:
-    """Return facts about an SAE's threshold for the metadata of its export; none if it has no threshold."""
+    """Return facts about an SAE's threshold for the metadata of its export; empty if it has no such threshold."""
     if not isinstance(sae, BatchTopK):
         return {}
     whole, *halves = (sae.set_thresholds / sae.acts_scale).tolist()

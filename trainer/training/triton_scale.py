@@ -20,7 +20,7 @@ def judge(
     expected: int,
     largest: float,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of a `gradients.GradientCheck`, as `GradientChecks.of` does, and update `norm`, `skipped`."""
+    """Return the fields of a `gradients.GradientCheck`, as `GradientChecks.of` does; update `norm` and `skipped`."""
     divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
     # Triton launches on the current device, which may differ from the device of the tensors.

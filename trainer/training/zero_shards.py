@@ -1,4 +1,4 @@
-"""Decides which weights this rank steps: all of its weights, or a share if replicas divide the step (ZeRO-1)."""
+"""Decides which weights this rank updates: all of its weights, or a part if replicas divide the update (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.runtime import narrow_copy
 from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.saes.base import Sae
 
-# A pass reads these matrices last, so the transfer of their rows overlaps with the pass.
+# A pass reads these matrices late, so the transfer of their rows overlaps with the pass.
 _READ_LATE = ("W_dec",)
 
 
@@ -27,10 +27,10 @@ class _Sum(NamedTuple):
 
 
 class Stepped:
-    """The case without sharding: the rank steps all its weights.
+    """The weights that this rank updates; in this base class, which does not shard, all of its weights.
 
-    `parameters` has the optimizer's parameters by their names in the SAE, `rows` selects the latents that this rank
-    steps, and `others` is the group of replicas that share the step.
+    `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents that this rank updates,
+    and `others` is the group of replicas that divide the update.
     """
 
     others, rows = Group(), slice(None)
@@ -38,53 +38,56 @@ class Stepped:
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
         self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
-        # Indices of the latents that this rank steps, int64 on the device.
+        # The indices of the latents that this rank updates, int64 on the device.
         self.ids = sae.ids
 
     def whole_sums(self) -> list[Tensor]:
-        """Return the latent gradients whose sums over the replicas this rank needs for all latents."""
+        """Return the gradients that this rank needs summed over the replicas for all latents."""
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def part_sums(self) -> list[Tensor]:
-        """Return the gradients whose sums this rank needs only for its own latents, with latents as first dimension."""
+        """Return the gradients, latents first, whose sums this rank needs only for the latents that it updates."""
         return []
 
     def begin(self) -> None:
         """Assign the SAE's gradients to the optimizer's parameters."""
 
     def end(self) -> None:
-        """Copy the stepped weights to the other replicas."""
+        """Copy the updated weights to the other replicas."""
 
     def exchange_narrow(self, dtype: torch.dtype) -> None:
-        """Exchange stepped matrices in the 16-bit type `dtype` from now on, since training passes read no other."""
+        """From now on, exchange updated matrices in the 16-bit type `dtype`, the only one that training passes read."""
 
     def divide(self) -> None:
-        """Prepare for a training pass: free the fp32 weights that only other ranks step."""
+        """Prepare for a training pass: free the fp32 weights that only other ranks update."""
 
     def restore(self, *, fill: bool = True) -> None:
-        """Allocate all fp32 weights of the SAE and, if `fill`, gather their values; all replicas call it together."""
+        """Allocate all fp32 weights of the SAE and, if `fill`, gather their values; all replicas must call this."""
 
     def send_early(self, *, may: bool) -> None:
-        """If `may`, sum gradients as soon as the next backward pass has them; all replicas pass the same value."""
+        """If `may`, sum gradients as soon as the next backward pass has computed them.
+
+        All replicas must pass the same value of `may`.
+        """
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
-        """Return the latents that this rank steps from a tensor with the SAE's latents along `dim`."""
+        """Return the part of a tensor, with latents along `dim`, for the latents that this rank updates."""
         return latents
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
-        """Return a tensor with all latents of the SAE on the first replica, else None; here `own` already has them."""
+        """Return the tensor for all latents on the first replica, and None on the others; here `own` is that tensor."""
         return own
 
 
 class SteppedShare(Stepped):
-    """Each replica steps a share of the latents and holds the optimizer state of only these latents.
+    """Each replica updates a part of the latents, and has the optimizer state of only these latents.
 
     The optimizer's parameters are views of the SAE's weights. Summing gradient shards (reduce-scatter) costs half of an
-    all-reduce; gathering the stepped weights costs the other half.
+    all-reduce; gathering the updated weights costs the other half.
 
     If matrix products read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have
-    their own memory, and the SAE's fp32 matrices have none between the first pass and the next `restore`: any read of
-    them fails.
+    separate memory. The SAE's fp32 matrices have no memory between the first pass and the next `restore`, so any read
+    of these matrices fails.
     """
 
     def __init__(
@@ -97,14 +100,14 @@ class SteppedShare(Stepped):
         self.rows = slice(begin, begin + self._sizes[replicas.index])
         self._dims = {name: sae.latent_dims()[name] for name in self._whole}
         for name, whole in self._whole.items():
-            # Use `data`, so that changes to the share do not increment torch's version counter of the full tensor.
+            # Use `data`, so that changes of this part do not increment torch's version counter of the full tensor.
             self.parameters[name] = nn.Parameter(self.own(whole.data, self._dims[name]))
         self.ids = sae.ids[self.rows]
         # 16-bit copies of the SAE's matrices, and of this rank's rows.
         self._narrow: dict[str, tuple[NarrowCopy, NarrowCopy]] = {}
         self._dtype: torch.dtype | None = None
         self._is_divided = False
-        # Sums started during a backward pass, by name.
+        # The sums that were started during a backward pass, by parameter name.
         self._sums: dict[str, _Sum] = {}
         self._may_send_early = False
         if sae.W_dec.is_cuda and sae.latents.group.size == 1:
@@ -186,12 +189,12 @@ class SteppedShare(Stepped):
             self._narrow[name][0].arrive(partial(self.others.finish, transfers))
 
     def _stepped_rows(self, name: str) -> Tensor:
-        """Return the full tensor to gather into, latents first, with this rank's rows already stepped."""
+        """Return the full tensor to gather into, latents first, with this rank's rows already updated."""
         whole, dim = self._whole[name], self._dims[name]
         if name in self._narrow:
             assert self._dtype is not None
             copy, own_copy = self._narrow[name]
-            # Convert the rows to 16 bits if the step has not written them.
+            # Convert the rows to 16 bits if the optimizer's step has not written them.
             own_copy.read(self.parameters[name], self._dtype)
             return copy.read(whole, self._dtype).movedim(dim, 0)
         return whole.detach().movedim(dim, 0)
