@@ -131,7 +131,7 @@ def _reason(paths: RunPaths, codes: list[int]) -> str:
     """Return the last log line of the rank that failed first, which may have caused the failure of other ranks."""
     logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
     lines = logs[0].read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"a rank ended with {next(filter(None, codes))}"
+    return lines[-1] if lines else f"a rank exited with code {next(filter(None, codes))}"
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -176,7 +176,7 @@ def probe_table(figures: dict[str, Any]) -> str:
         lines.append(f"rank {rank:<3}{flops / 1e12:>10,.2f} TFLOP/s{memory / 1e9:>10,.1f} GB/s of memory")
     if figures["ranks"] > 1:
         bus, latency = figures["bus_bytes_per_s"] / 1e9, figures["latency_s"] * 1e6
-        lines += ["", f"all    {bus:>10,.2f} GB/s in a sum over all, {latency:,.0f} µs for a tiny one"]
+        lines += ["", f"all    {bus:>10,.2f} GB/s in a sum over all ranks, {latency:,.0f} µs for a tiny sum"]
         lines += [f"{pair:<7}{speed / 1e9:>10,.2f} GB/s" for pair, speed in figures["pairs"].items()]
     return "\n".join(lines)
 

@@ -133,7 +133,7 @@ def table(facts: Inspection) -> str:
     looked = "all" if facts.n_looked_at == facts.n_tokens else f"{facts.n_looked_at:,} of them checked"
     lines = [
         f"{facts.n_tokens:,} rows ({looked}), d_in {facts.d_in}, {facts.dtype}, {gibibytes(facts.n_bytes)}",
-        f"norm {facts.median_norm:.4g} in the median, {facts.largest_norm:.4g} at most; "
+        f"median norm {facts.median_norm:.4g}, largest norm {facts.largest_norm:.4g}; "
         f"distance from the mean {facts.scale:.4g}, gamma {facts.gamma:.2f}",
     ]
     if facts.n_held_out:
@@ -149,7 +149,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
     are_all_the_same = facts.constant_dimensions == facts.d_in
     if facts.not_finite:
-        sentence = f"{facts.not_finite:,} {of_rows} hold a NaN, an infinity or values too large for fp32"
+        sentence = f"{facts.not_finite:,} {of_rows} contain a NaN, an infinity or values too large for fp32"
         is_accident = facts.not_finite <= MOST_BAD_ROWS * facts.n_looked_at
         remedy = f"they are left out of training, up to {MOST_BAD_ROWS:.0%}; {CURE}" if is_accident else CURE
         yield InspectionFinding("warning" if is_accident else "error", sentence, remedy)
@@ -166,7 +166,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     elif facts.constant_dimensions:
         are = "is" if facts.constant_dimensions == 1 else "are"
         sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} {are} the same in every row"
-        yield InspectionFinding("warning", sentence, "check that this is the hook you mean")
+        yield InspectionFinding("warning", sentence, "check that the rows are from the right hook")
     if facts.heavy_dimensions:
         heavy = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share)
         yield InspectionFinding("warning", heavy.sentence(), heavy.remedy)
@@ -174,12 +174,12 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
         sentence = f"{facts.duplicates:,} {of_rows} occur more than once"
         yield InspectionFinding("warning", sentence, "remove repeated texts, or first tokens, which are all the same")
     if (sentence := copies_sentence(facts.copies)) and not are_all_the_same:
-        yield InspectionFinding("warning", sentence, "remove repeated texts or files, so that no row is on both sides")
+        remedy = "remove repeated texts or files, so that no held-out row is a training row"
+        yield InspectionFinding("warning", sentence, remedy)
     if facts.gamma > LARGE_GAMMA:
         sentence = f"the norm of the mean is {facts.gamma:.1f} times the distance of the rows from it"
-        yield InspectionFinding(
-            "note", sentence, 'keep sae.b_dec_init and sae.normalize, which subtract it, and avoid "zeros"'
-        )
+        remedy = 'keep the defaults of sae.b_dec_init (not "zeros") and sae.normalize, which subtract the mean'
+        yield InspectionFinding("note", sentence, remedy)
     if facts.n_tokens < 20 * facts.d_in:
         sentence = f"{facts.n_tokens:,} rows are few for d_in {facts.d_in}: an SAE will memorise them"
         yield InspectionFinding("warning", sentence, "extract more rows")

@@ -40,7 +40,7 @@ class Compiled:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Triton, its compiler and the driver raise many types of exceptions
-            warnings.warn(f"the optimizer runs uncompiled, and slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"the optimizer runs uncompiled, which is slower: {first_line(error)}", stacklevel=2)
             self._compiled = self._function
             self._function(first, *others)
 

@@ -105,7 +105,7 @@ class RowAdam(RowStep):
     @torch.no_grad()
     def step(self, taken: Tensor) -> None:
         found_inf, divisor = self._optimizer.found_inf, self._optimizer.grad_scale
-        assert found_inf is not None, "set before a step"
+        assert found_inf is not None, "`found_inf` must be set before a step"
         divisor = torch.ones_like(found_inf) if divisor is None else divisor
         matrices = {one: self._matrix(one) for one in self._matrices if one.grad is not None}
         vectors = {one: self._vector(one) for one in self._vectors if one.grad is not None}

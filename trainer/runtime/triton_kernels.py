@@ -110,7 +110,8 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
             raise
         _failures.setdefault(device, {})[kernels.module] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
-        warnings.warn(f"{kernels.purpose}{of_dtypes} on {device} run without Triton, slower: {error}", stacklevel=3)
+        slower = f"{kernels.purpose}{of_dtypes} on {device} run without Triton, which is slower"
+        warnings.warn(f"{slower}: {error}", stacklevel=3)
         return None
     return module
 

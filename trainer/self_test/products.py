@@ -33,7 +33,7 @@ def check_products(device: torch.device) -> Iterator[Check]:
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
         compiles = SPARSE_PRODUCTS.on(torch.zeros(2, 2, device=device)) is not None
-        yield Check(PART, "Triton compiles here", compiles, {})
+        yield Check(PART, "Triton compiles kernels", compiles, {})
     was = torch.are_deterministic_algorithms_enabled()
     try:
         for repeatable, (name, case), dtype in itertools.product((False, True), CASES.items(), types):

@@ -13,7 +13,7 @@ from trainer.reporting.report import Report
 
 # If a larger fraction of the rows is not finite, something is wrong with the data.
 MOST_BAD_ROWS = 0.01
-CURE = "extract them again, in bf16 or fp32 if it was fp16"
+CURE = "extract them again, in bf16 or fp32 if they are in fp16"
 
 
 def too_many(n_bad: int, n_seen: int) -> bool:
@@ -47,7 +47,7 @@ class BadRows:
         if not found.not_finite:
             return
         if hook not in self._first:
-            first = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step) or "its name is not known"
+            first = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step) or "the first bad row is unknown"
             self._warn(found.not_finite, found.n_seen, f"the rows up to step {now.step}", hook, first)
         if too_many(found.not_finite, found.n_seen):
             share = f"{found.not_finite:,} of {plural(found.n_seen, 'row')} read so far are not finite"

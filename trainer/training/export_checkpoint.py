@@ -124,7 +124,7 @@ def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collec
     if "" in left_out:
         raise UsageError(f"--format: {left_out['']}")
     reasons = "; ".join(f"{label}: {reason}" for label, reason in left_out.items())
-    raise UserError(f"--format: {form} can hold none of these SAEs, so nothing is written ({reasons})")
+    raise UserError(f"--format: {form} cannot represent any of these SAEs, so nothing is written ({reasons})")
 
 
 def how_far_of(
@@ -252,7 +252,7 @@ def _best(checkpoints: list[Path]) -> Path:
         if damage(folder) is None:
             return folder
     raise UserError(
-        f"--best: no whole checkpoint in {checkpoints[0].parent} has a held-out FVU; leave out --best for the newest"
+        f"--best: no complete checkpoint in {checkpoints[0].parent} has a held-out FVU; leave out --best for the newest"
     )
 
 
@@ -268,7 +268,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
     for folder in there:
         if other_users := [folder.name] if folder.is_file() else _other_users(folder):
             raise UsageError(
-                f"--out: {folder} holds more than an SAE ({other_users[0]}) and is not replaced; choose another folder"
+                f"--out: {folder} contains other files ({other_users[0]}), so it is not replaced; choose another folder"
             )
 
 

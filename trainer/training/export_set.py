@@ -47,7 +47,7 @@ def export_set(
     """
     chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
     if not isinstance(chosen, CircuitTracer):
-        raise UsageError("--format: several runs make a set for circuit-tracer only; export each of them alone")
+        raise UsageError("--format: only circuit-tracer accepts a set of several runs; export each run separately")
     out = out.resolve() if out.is_symlink() else out.absolute()
     refuse_to_overwrite(out, {"": out}, force)
     checkpoints = [checkpoint_of(path.absolute(), best) for path in paths]

@@ -60,7 +60,7 @@ def _doubts(found: ImportCheck, shared: SharedSae) -> Iterator[str]:
     if not found.l0:
         yield "no latent fires on these rows"
     elif expected and not expected / _FAR <= found.l0 <= expected * _FAR:
-        yield f"L0 is {found.l0:.1f} on these rows, and {number(expected)} by its files"
+        yield f"L0 is {found.l0:.1f} on these rows, but {number(expected)} according to its files"
     elif not expected and found.l0 > _DENSE * shared.d_sae and _error(found) > _POOR:
         yield f"{found.l0:.0f} of {shared.d_sae:,} latents fire on a row, which is not sparse"
     if found.fvu is None or found.fvu > 1:

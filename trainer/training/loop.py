@@ -207,7 +207,7 @@ class Trainer:
         """Open the data, detect outliers, and record the state of the shards so that changes can be detected."""
         source, job = self._source, self._job
         if isinstance(source, StreamSource) and self._parallel.is_main:
-            self._progress.event("stream", f"reading the held-out rows and a sample, the first of {source.place}")
+            self._progress.event("stream", f"reading the held-out rows and a sample, the first rows of {source.place}")
         self.record = continue_from(source, job, resumed.data_before if resumed else None)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
@@ -520,7 +520,7 @@ class Trainer:
         if how_far.best:
             is_better = saved and how_far.heldout_fvu and (saved.heldout_fvu or math.inf) < how_far.heldout_fvu
             kept = f"`--best` exports the checkpoint of step {saved.position.step}" if saved and is_better else ""
-            words += f"; {kept or 'no checkpoint was saved there (train.checkpoint_every)'}"
+            words += f"; {kept or 'no checkpoint was saved at that step (train.checkpoint_every)'}"
         self.report.overfitting(words)
 
     def _report_held_out_once(self) -> None:

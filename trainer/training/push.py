@@ -26,7 +26,7 @@ class Push:
 
     def __init__(self, name: str, out: Path, *, public: bool, confirmed: bool) -> None:
         if not confirmed and not (sys.stdin and sys.stdin.isatty()):
-            raise UsageError("--push: asks before it sends; in a script add --yes")
+            raise UsageError("--push: asks for confirmation; in a script, add --yes")
         self._repository, self._confirmed = Repository(name, public=public), confirmed
         # An export creates a new file before it replaces the old one, so the inode number differs.
         self._before = {(file, file.stat().st_ino) for file in _files_in(out.resolve())}
@@ -94,4 +94,4 @@ def _ask(question: str, out: Path) -> None:
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
-        raise UserError(f"nothing is sent; the SAE is in {out}")
+        raise UserError(f"nothing was sent; the SAE is in {out}")

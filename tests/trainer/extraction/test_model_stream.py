@@ -388,7 +388,7 @@ def test_a_killed_training_resumes_at_its_position_in_the_text(make: Make, long_
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     with contextlib.closing(SeriesReader(killed / "metrics.db")) as reader:
         told = [event.message for event in reader.events() if event.kind == "stream"]
-    assert told == [f"reading the held-out rows and a sample, the first of {long_text}"] * 2
+    assert told == [f"reading the held-out rows and a sample, the first rows of {long_text}"] * 2
     tensors = [load_file(one / "checkpoints" / "step-00000200" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 

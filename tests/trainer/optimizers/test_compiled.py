@@ -39,7 +39,9 @@ def test_a_function_that_cannot_be_compiled_runs_uncompiled_and_warns_once(
     function(tensor, 2.0)
     function(tensor, 3.0)
     assert bool((tensor == 5).all())
-    assert [str(warning.message) for warning in recwarn] == ["the optimizer runs uncompiled, and slower: no C compiler"]
+    assert [str(warning.message) for warning in recwarn] == [
+        "the optimizer runs uncompiled, which is slower: no C compiler"
+    ]
 
 
 def test_running_out_of_memory_is_not_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,8 @@ def test_a_kernel_with_wrong_numbers_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     assert torch.equal(importlib.import_module("wrong_kernels").double(X), 3 * X)
     wrong = Kernels("wrong_kernels", "doubled numbers", 1)
-    with pytest.warns(UserWarning, match="doubled numbers on cpu run without Triton, slower: the kernel gives wrong"):
+    warning = "doubled numbers on cpu run without Triton, which is slower: the kernel gives wrong"
+    with pytest.warns(UserWarning, match=warning):
         assert torch.equal(doubled(wrong, X), 2 * X)
     assert not wrong.is_withheld
     cause = "it fails (the kernel gives wrong results)"

@@ -131,7 +131,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     arguments = ["--format", "sparsify", "--only", labels[2], "--only", labels[1]]
     assert export(run_dir, none, *arguments) == EXIT_FAILED
     error = capsys.readouterr().err
-    assert error.startswith("--format: sparsify can hold none of these SAEs")
+    assert error.startswith("--format: sparsify cannot represent any of these SAEs")
     assert all(f"{label}: sparsify supports TopK only" in error for label in labels[1:])
     assert not none.exists()
     assert export(run_dir, none, "--only", labels[1]) == EXIT_FINISHED
@@ -182,7 +182,7 @@ def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
     for folder in checkpoints.iterdir():
         (folder / STATE).unlink()
     assert export(run_dir, tmp_path / "other", "--best") == EXIT_FAILED
-    assert capsys.readouterr().err.startswith("--best: no whole checkpoint in")
+    assert capsys.readouterr().err.startswith("--best: no complete checkpoint in")
 
 
 def test_a_single_checkpoint_is_exported_by_its_own_path(
@@ -349,7 +349,7 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
         (runs[-1] / "job.toml").write_text(dump_job(job))
     command = ["export", "--out", str(tmp_path / "set"), "--format"]
     for chosen, form, reason in (
-        (runs[:2], "saelens", "several runs make a set for circuit-tracer only"),
+        (runs[:2], "saelens", "only circuit-tracer accepts a set of several runs"),
         ([runs[0], runs[0]], "circuit-tracer", "several transcoders are of layer 0"),
         (
             [runs[0], runs[2]],

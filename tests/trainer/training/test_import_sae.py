@@ -347,7 +347,7 @@ def test_wrong_flags_are_refused_and_nothing_is_overwritten(
     shared("saelens", "topk", theirs, torch.randn(9, 32))
     for flags, reason in (
         ((tmp_path / "acts", run, data), "FOLDER: "),
-        ((theirs, run, tmp_path / "targets"), "--data: has rows of 20 dimensions, and the SAE takes 32"),
+        ((theirs, run, tmp_path / "targets"), "--data: has rows of 20 dimensions, but the SAE reads 32"),
         ((theirs, run, data, "--format", "sparsify"), "--format: "),
         ((theirs, run, data, "--set", "sae.d_sae=64"), "--set sae.d_sae: is fixed by the SAE"),
         ((theirs, theirs, data), f"--out: {theirs} already exists"),
@@ -411,7 +411,7 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
             "many",
             weights,
             {"metadata": {"sae_lens_version": "6.20.0", "l0": 60}},
-            ("L0 is 4.0 on these rows, and 60 by its files", "another hook"),
+            ("L0 is 4.0 on these rows, but 60 according to its files", "another hook"),
         ),
         ("scale", scaled, {}, ("FVU is ", "with --config norm_scaling_factor=")),
     ):

@@ -189,7 +189,7 @@ def try_out(device: torch.device) -> None:
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]
     expected = errors.square().sum(), errors.sum(dim=0), centred.square().sum(), centred.sum(dim=0)
-    assert sums.centred is not None, "the kernel sums both"
+    assert sums.centred is not None, "the kernel returns both sums"
     are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     are_right += _are_right_of_bags(y[:5])
@@ -214,7 +214,7 @@ def _are_right_of_bags(y: Tensor) -> list[Tensor]:
 
 
 def _tensors(found: NestedErrors) -> tuple[Tensor, ...]:
-    assert found.sums.centred is not None, "the kernels sum both"
+    assert found.sums.centred is not None, "the kernels return both sums"
     return found.errors, found.x_hat, found.inner, *found.sums.error, *found.sums.centred
 
 

@@ -23,7 +23,7 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
     # A single scalar needs no operation.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
-    assert len(others) <= _MOST_OTHERS, "the first program adds no more"
+    assert len(others) <= _MOST_OTHERS, "the first program cannot add more sums"
     with torch.cuda.device_of(sums):
         _count[max(1, triton.cdiv(n_entries, _PART)),](
             fired, sums, acts.values, acts.places.latents, others, float(n_tokens), n_entries, acts.d_sae, len(others),
@@ -36,7 +36,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     """Update the counts and clear the sums, as `since_fired.add_tokens` does."""
     n = len(since_fired)
     others = torch.empty_like(sums[n:])
-    assert len(others) <= _MOST_OTHERS, "the first program returns no more"
+    assert len(others) <= _MOST_OTHERS, "the first program cannot return more sums"
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(since_fired):
         _add_tokens[max(1, triton.cdiv(n, _PART)),](

@@ -249,11 +249,11 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int,
     factor = torch.full((), 0.5, device=device)
     given = acts, 2 * dense, torch.ones_like(dense), factor
     sums, products, *_ = sum_by_latent(*given, splits=True, measured=measured)
-    assert products is not None, "rows were given"
+    assert products is not None, "there are products, since rows were given"
     whole = torch.tensor([[n // 2 * 4 + 1.0], [3.0]], device=device)
     are_right = (sums == whole).all() & (products[: n + 1] == width * (1 + 2 * tokens[: n + 1])).all()
     totals = sum_by_latent(acts, dense, splits=True).totals
-    assert totals is not None, "no rows were given"
+    assert totals is not None, "there are totals, since no rows were given"
     are_right &= (totals == torch.tensor([n, 1.0], device=device)).all()
     # Several programs may have summed the first latent, so its measures may be missing.
     return bool(are_right & (squares[1] < 1e-3) & ((dots[1] / width**0.5 - 3).abs() < 1e-3))
