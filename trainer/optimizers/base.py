@@ -119,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def use_trained_weights(self) -> None:
-        """Load the weights for evaluation and saving into the parameters, if they differ from those in training."""
+        """Load the weights for evaluation and saving into the parameters, if they differ from the updated weights."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""

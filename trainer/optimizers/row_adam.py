@@ -51,7 +51,7 @@ class RowAdam(RowStep):
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def _takes(self, one: nn.Parameter) -> bool:
-        """Return whether this object updates a vector; one program must be able to measure a vector without latents."""
+        """Return whether this object updates a vector; a vector that all latents share must fit into one program."""
         is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
         return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
 

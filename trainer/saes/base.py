@@ -307,7 +307,8 @@ class Sae(nn.Module, ABC):
 
         `progress` is the completed fraction of the run, 0 to 1.
 
-        A captured pass always uses the host values of its recording, so it is replayed only while they stay the same.
+        A captured pass always uses the host values at the time of its capture, so it is replayed only while these
+        values stay the same.
         """
         return ()
 
@@ -463,7 +464,7 @@ class Sae(nn.Module, ABC):
         Call this only on a single GPU, and only if a step has one pass.
 
         Return a key of the decision: a captured pass can be replayed whenever the key is the same. Return None if the
-        pass takes so long on the GPU that a recording is not worth its memory.
+        pass takes so long on the GPU that a capture is not worth its memory.
         """
         own = self._host_values, self.reads_dead and self.may_have_dead()
         if not self._buffer_sizer:

@@ -12,7 +12,7 @@ COUNTED_AT_ONCE = 512
 
 
 class ByLatent(NamedTuple):
-    """Entries sorted by latent, then token.
+    """Entries of activations, sorted by latent and then by token.
 
     `order` [n] is the permutation of the entries, and `starts` [d_sae] contains the position of each latent's first
     entry in it.

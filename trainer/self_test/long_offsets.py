@@ -57,9 +57,9 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
 
 
 def right_choices(n_rows: int, n_columns: int, device: torch.device, k: int = 32) -> dict[str, bool]:
-    """Return whether the k largest in each of the last rows, and the k largest in the full matrix, are selected.
+    """Return whether the k largest values of each of the last rows, and of the full matrix, are selected.
 
-    The k largest in the full matrix are all in the last rows.
+    The k largest values of the full matrix are all in the last rows.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     last = torch.randn(N_LAST, n_columns, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -41,13 +41,13 @@ class BadRows:
     def look_at(self, found: LeftOut, since: Position, now: Position, hook: str) -> None:
         """Report the bad rows at a hook up to the position `now`; raise `UserError` if there are too many.
 
-        `found` counts the rows read so far, the newest of which were read after `since`. All ranks that train the same
-        SAEs must call this method.
+        `found` counts the rows read so far; the newest rows were read after `since`. All ranks that train the same SAEs
+        must call this method.
         """
         if not found.not_finite:
             return
         if hook not in self._first:
-            first = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step) or "the first bad row is unknown"
+            first = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step) or "the first one is unknown"
             self._warn(found.not_finite, found.n_seen, f"the rows up to step {now.step}", hook, first)
         if too_many(found.not_finite, found.n_seen):
             share = f"{found.not_finite:,} of {plural(found.n_seen, 'row')} read so far are not finite"

@@ -107,7 +107,7 @@ def export_checkpoint(
 
 
 def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
-    """Return the labels of a job's SAEs, or only those in `only`; raise `JobFileError` for an unknown label."""
+    """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label."""
     labels = [*members(job)]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])

@@ -105,7 +105,7 @@ class FinalWrites:
     def _report_wait(self, error: NoSpaceError) -> None:
         message = f"{WAITING}: {error}"
         rank_log.say(message)
-        # Report only the first message, since those of later attempts differ only in their numbers.
+        # Report only the first message, since later messages differ only in their numbers.
         if not self._has_reported:
             self._has_reported = True
             self._report.event("space", message, level="warning")

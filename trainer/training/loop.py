@@ -175,7 +175,7 @@ class Trainer:
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
-                # The weights are valid, since they are those of the last complete step. If there are several ranks,
+                # The weights are valid, since they come from the last complete step. If there are several ranks,
                 # another rank may be in the middle of an exchange.
                 self._reserve.release()
                 with contextlib.suppress(Exception):

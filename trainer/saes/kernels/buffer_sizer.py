@@ -138,7 +138,7 @@ class BufferSizer:
         expected = growth ** (1 + n_unread) * max(self._above)
         per_token = latent_capacity.per_token(expected, d_sae)
         if per_token and n_unread:
-            # Each change of the buffer size requires new recordings.
+            # Each change of the buffer size requires new captures.
             self._expected.append(expected)
             self._per_token = per_token = latent_capacity.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None

@@ -11,7 +11,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 
 
 class PreActs:
-    """The pre-activations [n_tokens, d_sae] of a batch; callers usually need only the largest."""
+    """The pre-activations [n_tokens, d_sae] of a batch; callers usually need only the largest values."""
 
     # Whether a rounded product may be used first; all ranks of a host must agree on it.
     may_be_rounded = False
@@ -20,11 +20,11 @@ class PreActs:
         self.shape, self.matrix = matrix.shape, matrix
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the columns and values of the k largest of each token, in no particular order: both [n_tokens, k]."""
+        """Return the columns of the k largest values of each token, unordered, and these values: both [n_tokens, k]."""
         return top_k.largest_of_each(self.matrix, k)
 
     def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
-        """Return the n largest of each token, or the `n_seen` largest of each token in a rounded product."""
+        """Return the n largest values of each token, or the `n_seen` largest values in a rounded product."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
@@ -34,7 +34,7 @@ class PreActs:
         return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the n largest of all tokens: ascending indices into the flattened matrix, and values, both [n]."""
+        """Return ascending indices of the n largest values into the flattened matrix, and these values: both [n]."""
         flat = top_k.of_all(self.matrix, n)
         return flat, self.matrix.flatten().index_select(0, flat)
 

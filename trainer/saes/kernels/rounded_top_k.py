@@ -131,13 +131,14 @@ def may_be_used(factors: Factors) -> bool:
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
     """Return whether a rounded product saves time if `n_exact` values per token are then computed exactly.
 
-    With `of_batch`, the largest values of all tokens together are sought, otherwise the largest of each token.
+    With `of_batch`, the search is for the largest values of all tokens together, otherwise for the largest values of
+    each token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 
 
 def look(factors: Factors, n: int) -> FirstLook:
-    """Find the n largest of each token in the rounded product."""
+    """Find the n largest values of each token in the rounded product."""
     rough = _rough(factors)
     columns, values = packed_top_k.largest_of_each(rough.values, n)
     reused_buffer.put_back(rough.values)

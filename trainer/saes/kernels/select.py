@@ -14,14 +14,17 @@ Chosen = tuple[Places, Tensor]
 
 
 def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
-    """Choose the k largest of each token."""
+    """Choose the k largest pre-activations of each token."""
     columns, values = pre_acts.largest(k)
     starts = torch.arange(0, columns.numel(), k, device=columns.device)
     return Places(columns.flatten(), None, starts), values.flatten()
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
-    """Choose the k · n_tokens largest over all tokens, ordered by token and latent; some tokens may have none."""
+    """Choose the k · n_tokens largest pre-activations of a batch, ordered by token and latent.
+
+    Some tokens may have none.
+    """
     n_tokens, d_sae = pre_acts.shape
     flat, values = pre_acts.largest_of_all(min(round(k * n_tokens), n_tokens * d_sae))
     return places_of(flat, n_tokens, d_sae), values

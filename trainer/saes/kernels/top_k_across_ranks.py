@@ -32,12 +32,12 @@ from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, Places
 
-# Like `MARGIN_PER_TOKEN`, but for the largest of a whole batch, whose number per rank varies less.
+# Like `MARGIN_PER_TOKEN`, but for the largest values of a whole batch, whose number per rank varies less.
 MARGIN_PER_BATCH = 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k largest of each token over all ranks; return those among this rank's latents.
+    """Choose the k largest pre-activations of each token over all ranks; return the chosen ones of this rank.
 
     If `may_wait` is False, the host waits for no GPU, and the result has padding after the chosen entries.
     """
@@ -58,7 +58,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest of each token, and the number that each rank sends per token.
+    """Return this rank's candidates for the k largest values of each token, and the number that a rank sends.
 
     Ranks of one host exchange the bounds from a rounded product before they compute exact values. All of these ranks
     take part in the exchange, even a rank with too few latents for a rounded product.
@@ -77,10 +77,10 @@ def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, in
 
 
 def _selected(gathered: Tensor, k: int) -> Tensor:
-    """Return a bool mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest of their token.
+    """Return a mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest of their token.
 
     `gathered` [n_ranks, n_tokens, n + 1] contains n candidates followed by their ceiling. The last column of the result
-    marks tokens with an open result: an unsent value might be among their k largest.
+    marks tokens with an open result: an unsent value might be among their k largest values.
     """
     candidates, ceilings = gathered[:, :, :-1].movedim(0, 1), gathered[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
@@ -136,7 +136,7 @@ class _Entries(NamedTuple):
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns and values of this rank's largest, and a mask of values among the k largest of all ranks.
+    """Return columns of this rank's largest values, these values, and a mask of the k largest of all ranks.
 
     The largest values are found for each token. All results are [n_tokens, n].
     """
@@ -146,7 +146,7 @@ def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Ten
 
 
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k · n_tokens largest over all tokens and ranks; return the chosen ones of this rank.
+    """Choose the k · n_tokens largest values over all tokens and ranks; return the chosen ones of this rank.
 
     If `may_wait` is False, the host waits for no GPU, and the result has padding after the chosen entries.
     """
@@ -168,7 +168,7 @@ def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may
 
 
 def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's `n_sent` largest, and a mask of the values of all ranks that are among the n largest.
+    """Return this rank's `n_sent` largest values, and a mask of all ranks' values that are among the n largest.
 
     The results are ascending indices into this rank's flattened matrix, their values, and the bool mask [n_ranks,
     n_sent].
@@ -184,7 +184,7 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
     for part in parts:
         values = part.flatten()
         if own is not None:
-            # On a CPU, `topk` takes 16 bytes per value, so pass only values that can be among the largest.
+            # On a CPU, `topk` takes 16 bytes per value, so pass only values that can be among the n largest.
             values = torch.cat([own, values[values > own.amin()] if len(own) == n else values])
         own = values.topk(min(n, len(values)), sorted=False).values
     assert own is not None
@@ -193,7 +193,7 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
 
 
 def _are_largest(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return a bool mask of the candidates [n_rows, n_ranks, n] among their row's k largest, and the k-th largest."""
+    """Return a mask [n_rows, n_ranks, n] of each row's k largest candidates, and the k-th largest [n_rows]."""
     flat = gathered.flatten(1)
     is_chosen, smallest = top_k.are_largest(flat, min(k, flat.shape[1]))
     return is_chosen.view(gathered.shape), smallest

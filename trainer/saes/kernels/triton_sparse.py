@@ -1,8 +1,8 @@
 """Sparse products on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
 
 No kernel waits for the host, since grids depend only on shapes. A program handles one block of columns, and programs of
-the same block run one after the other, so that the slice from which they gather fits in the L2 cache: 128 columns of
-65,536 bf16 rows take 16 MiB, and so do all 2,304 columns of 4,096 rows.
+the same block run one after the other, so that the gathered slice fits in the L2 cache: 128 columns of 65,536 bf16 rows
+take 16 MiB, and so do all 2,304 columns of 4,096 rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -57,7 +57,7 @@ def _keeps_few(n: int, k: int) -> bool:
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the ascending columns of the k largest of each row, and their values: both [n_rows, k]."""
+    """Return the ascending columns of the k largest values of each row, and these values: both [n_rows, k]."""
     n_rows, n = values.shape
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
@@ -120,7 +120,7 @@ def strongest(values: Tensor, k: int) -> Tensor:
 
 
 def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return which values are among the k largest of their row, bool [n_rows, n], and the k-th largest [n_rows].
+    """Return a mask [n_rows, n] of the k largest values of each row, and the k-th largest values [n_rows].
 
     A program holds a complete row; check `fits_whole` first.
     """
@@ -214,7 +214,7 @@ def try_out(device: torch.device) -> None:
     # Test a k so large that programs hold complete rows.
     wide = (torch.arange(1024, device=device) * 37 % 1024).bfloat16().expand(2, 1024)
     is_right &= (largest_of_each(wide, 600)[1].sort().values == wide.sort().values[:, -600:]).all()
-    # Test so many values that maxima and candidates need several tiles.
+    # Test a matrix whose maxima and candidates need several tiles.
     whole = (torch.arange(2**17, device=device) * 37 % 2**17).bfloat16().view(2, -1)
     places = largest_of_all(whole, 2048)
     found = whole.flatten().index_select(0, places)
@@ -258,7 +258,7 @@ def _largest_of_rows(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, KEPT: tl.constexpr,
     INFINITY: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Find the k largest of one row; `inout_maxima` is scratch memory for the program."""
+    """Find the k largest values of one row; `inout_maxima` is scratch memory for the program."""
     row = tl.program_id(0).to(tl.int64)
     bits += row * n_columns
     inout_maxima += row * n_groups
@@ -317,7 +317,7 @@ def _largest_of_rows(
 def _keep_strongest(
     out_bits, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Copy the k largest of one row that are above 0, and replace the others by 0."""
+    """Copy the values of one row that are above 0 and among its k largest; replace all others by 0."""
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
     numbers = tl.load(bits + start + columns, mask=inside, other=0)
@@ -336,7 +336,7 @@ def _keep_strongest(
 def _mark_largest(
     out_chosen, out_smallest, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Mark the k largest of one row, and write the bits of the smallest of them."""
+    """Mark the k largest values of one row, and write the bits of the k-th largest."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     _, ordered, chosen, _ = _largest_of_one(bits + row * n_columns, columns, n_columns, k, INFINITY, BITS)
     tl.store(out_chosen + row * n_columns + columns, chosen, mask=columns < n_columns)
@@ -348,7 +348,7 @@ def _mark_largest(
 def _gather_largest(
     out_columns, out_values, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Write the columns of the k largest of one row, and their values."""
+    """Write the columns of the k largest values of one row, and these values."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     numbers, _, chosen, nth = _largest_of_one(bits + row * n_columns, columns, n_columns, k, INFINITY, BITS)
     tl.store(out_columns + row * k + nth - 1, columns.to(tl.int64), mask=chosen)
@@ -357,7 +357,7 @@ def _gather_largest(
 
 @triton.jit
 def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the bits of one row, the result of `_ordered`, and the result of `choose` for the k largest."""
+    """Return the bits of one row, the result of `_ordered`, and the result of `choose` for the k largest values."""
     inside = columns < n_columns
     numbers = tl.load(bits + columns, mask=inside, other=0)
     # Padding is ordered below −∞, and at least k values are not.
@@ -465,7 +465,7 @@ def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def _bound(high_digits, low_digits, n):
-    """Return the n-th largest as a rank of `_ranks_at`, and how many of the n largest values equal it."""
+    """Return the rank of the n-th largest value, and how many of the n largest values equal it."""
     high, n_left = _digit_of(high_digits, n)
     low, n_equal = _digit_of(low_digits, n_left)
     return high * 256 + low, n_equal
@@ -473,7 +473,7 @@ def _bound(high_digits, low_digits, n):
 
 @triton.jit
 def _digit_of(counts, n):
-    """Return the digit of the n-th largest, given the counts of digits, and its position among equal digits."""
+    """Return the digit of the n-th largest value from the counts of digits, and its position among equal digits."""
     digits = tl.arange(0, 256)
     of_each = tl.load(counts + digits)
     # The number of values that have this digit or a higher one.
@@ -487,7 +487,7 @@ def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
     """Return the maximum of each row of floating-point numbers, given as bits, in the form of `_ordered`.
 
     Widening a number takes one instruction and comparing it two or three: 6 in total on sm_90. Applying `_ordered` to
-    each number took 13, and an H200 needed twice as long for that as for reading the numbers.
+    each number took 13 instructions, and an H200 needed twice as long for that as for reading the numbers.
     """
     # First reduce the values that a thread loads at once, so that threads exchange one number instead of three.
     wide = tl.reshape(bits.to(tl.int32), [bits.shape[0], bits.shape[1] // 8, 8])
@@ -537,7 +537,7 @@ def search(ordered, k, low, high, step, BITS: tl.constexpr):
 
 @triton.jit
 def choose(ordered, k, bound, n_above):
-    """Return a mask [n] of the k largest, ties in order, and the inclusive count of chosen values [n]."""
+    """Return a mask [n] of the k largest values, with ties in order, and the inclusive count of chosen values [n]."""
     above, equal = ordered > bound, ordered == bound
     # Neither count reaches 2^16.
     counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
