@@ -89,7 +89,7 @@ class Declared(NamedTuple):
     # Whether the tensor is [d_sae] and has the units of a pre-activation. For a revived latent, such a bias is set to a
     # fraction of the living latents' mean, and any other parameter to 0.
     is_bias: bool = False
-    # The bound that values are clamped to from below after each step; only for tensors with `latent_dim` 0.
+    # The lower bound to which values are clamped after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
 
 
@@ -394,7 +394,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Give the n latents marked in a bool [d_sae] new encoder [n, d_in] and decoder [n, d_out] directions.
+        """Give n latents, marked in a bool mask [d_sae], new encoder [n, d_in] and decoder [n, d_out] directions.
 
         Their biases become a fraction of the living latents' mean bias, and their other parameters become 0.
         """

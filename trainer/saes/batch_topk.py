@@ -39,9 +39,9 @@ class BatchTopK(TopK):
 
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
-        # 0 before the first batch.
+        # The threshold is 0 before the first batch.
         self.register_buffer("threshold", torch.zeros(()))
-        # Negative until set.
+        # The thresholds are negative until they are set.
         self.register_buffer("set_thresholds", torch.full((3,), UNSET))
         self.register_load_state_dict_pre_hook(_without_set_thresholds)  # type: ignore[no-untyped-call]
 

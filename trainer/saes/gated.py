@@ -46,7 +46,7 @@ class Gated(Penalised):
 
     def _magnitudes(self, gate: Acts) -> Acts:
         scale = self.r_mag.exp()
-        # The gate's values include `b_enc`; correct for it in the bias vector instead of in every value.
+        # The gate's values include `b_enc`, so correct the bias vector for it instead of every value.
         bias = self.b_mag - self.b_enc * scale
         magnitude = torch.addcmul(gate.at(bias), gate.values, gate.at(scale)).relu()
         return gate.with_values(magnitude * (gate.values > 0))

@@ -12,7 +12,7 @@ from trainer.saes.base import Sae
 
 # The largest mean distance of rows from their mean: the sum of d squares must stay below 3e38, the maximum of fp32.
 LARGEST_SPREAD = 1e15
-# Below this, the square of a value loses digits in fp32.
+# Below this magnitude, the square of a value loses digits in fp32.
 SMALLEST_VALUE = 1e-18
 # The number of random values generated at once: all values for 2^20 latents of width 4,096 would take 16 GiB of host
 # memory per rank.
@@ -83,7 +83,7 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
 
 
 def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
-    """Set the decoder's rows to random unit vectors, and the encoder to scaled copies of them or of other ones."""
+    """Set the decoder to random unit vectors, and the encoder to scaled copies of these or other unit vectors."""
     _draw_unit_rows(sae.W_dec, sae.latents, generator)
     directions: Tensor = sae.W_dec
     if settings.encoder_init != "tied" or sae.is_transcoder:

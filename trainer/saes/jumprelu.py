@@ -72,10 +72,10 @@ class JumpReLU(Penalised):
 class _Jump(torch.autograd.Function):
     """Returns z where z > θ and 0 elsewhere, and the number of active values, 0-dim; θ is at least 0.
 
-    The jump and the count have no gradient, so the gradients of their means over the window replace it: for θ, −θ/ε and
-    −1/ε within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ, the window's
-    gradient for z is the negative of that for θ. If `moves_z`, z gets this gradient for its value; it never gets one
-    for the count. The code makes as few passes over z as possible.
+    The jump and the count have no gradient. They get the gradients of their means over the window instead: for θ, these
+    are −θ/ε and −1/ε within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ,
+    the window's gradient for z is the negative of that for θ. If `moves_z`, z gets this gradient for its value; it
+    never gets one for the count. The code makes as few passes over z as possible.
     """
 
     @staticmethod

@@ -94,7 +94,7 @@ def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
 
 
 class _Square(torch.autograd.Function):
-    """A precomputed Σ‖error‖², with the gradient for the x that has this error.
+    """A precomputed Σ‖error‖², with a gradient for x; `error` is x plus a constant.
 
     The gradient takes one pass over the errors; autograd of (x − y)² takes three.
     """

@@ -50,8 +50,8 @@ class Penalty(nn.Module):
         self._k, self._steering = k, steering
         self._fixed = None if isinstance(coefficient, str) else coefficient
         self._warmup_fraction = warmup_fraction
-        # The warm-up factor, times λ if that is fixed. `factor` is on the device, since a recorded step would always
-        # use the Python number of its recording.
+        # The warm-up factor, times λ if that is fixed. `factor` is on the device, since a captured step would always
+        # use the Python number at the time of its capture.
         self._factor = 1.0 if self._fixed is None else self._fixed
         self.register_buffer("factor", torch.full((), self._factor), persistent=False)
         self.register_buffer("unit", torch.zeros(()))

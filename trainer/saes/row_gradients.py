@@ -34,7 +34,7 @@ class RowGradient(NamedTuple):
     arrive: Callable[[], object] = lambda: None
 
     def add_to(self, wholes: Weights, input_bias: Tensor | None) -> None:
-        """Add the row gradients to gradients that have the shapes of the parameters."""
+        """Add these gradients to the full gradients, which have the shapes of the parameters."""
         self.arrive()
         by_latent = wholes._replace(W_enc=wholes.W_enc.T)
         dead_latents.add(by_latent, self.latents, self.rows, input_bias, self.centred)

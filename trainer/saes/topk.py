@@ -20,14 +20,14 @@ from trainer.saes.sparse_acts import Acts
 
 
 class TopK(Sae):
-    """An SAE with the k largest latents of each token; dead latents learn to reconstruct the remaining error.
+    """An SAE that keeps the k largest activations of each token; dead latents learn to reconstruct the error.
 
     During the first `k_anneal_fraction` of the run, the number of latents per token falls linearly from
     `k_anneal_start` (d_in if None) to k. Evaluation always uses k.
     """
 
     settings: TopKSettings | BatchTopKSettings | MatryoshkaSettings
-    # With a lower `revived_share`, a revived latent would never be among the k largest.
+    # With a lower `revived_share`, the activation of a revived latent would never be among the k largest.
     traits = Traits(losses=("mse", "auxk"), revived_share=1.0, reads_narrow=True)
 
     def __init__(self, spec: SaeSpec) -> None:

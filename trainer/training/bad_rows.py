@@ -19,7 +19,7 @@ CURE = "extract them again, in bf16 or fp32 if they are in fp16"
 def too_many(n_bad: int, n_seen: int) -> bool:
     """Return whether the rows read so far show that the fraction of bad rows exceeds `MOST_BAD_ROWS`.
 
-    A small sample may contain more bad rows by chance, so 10 rows and 4 standard deviations are allowed on top.
+    A small sample may contain more bad rows by chance, so 10 rows and 4 standard deviations are allowed in addition.
     """
     allowed = MOST_BAD_ROWS * n_seen
     return n_bad > allowed + 4 * math.sqrt(allowed) + 10

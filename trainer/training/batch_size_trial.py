@@ -82,7 +82,7 @@ def _empty(n_bytes: int, device: torch.device) -> Tensor:
 
 
 def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
-    """Return n inputs and targets, repeating rows if needed; both are one tensor if they are in the sample."""
+    """Return n inputs and targets, repeating rows of the sample if needed; an SAE has one tensor for both."""
     x, y = sample
     rows = torch.arange(n, device=x.device) % len(x)
     inputs = x[rows]

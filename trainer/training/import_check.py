@@ -18,8 +18,7 @@ from trainer.training.learner import Learner
 N_ROWS, _AT_ONCE = 1000, 100
 # An L0 that differs from the expected one by more than this factor must be wrong.
 _FAR = 2.0
-# If no L0 is expected, the activations are not sparse if the fraction of active latents and the FVU exceed these
-# values.
+# Without an expected L0, activations are reported as not sparse if their fraction and the FVU exceed these values.
 _DENSE, _POOR = 0.25, 0.5
 # Suggest another interpretation of the files if it reduces the FVU to this fraction or less.
 _BETTER = 0.5

@@ -66,7 +66,7 @@ from trainer.training.step import cut_of, take_step
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Return a message that micro-batches were reduced to fit into memory, and says whether that changes the SAE."""
+    """Return a message on micro-batches that were reduced to fit into memory, and on whether that changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
@@ -265,7 +265,7 @@ class Trainer:
         for learner in learners:
             learner.begin_step(self.position.step)
         whole = self._layout.micro_batch
-        # All ranks halve the same size, and each rank tests its part of a micro-batch.
+        # All ranks halve the same micro-batch size, and each rank tests its part of a micro-batch.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks, kept):
                 break

@@ -1,4 +1,4 @@
-"""Gathers the training state of an SAE from ranks for a checkpoint, and loads each rank's shard from a checkpoint."""
+"""Gathers the training state of an SAE from all ranks into a checkpoint, and loads each rank's shard from it."""
 
 from __future__ import annotations
 

@@ -7,15 +7,16 @@ step later, but the chosen values are set to NaN, so the step is skipped like an
 nothing wrong is learnt. The next steps use the dense product, which needs no predicted size and counts all values above
 the bound.
 
-The host reads the number of the previous step after it has queued the first product of the current step. At that time
+The host reads the count of the previous step after it has queued the first product of the current step. At that time
 the GPU still has to compute a backward pass, an update and that product, so it is never idle, and the host is at most
-one step ahead. All micro-batches of a step use the same earlier numbers, since waiting for the preceding micro-batch
-would leave the GPU idle. They also use the same weights, so the number of a step is the largest of its micro-batches.
+one step ahead. All micro-batches of a step use the counts of the same earlier steps, since waiting for the preceding
+micro-batch would leave the GPU idle. They also use the same weights, so the count of a step is the largest count of its
+micro-batches.
 
-If steps are captured, the host must choose a size before it queues anything. It then does not wait for the number of
-the last step, so that the GPU still has that step to compute. The host therefore learns of an overflow two steps later.
+If steps are captured, the host must choose a size before it queues anything. It then does not wait for the count of the
+last step, so that the GPU still has that step to compute. The host therefore learns of an overflow two steps later.
 
-Each rank decides from its own numbers, since sparse and dense products need the same exchange with other ranks.
+Each rank decides from its own counts, since sparse and dense products need the same exchange with other ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# The predicted number of values is the largest of the last `MEMORY` steps. If that is the latest one, its growth is
-# extrapolated. If it grew by more than the factor `MOST_GROWTH`, the dense product is used: in the first steps of a
-# run, the number may grow by half from one step to the next, and a step that overflows is lost.
+# The predicted count is the largest of the last `MEMORY` steps. If that is the latest count, its growth is
+# extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense product is used: in the first steps
+# of a run, the count may grow by half from one step to the next, and a step that overflows is lost.
 MEMORY, MOST_GROWTH = 4, 1.25
 # If steps are captured, the buffer shrinks only after this many steps in which a smaller one sufficed, since L0
 # oscillates around its target. Of 400 steps with 4,096 latents and k = 8, at least 379 were then replayed for each
@@ -64,14 +65,14 @@ class _Pass(NamedTuple):
 
 
 class BufferSizer:
-    """Predicts the buffer size for the values of a batch above a bound, from the numbers of earlier steps."""
+    """Predicts the buffer size for the values of a batch above a bound from the counts of earlier steps."""
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        # The batches of the step being queued, and the batches of steps whose numbers the host has not read yet.
+        # The batches of the step being queued, and the batches of steps whose counts the host has not read yet.
         self._of_step: list[_ObservedBatch] = []
         self._unread: deque[list[_ObservedBatch]] = deque()
-        # If steps are captured: the predicted numbers per token, and the last buffer size per token.
+        # If steps are captured: the predicted counts per token, and the last buffer size per token.
         self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
         self._ahead: _Ahead | None = None
@@ -85,7 +86,7 @@ class BufferSizer:
         All chosen values are NaN if the buffer is too small. Return None if a dense product is faster or nothing can be
         predicted yet.
         """
-        # Queue the product before the host reads any number.
+        # Queue the product before the host reads any count.
         matrix = pre_acts.matrix
         n_tokens, d_sae = matrix.shape
         size = self._ahead.capacity if self._ahead else self._capacity(n_tokens, d_sae)
@@ -104,7 +105,7 @@ class BufferSizer:
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
         """Decide the buffer size for the next batch and return it; None for the dense product.
 
-        No further batch may follow before `queued` is called. The number of the last step is not read.
+        No further batch may follow before `queued` is called. The count of the last step is not read.
         """
         self._ahead = _Ahead(self._capacity(n_tokens, d_sae, n_unread=1))
         return self._ahead.capacity
@@ -112,8 +113,8 @@ class BufferSizer:
     def queued(self) -> None:
         """Record that a step was queued on the GPU.
 
-        If the buffer size was decided in advance, queue a copy of the pass's number to the host. The next replay
-        overwrites that number on the GPU, so it is copied before.
+        If the buffer size was decided in advance, queue a copy of the pass's count to the host. The next replay
+        overwrites the count on the GPU, so the copy is queued before that replay.
         """
         if self._ahead and self._pass:
             self._of_step.append(_ObservedBatch(self._pass.n_tokens, self._pass.capacity, HostCopy(self._pass.n_above)))
@@ -124,7 +125,7 @@ class BufferSizer:
     def _capacity(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
         """Predict the buffer size for a batch from all but the last `n_unread` steps; None for the dense product.
 
-        Deterministic mode always uses dense products. Checkpoints do not store the earlier numbers, and sparse products
+        Deterministic mode always uses dense products. Checkpoints do not store the earlier counts, and sparse products
         round differently, so a resumed run would otherwise not be bit-identical.
         """
         while len(self._unread) > n_unread:
@@ -144,7 +145,7 @@ class BufferSizer:
         return per_token * n_tokens if per_token else None
 
     def _learn(self, step: list[_ObservedBatch]) -> None:
-        """Process the numbers of a step's batches; if one of the batches overflowed, forget all earlier steps."""
+        """Process the counts of a step's batches; if one of the batches overflowed, forget all earlier steps."""
         numbers = [int(batch.n_above.read()) for batch in step]
         if any(n_above == batch.capacity for n_above, batch in zip(numbers, step, strict=True)):
             self._above.clear()

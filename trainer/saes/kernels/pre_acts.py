@@ -34,7 +34,7 @@ class PreActs:
         return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return ascending indices of the n largest values into the flattened matrix, and these values: both [n]."""
+        """Return the ascending indices of the n largest values in the flattened matrix, and these values: both [n]."""
         flat = top_k.of_all(self.matrix, n)
         return flat, self.matrix.flatten().index_select(0, flat)
 

@@ -38,7 +38,8 @@ def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
-        # Torch would round the bound to nearest. An fp32 copy of the matrix would take twice the memory of the matrix.
+        # Torch would round the bound to the nearest number. An fp32 copy of the matrix would take twice the memory of
+        # the matrix.
         bound = rounded_down(bound, matrix.dtype)
     places = where(~(matrix <= bound))
     return None if places is None else (places, _at(matrix, places))

@@ -202,7 +202,7 @@ class _KnownSums(torch.autograd.Function):
 
 
 def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
-    """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
+    """Return actsᵀ @ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
 
     The sums are fp32 or wider. The order of the additions is fixed, except for latents with many tokens: a GPU splits
     such sums among several programs, unless torch is in deterministic mode.

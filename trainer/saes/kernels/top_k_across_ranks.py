@@ -39,7 +39,7 @@ MARGIN_PER_BATCH = 1.5
 def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
     """Choose the k largest pre-activations of each token over all ranks; return the chosen ones of this rank.
 
-    If `may_wait` is False, the host waits for no GPU, and the result has padding after the chosen entries.
+    If `may_wait` is False, the host does not wait for the GPU, and the result ends with padding.
     """
     if group.size == 1:
         return select.k_per_token(pre_acts, k)
@@ -90,7 +90,7 @@ def _selected(gathered: Tensor, k: int) -> Tensor:
 
 
 class _LocalChoice(NamedTuple):
-    """Columns [n_tokens, n], their values, and a mask of the chosen ones."""
+    """This rank's candidates: columns [n_tokens, n], values, and a mask of the chosen ones."""
 
     columns: Tensor
     values: Tensor
@@ -148,7 +148,7 @@ def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Ten
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may_wait: bool = True) -> Chosen:
     """Choose the k · n_tokens largest values over all tokens and ranks; return the chosen ones of this rank.
 
-    If `may_wait` is False, the host waits for no GPU, and the result has padding after the chosen entries.
+    If `may_wait` is False, the host does not wait for the GPU, and the result ends with padding.
     """
     if group.size == 1:
         return select.k_per_batch(pre_acts, k)

@@ -36,7 +36,7 @@ def longest_since_fired(
     weight = torch.empty_like(variance)
     held: int = triton.next_power_of_2(n_latents)
     warps, part = max(held // (32 * PER_THREAD), 4), min(PART, held)
-    # Triton launches on the current device, which need not be the tensors'.
+    # Triton launches on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(since_fired):
         _find_longest_since_fired[triton.cdiv(n_latents, part),](
             latents, bias, weight, since_fired, b_enc.detach(), variance, dead_after, n_latents, n,

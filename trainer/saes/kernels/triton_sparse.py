@@ -34,10 +34,10 @@ TILE = 4096
 # 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took 0.50 ms
 # and 0.16 ms.
 MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
-# The size of a slice. It fits, with streamed data, in half of the smallest L2 cache of current data-centre GPUs (A100:
+# The bytes of a slice. With streamed data, it fits in half of the smallest L2 cache of current data-centre GPUs (A100:
 # 40 MB).
 SLAB_BYTES = 16 * 2**20
-# The size of a slice if all streamed data is used only once and is marked for early eviction.
+# The bytes of a slice if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
 # The most columns of a latent that one program sums, and the approximate number of columns per thread; half of it if
 # rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, few warps that read one entry at
@@ -59,7 +59,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
         tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
-        # Triton launches on the current device, which need not be the tensors'.
+        # Triton launches on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(rows):
             _sum_bags[grid](*tensors, n_entries, n_columns, **shape)
     return out
@@ -103,7 +103,7 @@ def sum_by_latent(
     splits: bool,
     measured: SumBuffers | None = None,
 ) -> Summed:
-    """Return actsᵀ dense for `dense` [n_tokens, d], multiplied by `factor` (0-dim) if given.
+    """Return actsᵀ @ dense for `dense` [n_tokens, d], multiplied by `factor` (0-dim) if given.
 
     Without `rows`, also return the sum of each latent's activations. With `rows` [d_sae, d], also return the inner
     product of each entry's row of `dense` and its latent's row, computed from the same gathered data. The order of the

@@ -37,7 +37,7 @@ SHARED_TILE, COUNTS = 2**13, 2**10
 TILES = 8
 # The smallest ratio of all values to requested values; below it, groups save little.
 LEAST_SHARE = 64
-# The bits of infinity and the number of bits of each dtype.
+# For each dtype: the bit pattern of infinity, and the width in bits.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
 # A step so large that `search` bisects from the start.
 BY_HALVES = tl.constexpr(2**30)
@@ -62,7 +62,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
     if n_rows:
-        # Triton launches on the current device, which need not be the tensors'.
+        # Triton launches on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(values):
             (_look_in_groups if _keeps_few(n, k) else _look_at_whole)(
                 columns, _bits(largest), _bits(values), k, _of_type(values)
@@ -150,7 +150,7 @@ def fits_all(values: Tensor, n: int) -> bool:
 
 
 def largest_of_all(values: Tensor, n: int) -> Tensor:
-    """Return ascending indices of the n largest values into the flattened matrix."""
+    """Return the indices of the n largest values in the flattened matrix, ascending."""
     grouped = values.view(-1, _shared_group(values.numel(), n))
     groups = _largest(_maxima(grouped), n)
     return _largest(_copied(grouped, groups), n, groups)
@@ -180,7 +180,7 @@ def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
     """
     bits = _bits(values.flatten())
     n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
-    # Triton launches on the current device, which need not be the tensors'.
+    # Triton launches on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(values):
 
         def launch(kernel: Any, *tensors: Tensor | None, **sizes: int) -> None:
@@ -393,7 +393,7 @@ def _copy_groups(out_bits, bits, some_rows, n_groups, GROUP: tl.constexpr, AT_ON
 def _count_digits(
     out_of_tiles, bits, high_digits, n_values, n, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Count the high digits in a tile or, given the counts of high digits, the low digits of values with the bound's.
+    """Count the high digits in a tile or, with `high_digits`, the low digits of values in the bound's bin.
 
     Other values are counted as digit 0, which does not affect the search, since it starts from the highest digit. A
     separate digit would need 512 bins. For every 32 bins, each thread counts the bits of a mask once per value, which
@@ -515,7 +515,7 @@ def _bits_of(ordered, BITS: tl.constexpr):
 
 @triton.jit
 def search(ordered, k, low, high, step, BITS: tl.constexpr):
-    """Return a bound that at most k values exceed, and the number that do; if fewer do, at least k values reach it.
+    """Return a bound that at most k values exceed, and their number; if it is below k, at least k reach the bound.
 
     No value exceeds `high`, and at least k values reach `low`. The search starts from `low` with growing steps, and
     then bisects.
