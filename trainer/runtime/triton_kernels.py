@@ -106,7 +106,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
         _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
-            # A shortage of memory says nothing about Triton, and smaller micro-batches may solve it.
+            # A shortage of memory does not mean that Triton fails, and smaller micro-batches may solve it.
             raise
         _failures.setdefault(device, {})[kernels.module] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)

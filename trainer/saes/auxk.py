@@ -141,7 +141,7 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
     # A latent's position is the number of latents before it, or n if it is not among the first n. For 6,144 values,
-    # sorting takes 19 GPU kernels and counting takes 4. `sum` of a bool would make a 64-bit copy.
+    # sorting takes 19 GPU kernels and counting takes 4. `sum` would copy a bool tensor to 64 bits.
     is_before = own.bias.new_empty(len(order), len(gathered), dtype=torch.bfloat16)
     torch.lt(gathered, order[:, None], out=is_before)
     places = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)

@@ -50,7 +50,7 @@ class Output(NamedTuple):
 
     `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
     tokens. `losses` are sums over the tokens and latents of this rank; the caller adds them up over ranks. The loss
-    "mse" is Σ‖y − x_hat‖². `sums` holds sums of the errors of x_hat, so that metrics need not compute them again. In
+    "mse" is Σ‖y − x_hat‖². `sums` contains sums of the errors of x_hat, so that metrics need not compute them again. In
     training, `own_sums` are the 0-dim sums that the architecture's `learn_from` needs.
     """
 
@@ -89,7 +89,7 @@ class Declared(NamedTuple):
     # Whether the tensor is [d_sae] and has the units of a pre-activation. For a revived latent, such a bias is set to a
     # fraction of the living latents' mean, and any other parameter to 0.
     is_bias: bool = False
-    # The lower bound to which values are clamped after each step; only for tensors with `latent_dim` 0.
+    # Smaller values are raised to this bound after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
 
 
@@ -432,7 +432,8 @@ class Sae(nn.Module, ABC):
     def has_overflowed(self) -> Tensor | None:
         """Return whether any rank lost activations in this step and set its gradients to NaN, 0-dim bool.
 
-        None means that this never happens. `step_sums` must be summed over all ranks before this call.
+        The result is None if this architecture never loses activations. `step_sums` must be summed over all ranks
+        before this call.
         """
         return self.step_sums[self.n_own + 2] > 0 if self._buffer_sizer else None
 

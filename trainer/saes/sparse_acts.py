@@ -135,7 +135,7 @@ class SparseActs(NamedTuple):
         return per_latent.index_select(0, self.places.latents)
 
     def total(self, weights: Tensor) -> Tensor:
-        """Return the sum of all activations, each times its latent's element of `weights` [d_sae]: 0-dim."""
+        """Return the sum of all activations, each weighted by its latent's element of `weights` [d_sae], 0-dim."""
         return (self.values * self.at(weights)).sum()
 
     def with_values(self, values: Tensor) -> SparseActs:
@@ -165,7 +165,7 @@ class DenseActs(NamedTuple):
         return per_latent
 
     def total(self, weights: Tensor) -> Tensor:
-        """Return the sum of all activations, each times its latent's element of `weights` [d_sae]: 0-dim."""
+        """Return the sum of all activations, each weighted by its latent's element of `weights` [d_sae], 0-dim."""
         # Sum before weighting, so that one pass suffices and the gradient of the activations is the vector itself.
         return (self.values.sum(dim=0) * weights).sum()
 

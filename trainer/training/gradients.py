@@ -116,8 +116,8 @@ def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor
     """From a gradient's `norm`, return the unscaled norm, the divisor for gradients, and whether to skip the step.
 
     The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). A divisor of None
-    means 1; it is returned only on a CPU, where reading the value costs nothing. The step is skipped (bool) if the norm
-    is not finite. All tensors are 0-dim and stay on the device.
+    means 1; it is returned only on a CPU, where reading the value costs nothing. The flag (bool) is true if the norm is
+    not finite. All tensors are 0-dim and stay on the device.
     """
     norm = norm / scale
     # torch.nn.utils.clip_grad_norm_ uses the same epsilon.

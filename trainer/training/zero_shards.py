@@ -56,7 +56,7 @@ class Stepped:
         """Copy the updated weights to the other replicas."""
 
     def exchange_narrow(self, dtype: torch.dtype) -> None:
-        """From now on, exchange updated matrices in the 16-bit type `dtype`, the only one that training passes read."""
+        """From now on, exchange updated matrices in the 16-bit type `dtype`, since passes read no other type."""
 
     def divide(self) -> None:
         """Prepare for a training pass: free the fp32 weights that only other ranks update."""

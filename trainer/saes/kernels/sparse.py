@@ -46,7 +46,7 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
 
 
 def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
-    """Return the dtype in which ranks gather the gradient of the decoded values; None leaves its dtype unchanged.
+    """Return the dtype in which ranks gather the gradient of the decoded values, or None to keep its dtype.
 
     If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on the dtype, so the dtype must
     not depend on the activations: a rank with many active latents uses dense products.

@@ -17,7 +17,7 @@ _TILE, _WARPS = 1024, 4
 class Ordered(NamedTuple):
     """Entries [n] of activations: the first `n_chosen` (0-dim) are the chosen ones; the others have a value of 0.
 
-    `ascending` holds the tokens of the chosen entries, and n_tokens for the others.
+    `ascending` contains the tokens of the chosen entries, and n_tokens for the others.
     """
 
     latents: Tensor

@@ -83,9 +83,9 @@ class SumBuffers(NamedTuple):
 class Summed(NamedTuple):
     """The sums of all latents, fp32 [d_sae, d].
 
-    `products`, one per entry, are fp32 [n]; `totals`, the summed activations of each latent, are fp32 [d_sae]. One of
-    the two is None. `shared` [m] contains the latents that several programs summed, and may also contain latents that
-    one program summed.
+    `products`, one per entry, are fp32 [n]; `totals`, the summed activations of each latent, are fp32 [d_sae]. Either
+    `products` or `totals` is None. `shared` [m] contains the latents that several programs summed, and may also contain
+    latents that one program summed.
     """
 
     sums: Tensor
