@@ -57,7 +57,8 @@ class RowStep(ABC):
     """An optimizer step that updates a matrix in one pass over each latent's weights; it also updates vectors.
 
     If rows have unit norm, the step first removes the gradient component along each row, and finally normalizes the
-    row. Without a `RowStep`, the caller of `step` does both. Followers are updated in the same pass as their leaders.
+    row. If the optimizer has no `RowStep`, the caller of `step` projects the gradients and normalizes the rows.
+    Followers are updated in the same pass as their leaders.
     """
 
     @abstractmethod
