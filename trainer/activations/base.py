@@ -38,32 +38,32 @@ def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
 
 
 def on_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets in fp32 on a device; if they are one tensor, they remain one tensor."""
+    """Return inputs and targets in fp32 on a device; if both are the same tensor, they remain the same tensor."""
     return in_fp32(to_device(pair, device))
 
 
 def to_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets on a device; if they are one tensor, they remain one tensor."""
+    """Return inputs and targets on a device; if both are the same tensor, they remain the same tensor."""
     x, y = pair
     inputs = x.to(device)
     return inputs, inputs if y is x else y.to(device)
 
 
 def in_fp32(pair: Pair) -> Pair:
-    """Return inputs and targets in fp32; if they are one tensor, they remain one tensor."""
+    """Return inputs and targets in fp32; if both are the same tensor, they remain the same tensor."""
     x, y = pair
     inputs = x.float()
     return inputs, inputs if y is x else y.float()
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the norms [n] of rows [n, d] in fp32: infinite or NaN on overflow, or if the row is not finite."""
+    """Return the norms [n] of rows [n, d] in fp32; a norm that overflows, or whose row is not finite, is inf or NaN."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:
-    """Return for each row, bool [n], whether the norms of the row and of its target are finite in fp32."""
+    """Return a mask [n] of the rows whose norm and whose target's norm are finite in fp32."""
     finite = norms_of(x) < torch.inf
     return finite if y is x else finite & (norms_of(y) < torch.inf)
 
@@ -71,8 +71,8 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 class Source(ABC):
     """An activation source; `place` names it in messages, and `meta` contains metadata about its origin.
 
-    If `d_out` is set, every row has a target of this width, for a transcoder. With several hooks, a row concatenates
-    the activations of one token at all hooks, [n_hooks * d_in]; its target does the same.
+    If `d_out` is set, every row has a target of this width, for a transcoder. If there are several hooks, each row
+    [n_hooks * d_in] concatenates the activations of one token at all hooks, and so does each target.
     """
 
     n_hooks: int = 1
@@ -86,7 +86,7 @@ class Source(ABC):
     notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
-        """Return a source with the rows of one hook only; `hook` is its index."""
+        """Return a source that contains only the rows of the hook with index `hook`."""
         return self
 
     def beside(self, others: Sequence[Self]) -> Source:
@@ -112,17 +112,17 @@ class IndexedSource(Source):
     # If the data has grown since the run began: the number of rows in each set at that time. Held-out rows are chosen
     # only from the original rows.
     split_sizes: Sequence[int] = ()
-    # The number of neighbouring rows that may be in the same batch; more than 1 if the stored rows are shuffled.
+    # The number of neighbouring rows that stay together in a batch; more than 1 if the stored rows are shuffled.
     run: int = 1
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
     def continue_from(self, before: DataRecord) -> None:
-        """Keep the row numbers of a run that was trained on `before`; new rows get higher numbers."""
+        """Keep the row numbers of a run that was trained on `before`, and give higher numbers to rows added since."""
 
     def read_by_all_threads(self) -> None:
-        """Read with all threads of this process from now on; on a rank with a GPU they would be idle otherwise."""
+        """Read with all threads of this process from now on; on a rank with a GPU, they would otherwise be idle."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
@@ -132,7 +132,7 @@ class IndexedSource(Source):
         """
 
     def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
-        """Return inputs [n, d_in] and targets [n, d_out] in the same order as `rows`; for an SAE both are one tensor.
+        """Return inputs [n, d_in] and targets [n, d_out] in the order of `rows`; for an SAE, both are the same tensor.
 
         If the source supports it, rows are read directly into memory allocated by `empty`.
         """
@@ -154,22 +154,22 @@ class StreamSource(Source):
     """Activations that are read once, in a fixed order, such as activations streamed from a language model.
 
     A stream is split into parts. Ranks with different tokens read different parts; ranks with the same tokens read the
-    same part. A part must give the same rows in the same order every time, so that a resumed run continues exactly.
+    same part. A part must return the same rows in the same order every time, so that runs can be resumed.
     """
 
     # The number of rows in the shuffle buffer of a rank.
     shuffle_tokens: int
-    # True if rows are expensive to compute, so that ranks with the same part each compute a share; `divide` is then
-    # called.
+    # Whether rows are expensive to compute. If so, ranks that read the same part each compute a share of its rows; see
+    # `divide`.
     is_divided: bool = False
-    # True if `documents` is available.
+    # Whether `documents` is available.
     knows_texts: bool = False
     # Devices of this rank that only compute rows, set before `begin`; if empty, the training device computes them.
     own_devices: Sequence[torch.device] = ()
 
     @abstractmethod
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
-        """Start at the first row of part `rank` of `n_ranks`; called once. Parts do not overlap.
+        """Start at the first row of part `rank` of `n_ranks`; parts do not overlap. This method is called once.
 
         Training runs on `device`, which also computes the rows if there are no `own_devices`.
         """
@@ -182,9 +182,9 @@ class StreamSource(Source):
         """
 
     def documents(self) -> Tensor:
-        """Return the text number of each row of the last `next_rows`, int64 [n] on the CPU.
+        """Return the text numbers, int64 [n] on the CPU, of the rows that `next_rows` returned last.
 
-        A text has the same number in all parts; numbers mostly ascend with the position in the stream.
+        A text has the same number in all parts. Numbers mostly increase with the position in the stream.
         """
         raise NotImplementedError
 

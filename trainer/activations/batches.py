@@ -24,7 +24,8 @@ from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 class Batch(NamedTuple):
     """A rank's inputs and targets [n_tokens, d] for each hook, on its device.
 
-    `of_all` is the number of tokens of all ranks. Rows are in fp32 on a CPU, and in their stored dtype on a GPU.
+    `of_all` is the number of tokens of all ranks together. Rows are in fp32 on a CPU, and in their stored dtype on a
+    GPU.
     """
 
     hooks: Sequence[Pair]
@@ -32,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class BatchInTransfer(NamedTuple):
-    """A batch whose rows are in transfer to the device, the stream's position after it, and its number of tokens."""
+    """A batch that is being transferred to the device, the stream's position after it, and the batch's token slice."""
 
     sent: Sent
     mark: Mark | None
@@ -40,7 +41,7 @@ class BatchInTransfer(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch that was read, and its exchange among the ranks that each read a part of it."""
+    """A batch, and the exchange of its rows among the ranks that each read a part of the batch."""
 
     coming: BatchInTransfer
     exchange: Exchange
@@ -52,8 +53,8 @@ class Batches:
     `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the others. If
     `replaces` is False, outliers are only counted here, and the training step replaces them.
 
-    A step has the same tokens for any number of micro-batches and any shares of the ranks. With a stream this holds
-    only while the shares do not change.
+    The tokens of a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, this is
+    true only as long as the shares do not change.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the number of batches after which all their threads end. No thread has read more.
+        # If ranks read together, the threads of all ranks stop after this number of batches. None has read more then.
         self._last: int | None = None
         self._n_taken = 0
-        # Ranks that each read a part of a batch start to exchange it before they train on the previous batch, so that
-        # the exchange overlaps with that step. All of them start this exchange between the same two steps, because all
-        # ranks must issue collectives in the same order.
+        # Ranks that each read a part of a batch start to exchange their parts before they train on the previous batch,
+        # so that the exchange overlaps with the training step. All of them start the exchange between the same two
+        # steps, because all ranks must issue collectives in the same order.
         self._n_ahead = int(data.readers.size > 1)
         self._arriving: deque[Arriving] = deque()
-        # Seconds that `next` has spent waiting for batches.
+        # The time in seconds that `next` has spent waiting for batches.
         self.waited_s = 0.0
         data.rewind()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
@@ -118,7 +119,7 @@ class Batches:
         return Arriving(item, Exchange(pair, item.token_slice.length, self._data.readers))
 
     def close(self) -> None:
-        """End the thread; needed before another reader of the same files starts in this process.
+        """Stop the thread; this is necessary before another reader of the same files starts in this process.
 
         If ranks read together, or each read a part of a batch, all of them must call this after the same batch.
         """
@@ -129,15 +130,15 @@ class Batches:
         self._thread.join()
 
     def abandon(self) -> None:
-        """End the thread after a failure; do not join it if it may be waiting for other ranks."""
+        """Stop the thread after a failure; do not join the thread if it may be waiting for other ranks."""
         self._closed.set()
         if not self._data.reads_together:
             self._thread.join()
 
     def _read_ahead(self) -> None:
         if self._device.type == "cuda":
-            # A new thread's current device is GPU 0; without this call, every rank would allocate memory and run
-            # kernels there.
+            # The current device of a new thread is GPU 0. Without this call, every rank would allocate memory and run
+            # kernels on GPU 0.
             torch.cuda.set_device(self._device)
         try:
             for n_read, (step_start, token_slice) in enumerate(self._token_slices()):
@@ -157,7 +158,7 @@ class Batches:
                 yield step_start, token_slice
 
     def _has_place(self) -> bool:
-        """Wait for a free slot in the queue; return False after `close`, when no more batches are taken."""
+        """Wait for a free slot in the queue, and return True; return False if `close` or `abandon` was called."""
         while not self._closed.is_set():
             if self._places.acquire(timeout=0.1):
                 return True

@@ -1,6 +1,6 @@
-"""Finds the rows in files of torch.save, Arrow and Parquet, by torch and pyarrow; no code in a file is run.
+"""Finds the rows in files of torch.save, Arrow and Parquet with torch and pyarrow, without running code in a file.
 
-Both libraries are imported with the first file that needs them, so that the headers of Arrow files cost no torch.
+Each library is imported only for the first file that needs it, so that Arrow files do not require an import of torch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ if TYPE_CHECKING:
     import pyarrow
     from torch import Tensor
 
-# A tensor takes 300 bytes in a pickle; a larger pickle holds numbers or texts as Python objects.
+# The maximum size of a pickle in bytes. A tensor takes 300 bytes in a pickle, so a larger pickle contains numbers or
+# texts as Python objects.
 _LARGEST_PICKLE = 10_000_000
 # The first bytes of a file in the format of torch before 1.6, which later versions can also write.
 _OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _SAVE_AGAIN = 'write it again with torch.save({"activations": x.contiguous()}, file)'
-# The class or function that torch refuses to call, in its message.
+# Matches the name of the class or function that torch refuses to call in torch's error message.
 _REFUSED = re.compile(r"GLOBAL (\S*\w)\s")
 _ARROW_FILE = b"ARROW1"
 _DTYPES = {"halffloat": "F16", "float": "F32", "double": "F64"}
-# Levels of lists in lists; a batch of pictures has three.
+# The maximum nesting depth of lists. A batch of images has a depth of three.
 _DEEPEST = 16
 
 
 def inspect(root: Path, files: Sequence[Path], field: str) -> ShardSet:
-    """Return the shards of a data path; raise `JobFileError` naming `field`."""
+    """Return the shards of a data path; raise a `JobFileError` that names `field` if they cannot be read."""
     return shard_set(root, files, field, read_rows)
 
 
 def read_rows(file: Path) -> list[RowRange]:
-    """Find the rows in a file; raise `OSError` or `NotRowsError`."""
+    """Find the rows in a file; raise `OSError` or `NotRowsError` if there are none that can be read."""
     with open_plain(file) as stream:
-        # The libraries open the file that was checked, even if its name is not UTF-8.
+        # With this path, the libraries open the file that was checked, even if its name is not UTF-8.
         opened = f"/proc/self/fd/{stream.fileno()}"
         if file.suffix == ".arrow":
             return _rows_of_arrow(opened)
@@ -56,7 +57,7 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
 
     try:
         with warnings.catch_warnings():
-            # torch warns of pickles of another protocol; either it reads them all the same, or they are refused here.
+            # torch warns about pickles of another protocol, which it either reads correctly or refuses.
             warnings.simplefilter("ignore")
             value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -81,16 +82,16 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
 
 
 def refuse_old_format(file: Path) -> None:
-    """Raise `NotRowsError` for a file in the format of torch.save before 1.6, or `OSError`."""
+    """Raise `NotRowsError` if a file is in the format of torch.save before 1.6."""
     with open_plain(file) as stream:
         if stream.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
             raise NotRowsError("it is in the format of torch.save before 1.6; load it with torch and save it again")
 
 
 def _members(stream: BinaryIO) -> list[tuple[int, int]]:
-    """Return the offset of the header and the size of each member of the zip that torch.save writes.
+    """Return the offset of the header and the size of each member of a zip file that torch.save wrote, in bytes.
 
-    Raise `NotRowsError` if their bytes are not stored as they are, or if the zip is not from torch.save.
+    Raise `NotRowsError` if a member is compressed or big-endian, or if the zip file is not from torch.save.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -111,7 +112,7 @@ def _members(stream: BinaryIO) -> list[tuple[int, int]]:
 
 
 def _dtype_of(tensor: Tensor) -> str:
-    """Return the name of a type in safetensors if it can be read, otherwise torch's."""
+    """Return the safetensors name of a tensor's dtype if rows of this dtype can be read, otherwise torch's name."""
     name = str(tensor.dtype).removeprefix("torch.")
     return {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}.get(name, name)
 
@@ -119,7 +120,7 @@ def _dtype_of(tensor: Tensor) -> str:
 def _offset_in_file(tensor: Tensor) -> int:
     """Return the byte offset of a mapped tensor in its file, from the kernel's list of mappings.
 
-    torch knows that offset too, but gives it only since 2.7, and only for tensors without data.
+    torch also has this offset, but returns it only since version 2.7, and only for tensors without data.
     """
     place = tensor.data_ptr()
     with open("/proc/self/maps", "rb") as mappings:
@@ -144,9 +145,9 @@ def _rows_of_arrow(file: str) -> list[RowRange]:
 
 
 def _batches(whole: pyarrow.Buffer) -> Iterator[RowRange]:
-    """Yield the rows of each batch; they come from the innermost lists.
+    """Yield the location of the rows in each record batch; each innermost list is a row.
 
-    [n_contexts, n_tokens, d_in] are thus n_contexts * n_tokens rows.
+    For example, lists of the shape [n_contexts, n_tokens, d_in] contain n_contexts * n_tokens rows.
     """
     from pyarrow import ipc
 
@@ -186,12 +187,12 @@ def _rows_of_batch(column: Any, name: str, dtype: str, whole: pyarrow.Buffer) ->
 
 
 def _plain(column: Any) -> Any:
-    """Return the values of a column of an extension type, such as those of `datasets`, or the column itself."""
+    """Return the storage of a column if it has an extension type, as in `datasets`, otherwise the column itself."""
     return getattr(column, "storage", column)
 
 
 def _dtype_of_lists(kind: Any, deepest: int = _DEEPEST) -> str:
-    """Return the type of the numbers in lists of at most `deepest` levels; "" for any other type."""
+    """Return the dtype of the numbers in a list type of at most `deepest` levels, or "" for any other type."""
     depth, kind = 0, getattr(kind, "storage_type", kind)
     while _is_list(kind):
         depth, kind = depth + 1, getattr(kind.value_type, "storage_type", kind.value_type)
@@ -203,10 +204,10 @@ def _is_list(kind: Any) -> bool:
 
 
 def _rows_of_parquet(file: str) -> RowRange:
-    """Count the rows of a Parquet file and decode the first; they begin nowhere, since they have to be decoded.
+    """Count the rows of a Parquet file and decode the first; the offset is 0, since encoded rows cannot be mapped.
 
-    The lengths of the other lists are checked while they are decoded: pyarrow ends the process if it is asked for the
-    number of values in a damaged footer.
+    The lengths of the other rows are checked when these rows are decoded. Reading the number of values from a damaged
+    footer instead would make pyarrow abort the process.
     """
     import pyarrow as pa
     from pyarrow import parquet

@@ -1,7 +1,7 @@
-"""Finds heavy dimensions: a few dimensions with most of the variance. An SAE that learns only heavy dimensions has a
-low FVU.
+"""Finds heavy dimensions: a few dimensions with most of the variance.
 
-Each dimension gets a factor: below 1 to scale it down, 0 to leave it out.
+An SAE that learns only the heavy dimensions already has a low FVU. Therefore a job can multiply each dimension by a
+factor, which is below 1 to scale the dimension down and 0 to leave it out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from trainer.contract.settings.job import DataSettings
 from trainer.contract.wording import join_words, plural
 
-# The largest standard deviation of a scaled dimension, as a multiple of the median over dimensions.
+# The largest standard deviation of a scaled dimension, as a multiple of the median standard deviation.
 WIDEST = 3.0
-# Dimensions are heavy if at most a share FEW of all dimensions, or a single dimension, holds more than a share MOST of
-# the variance.
+# Dimensions are heavy if together they have more than a share MOST of the variance, and if they are at most a share FEW
+# of all dimensions, or a single dimension.
 FEW, MOST = 0.01, 0.5
-# With fewer dimensions, it is normal that one of them holds half of the variance.
+# With fewer dimensions, it is normal that one of them has half of the variance.
 _LEAST_DIMENSIONS = 16
 _NAMED = 4
 _ROWS_AT_ONCE = 4096
@@ -67,7 +67,7 @@ def named(numbers: Sequence[int], d: int) -> str:
 
 
 def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
-    """Return the job's factor for each dimension of rows [n, d], fp32 [d]: at most 1, and 0 to leave it out.
+    """Return the factors, fp32 [d], of the dimensions of rows [n, d]: at most 1, and 0 to leave a dimension out.
 
     Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance. This
     leaves ordinary dimensions unscaled, and the factor is continuous at the limit.
@@ -82,7 +82,7 @@ def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
 
 
 def changed_scales(scales: Tensor) -> dict[str, float]:
-    """Return the factors that are not 1, by dimension; the keys are strings, as JSON requires."""
+    """Return a dict that maps dimensions to factors that are not 1; the keys are strings, as JSON requires."""
     return {str(number): factor for number, factor in enumerate(scales.tolist()) if factor != 1}
 
 
@@ -98,7 +98,7 @@ def scales_sentence(changed: Mapping[str, float], d: int) -> str:
 
 
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance of each dimension, float64 [d_in] each; zeros without rows."""
+    """Return the mean and the variance of each dimension, as float64 [d_in]; both are 0 if there are no rows."""
     n = max(1, len(rows))
     mean, spread = (torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device) for _ in range(2))
     for part in rows.split(_ROWS_AT_ONCE):

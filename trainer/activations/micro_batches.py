@@ -9,7 +9,7 @@ from trainer.parallel.latents import apportion
 
 
 class TokenSlice(NamedTuple):
-    """A rank's slice of a micro-batch: its offset in the step, its length, and `of_all`, the tokens of all ranks."""
+    """A rank's slice of a micro-batch: its offset in the step, its length, and the number of tokens of all ranks."""
 
     start: int
     length: int
@@ -17,7 +17,10 @@ class TokenSlice(NamedTuple):
 
 
 class Cut:
-    """A step of `n_tokens` in `n_parts` micro-batches; rank `index` gets its share of each, at least one token."""
+    """The slices of rank `index` if a step of `n_tokens` is split into `n_parts` micro-batches.
+
+    The rank gets its share of each micro-batch, but at least one token.
+    """
 
     def __init__(self, n_tokens: int, n_parts: int = 1, shares: Sequence[float] = (1.0,), index: int = 0) -> None:
         self.n_tokens = n_tokens

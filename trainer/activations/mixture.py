@@ -14,8 +14,8 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# The last elements of seeds. They make the random numbers of passes and splits independent of each other and of the
-# order of epochs.
+# The last elements of seeds, which make the random numbers of passes and of splits independent of each other and of
+# the order of epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 
@@ -58,11 +58,11 @@ class MixedSplit:
         self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
 
     def rows(self, source: int, numbers: Indices) -> Indices:
-        """Return the row numbers of a source's training rows, given by their training numbers."""
+        """Convert training numbers of a source, which are counted from 0, to row numbers."""
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
-        """Draw at most n training rows, from each source in proportion to its weight."""
+        """Sample at most n training rows, from each source in proportion to its weight."""
         parts = apportion(min(n, self.n_train), self.draws, self._sizes)
         drawn = (self.splits[source].sample(part, seed, source) for source, part in enumerate(parts))
         return np.concatenate([self._through(source, rows) for source, rows in enumerate(drawn)])
@@ -73,11 +73,11 @@ class MixedSplit:
 
 
 class MixedOrder:
-    """An endless sequence of epochs in a seeded order; an epoch has as many rows as all sources have training rows.
+    """An endless sequence of epochs in a seeded order; the length of an epoch is the number of all training rows.
 
-    Each source's share of an epoch is exactly its relative weight, rounded to complete rows. A row is repeated only
-    after all other rows of its source have been used equally often: a pass over a source can span epochs, and each pass
-    has a different order. Without weights, an epoch has every row once. As in `Order`, a checkpoint stores only a
+    Each source's share of an epoch is its relative weight, rounded to complete rows. A row is repeated only after all
+    other rows of its source have been used equally often: a pass over a source can span epochs, and each pass has a
+    different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint stores only a
     position, and `run` neighbouring rows mostly stay together.
     """
 
@@ -116,9 +116,9 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Split n into integers in proportion to weights (largest-remainder method); each is at most `most`.
+    """Split n into integers in proportion to weights (largest-remainder method); `most` is the maximum of each.
 
-    Any excess over `most` is distributed to the other entries.
+    The excess over a maximum is distributed to the other integers.
     """
     given, left = [0] * len(weights), n
     open_to = [*range(len(weights))]

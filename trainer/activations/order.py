@@ -1,4 +1,4 @@
-"""Assigns rows to batches."""
+"""Determines the order in which stored rows are used for training."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 These are non-finite rows, rows with a far larger norm than the others, such as first tokens of texts, and optionally
 zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes more to an SAE's loss
-than all others together; a single NaN makes the total loss NaN.
+than the other 255 rows together. A single NaN makes the total loss NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LeftOut(NamedTuple):
-    """The number of rows that were left out, by reason, among `n_seen` rows."""
+    """The number of rows that were left out for each reason, among `n_seen` rows."""
 
     outliers: int
     not_finite: int
@@ -35,11 +35,11 @@ class LeftOut(NamedTuple):
 
 
 class Outliers:
-    """Finds rows to leave out, based on a sample of inputs x [n, d_in] and targets y [n, d_out]; y is x for an SAE.
+    """Finds rows to leave out, with limits from a sample of inputs x [n, d_in] and targets y [n, d_out].
 
-    A row is an outlier if its norm is more than `times` the median norm of non-zero rows; with `times` = 0, only if its
-    norm exceeds `_BEYOND_FP32` times the median. Rows that are not finite in fp32 are also left out and, with
-    `drops_zero`, zero rows. A row and its target are left out together.
+    For an SAE, y is x. A row is an outlier if its norm exceeds the median norm of non-zero rows by a factor of more
+    than `times`, or of more than `_BEYOND_FP32` if `times` is 0. Rows that are not finite in fp32 are also left out
+    and, with `drops_zero`, zero rows. A row and its target are left out together.
     """
 
     def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
@@ -58,13 +58,14 @@ class Outliers:
         return torch.stack([n_finite - n_within, n_seen - n_finite, n_zero, n_seen]).double()
 
     def ordinary(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return for each row whether it is kept, bool [n]."""
+        """Return a mask [n] of the rows to keep."""
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each left-out row by the previous kept row, cyclically, and count the replaced rows.
+        """Replace each row to leave out by the previous kept row, cyclically, and count the replaced rows.
 
-        This keeps the batch size, so the host does not wait for the GPU. `note` counts all rows.
+        The batch size does not change, so the host need not wait for the GPU. The total number of rows is counted by
+        `note`.
         """
         marks = self._marks(x, y)
         self._n_marked += torch.stack(marks).sum(1)
@@ -78,7 +79,7 @@ class Outliers:
         return replaced, replaced if y is x else y.index_select(0, rows)
 
     def note(self, n_rows: int) -> None:
-        """Count rows passed to `replace`; a separate method, since replaying a CUDA graph runs no host code."""
+        """Count the rows passed to `replace`; this is a separate method, since CUDA graphs replay no host code."""
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:
@@ -94,7 +95,7 @@ class Outliers:
         return LeftOut(n_finite - n_within, len(x) - n_finite, n_zero, len(x))
 
     def _marks(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Return whether each row is within the limit, finite and, if `drops_zero`, not zero: bool [n] each."""
+        """Return masks [n] of the rows within the limit, the finite rows and, with `drops_zero`, the non-zero rows."""
         marks = self._marks_of(x, self._limits[0])
         if y is x:
             return marks

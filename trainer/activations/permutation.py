@@ -1,4 +1,4 @@
-"""Pseudorandom permutations of any number of rows that need no memory: each position is computed separately."""
+"""Pseudorandom permutations of any number of rows without a table: the image of each position is computed alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FEWEST_RUNS = 1024
 
 
 class Permutation:
-    """A seeded bijection of 0 .. n - 1, a Feistel network on pairs (Black & Rogaway 2002, "Ciphers with arbitrary
-    finite domains").
+    """A seeded bijection of 0 .. n - 1, computed by a Feistel network on pairs of numbers.
 
-    A position is a pair of halves; each round adds a hash of one half to the other. There are slightly more than n
-    pairs, so an image of n or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and
-    would have to be computed at every start: 8 GB and many seconds for a billion rows.
+    The method is from "Ciphers with arbitrary finite domains" (Black & Rogaway 2002). Each position is split into two
+    halves, and each round adds a hash of one half to the other. There are slightly more than n pairs, so an image of n
+    or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and would have to be
+    computed at every start, which takes 8 GB and many seconds for a billion rows.
     """
 
     def __init__(self, n: int, *seed: int) -> None:
@@ -44,7 +44,7 @@ class Permutation:
         for number, key in enumerate(self._keys):
             width = self._widths[number % 2]
             changed += _below(other ^ key, width)
-            # Reduce modulo the width: as an unsigned number, a negative difference is huge.
+            # Reduce modulo the width. A negative difference wraps around to a huge unsigned number, so it is not used.
             np.minimum(changed, changed - width, out=changed)
             changed, other = other, changed
         changed *= self._widths[1]

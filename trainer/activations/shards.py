@@ -40,8 +40,8 @@ _DTYPES = {
 _NO_TEXT = -(2**63)
 # A key of meta.json that only sae-tui's own extraction writes.
 _OF_EXTRACTION = "documents_share_contexts"
-# The number of neighbouring rows read together from shuffled shards. A disk reads such runs as fast as sequential data,
-# and a batch of 4096 rows still comes from 64 runs.
+# The number of neighbouring rows that are read together from shuffled shards. A disk reads such runs as fast as
+# sequential data, and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
 # The number of Parquet rows decoded at a time; they take 40 MB at d_in 2304.
 _ROWS_AT_ONCE = 4096
@@ -54,7 +54,7 @@ class ShardCutError(UserError):
 class Shards(IndexedSource):
     """The shards of one or more folders as one array [n_tokens, d_in]; shards of other folders can be the targets.
 
-    Raises a `JobFileError` that names data.path, data.target_path or data.weights.
+    The constructor raises a `JobFileError` that names data.path, data.target_path or data.weights.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Shards(IndexedSource):
 
 
 class _Mapped:
-    """Rows of several sets of shards, numbered consecutively; with `alone`, rows are read singly and not in runs."""
+    """The rows of several sets of shards, numbered consecutively; `alone` means that rows are not read in runs."""
 
     def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool) -> None:
         self._shards = [shard for one in sets for shard in one.shards]
@@ -144,7 +144,7 @@ class _Mapped:
             self._tensors = [torch.from_numpy(rows) for rows in self._mapped]
 
     def rows(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
-        """Read rows [n, d] by ascending number; a disk is several times faster at reading in file order."""
+        """Read rows [n, d] in ascending order of their indices, since disks are several times faster in file order."""
         rows = empty(len(indices), self._shards[0].d_in, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:
@@ -160,7 +160,7 @@ class _Mapped:
     def _read(self, number: int, indices: Indices, into: Tensor) -> None:
         """Read rows of a shard into `into`, a slice of the batch.
 
-        Only this thread reads, unless `read_by_all_threads` was called. Raise `ShardCutError` if the file was
+        Only the calling thread reads, unless `read_by_all_threads` was called. Raise `ShardCutError` if the file was
         truncated, because reading beyond its end would kill the process with SIGBUS.
         """
         mapped = self._maps[number]
@@ -199,7 +199,7 @@ def _map_of(content: Bytes) -> mmap.mmap | None:
 
 
 def _read_alone(contents: Iterable[Bytes]) -> None:
-    """Turn off read-ahead: for a 4 KiB row the kernel would read 128 KiB, too much for the page cache to keep."""
+    """Turn off the kernel's read-ahead, which would read 128 KiB for a 4 KiB row and thus fill the page cache."""
     for content in contents:
         if mapped := _map_of(content):
             mapped.madvise(mmap.MADV_RANDOM)
@@ -257,8 +257,8 @@ def _meta_of(sets: Sequence[ShardSet]) -> dict[str, Any]:
 def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
     """Decode a Parquet file into a temporary file, and return the bytes of its rows, memory-mapped.
 
-    Parquet compresses rows in pages, so reading a batch of random rows would decode the entire file. The temporary file
-    is in `TMPDIR` and has no name, so it disappears when the process ends; each rank has its own. Raise a
+    Parquet compresses rows in pages, so reading a batch of random rows would decode the entire file. Each rank has its
+    own temporary file in `TMPDIR`. The file has no name, so it is deleted when the process exits. Raise a
     `JobFileError` that names `field` if decoding fails.
     """
     size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""Shuffles the rows of a stream. Neighbouring rows are from one text; a batch should have rows from many texts."""
+"""Shuffles the rows of a stream, since neighbours come from one text and a batch should contain many texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows that a stream returned together, on the CPU, with the stream's state before them and, if known, texts."""
+    """Rows on the CPU that a stream returned together, the stream's state before them and their texts, if known."""
 
     state: Any
     x: Tensor
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     documents: Tensor | None = None
 
     def where(self, chosen: Tensor) -> Chunk:
-        """Return the rows that `chosen`, bool [n], selects."""
+        """Return the rows that the mask `chosen` [n] selects."""
         if chosen.all():
             return self
         x = self.x[chosen]
@@ -34,15 +34,15 @@ class Chunk(NamedTuple):
         return Chunk(self.state, x, x if self.y is self.x else self.y[chosen], documents)
 
 
-# Maps the text numbers of rows, int64 [n], to whether they are left out, bool [n].
+# Maps the text numbers, int64 [n], of rows to a mask [n] of the rows to leave out.
 LeaveOut = Callable[[Tensor], Tensor]
 
 
 class StreamRows:
     """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
 
-    Chunks that are read before the first `go_to` are cached until then. Training starts with the rows of the sample, so
-    a language model does not have to compute them twice.
+    Chunks that are read before the first `go_to` are cached until then. Training starts with the rows of the sample,
+    and thanks to the cache, a language model need not compute these rows twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -58,11 +58,11 @@ class StreamRows:
         return StreamPlace(self._chunk.state, self._n_used)
 
     def take(self, n: int) -> Pair:
-        """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU; fewer at the stream's end."""
+        """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU, or fewer at the end of the stream."""
         return self.joined(self.take_chunks(n))
 
     def take_chunks(self, n: int) -> list[Chunk]:
-        """Return the next n rows in the chunks that the stream returned; fewer at the stream's end."""
+        """Return the next n rows, or fewer at the end of the stream, in the chunks that the stream returned."""
         chunks: list[Chunk] = []
         while n and (chunk := self._some(n)):
             chunks.append(chunk)
@@ -86,14 +86,14 @@ class StreamRows:
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
-        """Go back to the first row; from now on skip rows that `leave_out` selects. Call this before any `go_to`."""
+        """Go back to the first row, and skip rows that `leave_out` selects; this must be called before any `go_to`."""
         assert self._kept is not None
         self._leave_out = leave_out
         self._again = deque(self._kept)
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to a position that `place` returned earlier; this reads the rows to skip."""
+        """Go to a position that `place` returned earlier, which requires reading the rows to skip."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -192,7 +192,7 @@ class ShuffleBuffer:
         self._n_gone = place.n_gone
 
     def take(self, n: int, empty: Empty = empty_rows) -> MixedRows:
-        """Return the next n rows, or fewer at the stream's end; use memory from `empty` if possible."""
+        """Return the next n rows, or fewer at the end of the stream; use memory from `empty` if possible."""
         parts: list[MixedRows] = []
         while n and self._has_rows():
             slots = self._slots(min(n, self._n_block - self._n_gone))
@@ -230,7 +230,7 @@ class ShuffleBuffer:
         self._n_next += self._read_into(slots, (self._block + 1) * self._size + self._n_next)
 
     def _read_into(self, slots: Indices, first: int) -> int:
-        """Read the next rows of the stream into slots and number them from `first`; return their count."""
+        """Read the next rows of the stream into slots, number them from `first`, and return the number of rows."""
         n = 0
         while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]

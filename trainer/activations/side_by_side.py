@@ -21,7 +21,7 @@ class SideBySide(IndexedSource):
     """Concatenates the i-th rows of several sources, which have the same width and number of rows.
 
     In an extraction, row i belongs to the same token at every hook. If the sources have different orders, a row
-    combines different tokens, which does not affect training, because each hook has its own SAEs.
+    combines different tokens. This does not affect training, because each hook has its own SAEs.
     """
 
     def __init__(self, sources: Sequence[IndexedSource]) -> None:
@@ -65,7 +65,7 @@ class SideBySide(IndexedSource):
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
-    """Return whether rows with equal indices come from the same texts; compare a sample spread over all rows."""
+    """Return whether rows with equal indices come from the same texts, as judged from a sample of all rows."""
     return len(some) == len(others) and all(
         one.n_rows == other.n_rows
         and np.array_equal(one.labels(_spread(one.n_rows)), other.labels(_spread(one.n_rows)))
@@ -78,7 +78,7 @@ def _spread(n_rows: int) -> Indices:
 
 
 def _beside(parts: Sequence[Tensor], empty: Empty) -> Tensor:
-    """Concatenate the columns of all parts, which may have different dtypes, into memory from `empty`."""
+    """Concatenate the columns of all parts, which may have different dtypes, in memory allocated by `empty`."""
     dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
     whole = empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype)
     return torch.cat(list(parts), dim=1, out=whole)

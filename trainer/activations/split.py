@@ -9,7 +9,7 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# The number of neighbouring rows that are held out together; they count as one text if texts are unknown.
+# The number of neighbouring rows that are held out together. They are treated as one text if texts are unknown.
 BLOCK = 128
 # The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
@@ -17,12 +17,12 @@ LEAST_BLOCKS = 8
 MOST_IN_TEXTS = 0.25
 # The minimum share of the held-out rows in each half.
 LEAST_OF_HALF = 0.25
-# The number of contiguous ranges of rows that alternate between the halves if texts are too long to stay complete.
+# The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept complete.
 N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
-    """The texts are too few or too long to hold out complete texts; the message gives the numbers."""
+    """There are too few texts, or they are too long, to hold out complete texts; the message contains the numbers."""
 
 
 class Split:
@@ -32,7 +32,8 @@ class Split:
     `n_first` rows (by default all). So `held_out` stays the same if rows are added at the end. Added rows become
     training rows, except rows of a held-out text, which are in `left_out` but not in `held_out`.
 
-    "texts" holds out about the requested number of rows, "rows" and "blocks" exactly this number. Raises `TooFewTexts`.
+    "texts" holds out about the requested number of rows, and "rows" and "blocks" hold out exactly this number. The
+    constructor raises `TooFewTexts` if complete texts cannot be held out.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Split:
         self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
-        """Return the row numbers of training rows, given by their training numbers 0 .. n_train - 1."""
+        """Convert training numbers in 0 .. n_train - 1 to row numbers."""
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
-        """Draw at most n training rows from the entire data: neighbouring rows would fit b_dec to a single text."""
+        """Sample at most n training rows from all data, since neighbouring rows would fit b_dec to a single text."""
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
 
@@ -119,7 +120,7 @@ def _generator(seed: tuple[int, ...]) -> np.random.Generator:
 
 
 def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
-    """Choose random single rows."""
+    """Choose single rows at random."""
     return _generator(seed).choice(n_rows, n_held_out, replace=False, shuffle=False)
 
 

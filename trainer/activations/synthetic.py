@@ -20,8 +20,9 @@ Floats = NDArray[np.float64]
 class Synthetic(IndexedSource):
     """Rows that are sparse sums of random unit vectors, `features` [n_features, d_in] (Sharkey et al. 2022).
 
-    Features fire independently, the j-th with a probability about ∝ j^-skew, with coefficients uniform in 0.5 .. 1.5.
-    A row is generated from hashes of the seed and its number only, so it does not depend on the rest of the batch.
+    Features fire independently. The probability of feature j is about proportional to j^-skew, and its coefficient is
+    uniform in 0.5 .. 1.5. A row is generated only from hashes of the seed and of the row's number, so it does not
+    depend on the rest of the batch.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ _QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5
 
 
 def _normal(words: Words, d: int) -> Tensor:
-    """Return d normal random numbers for each word, [n, d]; each 64-bit hash of a word gives four."""
+    """Return d normal random numbers [n, d] for each word; each 64-bit hash of a word yields four of them."""
     n_words = -(-d // 4)
     hashes = mixed(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
     normal: Tensor = _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]

@@ -1,4 +1,4 @@
-"""Maps stored rows to their texts, using each shard's tensor `document`; reads no activations."""
+"""Maps stored rows to their texts, using each shard's tensor `document`, without reading activations."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Counts(NamedTuple):
 class Texts:
     """The texts of the rows in one set of shards; `parts` has the text numbers of each shard's rows, in order.
 
-    With `numbered_through`, as in sae-tui's own extractions, a number means the same text in all shards. Otherwise, if
-    numbers ascend within all shards and a later shard starts again at the lowest number, this shard begins a new
-    numbering, and its texts are different. If the numbering is unclear, equal numbers count as one text, so that no
-    text is on both sides of a split.
+    With `numbered_through`, as in sae-tui's own extractions, a number refers to the same text in all shards. Otherwise,
+    if numbers ascend within all shards and a later shard starts again at the lowest number, this shard starts a new
+    numbering, and its texts are different texts. If the numbering is unclear, rows with equal numbers are treated as
+    one text, so that no text is on both sides of a split.
     """
 
     def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
@@ -62,7 +62,7 @@ class Texts:
         return np.concatenate(rows)
 
     def labels(self, rows: Indices, n_rows: int | None = None) -> Indices:
-        """Return a label, counted from 0, for each of some ascending rows; rows of one text share a label.
+        """Return a label, counted from 0, for each of the given ascending rows; rows of one text share a label.
 
         If `n_rows` is given, all these rows are among the first `n_rows`, and later rows do not affect the labels.
         """
@@ -84,7 +84,7 @@ class Texts:
 
 
 def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words:
-    """Return a random number for each text, independent of other texts; `seed` comes from `seed_key`."""
+    """Return a random number for each text that does not depend on other texts; `seed` comes from `seed_key`."""
     of_number = mixed(number.astype(np.int64).view(np.uint64) ^ seed)
     return mixed(of_number + np.asarray(numbering).astype(np.uint64))
 
@@ -99,10 +99,10 @@ def _numberings(parts: Sequence[Numbers]) -> Indices:
     if not parts:
         return np.zeros(0, np.int64)
     lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))
-    # Strictly below: a single text that continues in the next shard does not begin a new numbering.
+    # Compare strictly, since a single text that continues in the next shard does not start a new numbering.
     falls = lowest[1:] < highest[:-1]
     is_sure = bool((lowest[1:][falls] == lowest[0]).all())
-    # Otherwise the rows may be shuffled across shards, so that each shard has rows of every text.
+    # If numbers do not ascend, the rows may be shuffled across shards, so that each shard has rows of every text.
     if not is_sure or (falls.any() and not all(_is_ascending(part) for part in parts)):
         return np.zeros(len(parts), np.int64)
     return np.concatenate([[0], falls.cumsum()])

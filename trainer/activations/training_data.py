@@ -38,14 +38,14 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# Rows of a sample. OpenAI uses the same number to initialise b_dec; they take 300 MB at d_in 2304.
+# The number of rows in a sample. OpenAI initialises b_dec with the same number of rows. They take 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
     "ranks than held-out rows; undo the change, or start a new run"
 )
-# The share of texts that is held out at the start of a stream. Finding 32,768 held-out rows takes 8 x 32,768 rows, as
-# many as the shuffle buffer holds, so that the model computes no extra rows.
+# The share of texts that is held out at the start of a stream. To find 32,768 held-out rows, 8 x 32,768 rows must be
+# read. The shuffle buffer needs as many rows anyway, so the model computes no extra rows.
 SHARE_OF_TEXTS = 1 / 8
 # The maximum number of rows to read per held-out row, and the minimum share of the requested rows that must be found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
@@ -92,7 +92,7 @@ class HookRows(ABC):
 
     @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
-        """Return a sentence that says that a row of this sample is not finite."""
+        """Return a message that row `index` of this sample is not finite."""
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
@@ -115,7 +115,7 @@ class HookRows(ABC):
 
 
 class TrainingData(ABC):
-    """The rows that one rank trains on, in order; several hooks are concatenated, as in the source."""
+    """The rows that one rank trains on, in order; the rows of several hooks are concatenated, as in the source."""
 
     # The number of held-out rows of all ranks together, how they are chosen, and the number of their texts, if known.
     n_held_out: int
@@ -123,7 +123,7 @@ class TrainingData(ABC):
     n_texts: int = 0
     # The number of stored training rows, or None for a stream, whose length is unknown.
     n_train: int | None = None
-    # True if `read` waits for other ranks, which must then call it equally often.
+    # Whether `read` waits for other ranks. If so, all ranks must call `read` equally often.
     reads_together: bool = False
     # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
@@ -197,7 +197,7 @@ def _choice(key: str) -> str:
 
 
 class HowHeldOut(NamedTuple):
-    """How rows are held out: the policy, its seed, and whether the job sets `hold_out` (then there is no fallback)."""
+    """How rows are held out: the policy, its seed, and whether the job sets `hold_out`, which disables the fallback."""
 
     hold_out: HoldOut
     seed: int
@@ -312,7 +312,7 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 
 
 def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
-    """Label some ascending rows by their text or, if texts are unknown, by blocks of `BLOCK` neighbours.
+    """Label ascending rows by their text or, if texts are unknown, by blocks of `BLOCK` neighbours.
 
     If `first_sizes` is given, all the rows are among the first rows of each set, and later rows do not affect the
     labels.
@@ -331,7 +331,7 @@ def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] =
 
 
 def _n_split(source: Source) -> int | None:
-    """Return the number of rows that held-out rows are drawn from, or None for a stream of unknown length."""
+    """Return the number of candidates for held-out rows, or None for a stream of unknown length."""
     return sum(source.split_sizes) or source.n_tokens if isinstance(source, IndexedSource) else source.n_tokens
 
 
@@ -344,7 +344,7 @@ class StreamData(TrainingData):
 
     If the stream knows its texts, complete texts near its start are held out, chosen by a hash of their numbers.
     Otherwise, or if there are only a few long texts, the first rows of each part are held out. The held-out rows and
-    the sample, which has the first training rows, stay in memory; a resumed run reads them again.
+    the sample, which consists of the first training rows, stay in memory. A resumed run reads both again.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class StreamData(TrainingData):
     def note_trained(self, rows: ReadRows) -> None:
         assert rows.mark is not None
         self._place = rows.mark.place
-        # Only the first bad row is reported, and every batch may have one, so the list must not grow.
+        # Record only the first bad row, since only that row is reported and every batch may have bad rows.
         if rows.mark.bad_row is not None and not self._bad:
             self._bad.append(rows.mark)
 
@@ -485,7 +485,7 @@ class StreamData(TrainingData):
         return self._bad_sentence(index % n_each, index // n_each)
 
     def _bad_sentence(self, row: int, part: int) -> str:
-        """Return a sentence that says that a row is not finite; rows are counted from the first training row."""
+        """Return a message that a row is not finite; `row` is counted from the first training row."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"
@@ -542,7 +542,7 @@ class _StreamHook(HookRows):
 
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
-    """Return for each row, given the number of its text, int64 [n], whether that text is held out, bool [n]."""
+    """Return a mask [n] of the rows whose text is held out, given the text number, int64 [n], of each row."""
     # Rows of one text are neighbours, so hash each text once and not each row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]

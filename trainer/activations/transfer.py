@@ -49,26 +49,27 @@ class Transfer:
 
 
 class Lane(Protocol):
-    """A queue of copies from the host, separate from the training queue; see `CudaLane`."""
+    """A queue of copies from the host to the device, separate from the training queue; see `CudaLane`."""
 
     def pinned(self, n_bytes: int) -> Tensor:
         """Return memory that allows asynchronous copies, uint8 [n_bytes]."""
 
     def copy(self, rows: Tensor) -> Tensor:
-        """Queue a copy to the device and return it; copies run in order."""
+        """Queue a copy of the rows to the device, and return the copy; copies run in order."""
 
     def mark(self) -> DeviceEvent:
-        """Return the point after the last queued copy."""
+        """Return an event at the point after the last queued copy."""
 
     def meet(self, arrival: DeviceEvent, rows: tuple[Tensor, ...]) -> None:
-        """Make the training queue wait for `arrival`, and keep the copies' memory until training has used it."""
+        """Make the training queue wait for `arrival`, and keep the memory of `rows` until training has used them."""
 
 
 class CudaLane:
     """A separate CUDA stream for copies.
 
-    A batch's memory becomes free only when the GPU has trained on it, not when the host has queued that work. So the
-    host waits once it is more than `AHEAD` batches ahead; otherwise every further batch would need new memory.
+    The memory of a batch can only be reused after the GPU has trained on the batch, not when the host has queued the
+    training step. So the host waits if it is more than `AHEAD` batches ahead of the GPU; otherwise, every further batch
+    would need new memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,5 +164,5 @@ class _PinnedBuffer:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return the kind of transfer that suits a device."""
+    """Return an overlapped transfer to a GPU, or a transfer without overlap to a CPU."""
     return Overlapped(device, CudaLane(device)) if device.type == "cuda" else Transfer(device)

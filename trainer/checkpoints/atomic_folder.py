@@ -32,7 +32,7 @@ class NoSpaceError(UserError):
 
 @contextlib.contextmanager
 def fill_folder(folder: Path, last: str) -> Iterator[Path]:
-    """Yield a temporary folder next to `folder`; after the context, sync it to disk and rename it to `folder`.
+    """Yield a temporary folder next to `folder`; after the `with` block, sync it to disk and rename it to `folder`.
 
     If `folder` exists, the new files replace files with the same name one by one, with the file `last` at the end;
     other files are kept. Raise `UserError` if writing fails, or if `folder` is a symbolic link.
@@ -117,7 +117,7 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 def free_bytes(folder: Path) -> int:
     """Return the bytes that the user can still write to the file system of `folder`, which need not exist yet.
 
-    Return `sys.maxsize` if the file system does not report them.
+    Return `sys.maxsize` if the file system does not report its free space.
     """
     try:
         _, free = free_disk(folder)

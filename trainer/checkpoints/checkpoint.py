@@ -53,9 +53,9 @@ BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
-    """Manages the checkpoints of one run: keeps the latest `keep`, in case one is damaged, and the best one.
+    """Manages the checkpoints of one run: keeps the latest `keep`, in case one is damaged, and the best checkpoint.
 
-    `d_out` and `origin` describe the data, for exports that have only the checkpoint. If the SAEs train on several
+    `d_out` and `origin` describe the data, so that an export needs only the checkpoint. If the SAEs train on several
     hooks, `origins` maps each SAE's label to its origin. `data` returns the record of the shards, which contain
     `n_train_rows` training rows.
     """
@@ -80,7 +80,7 @@ class Checkpoints:
         return self._folder / f"step-{position.step:08d}"
 
     def best(self) -> CheckpointState | None:
-        """Return the state of the checkpoint with the lowest held-out FVU; None if no checkpoint has one."""
+        """Return the state of the checkpoint with the lowest held-out FVU, or None if no checkpoint has an FVU."""
         best = best_first(newest_first(self._folder))
         return read_state(best[0]) if best else None
 
@@ -99,7 +99,7 @@ class Checkpoints:
         target = self.folder(position)
         # JSON cannot represent NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
-        # Otherwise the temporary folders of killed saves would occupy gibibytes forever.
+        # Remove the temporary folders of killed saves, which would otherwise occupy gibibytes forever.
         clear_cut_off_folders(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with fill_folder(target, last=MANIFEST) as temporary:
@@ -178,7 +178,7 @@ def _remove(folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:
-    """Load a checkpoint, or the latest undamaged one in a folder of checkpoints, and restore torch's random state.
+    """Load a checkpoint, or the latest undamaged checkpoint in a folder, and restore torch's random state.
 
     Raise `UserError` if there is no usable checkpoint.
     """

@@ -13,7 +13,7 @@ from trainer.contract.paths import open_private, private_folder
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Bytes per folder for JSON files, the random state and partially filled blocks.
+# The number of bytes in each folder for JSON files, the random state and partially filled blocks.
 _OF_FOLDER = 2**16
 
 
@@ -23,7 +23,7 @@ def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
 
 
 class Reserve:
-    """A file that reserves space for the last checkpoint and the SAEs; with 0 bytes it does nothing."""
+    """A file that reserves disk space for the last checkpoint and the SAEs; it does nothing if `n_bytes` is 0."""
 
     def __init__(self, file: Path, n_bytes: int) -> None:
         self._file, self._n_bytes = file, n_bytes
@@ -44,7 +44,7 @@ class Reserve:
                 os.close(descriptor)
 
     def release(self) -> None:
-        """Free the space."""
+        """Free the reserved space."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 
@@ -52,7 +52,8 @@ class Reserve:
 def _allocate(descriptor: int, n_bytes: int) -> None:
     """Reserve space for a file; raise `OSError` if the disk is too full or the file system cannot reserve space.
 
-    If it cannot, `os.posix_fallocate` would write to every block, which takes minutes per GiB over a network.
+    `os.posix_fallocate` is not used: if the file system cannot reserve space, that function writes to every block,
+    which takes minutes per GiB over a network.
     """
     zero, length = ctypes.c_longlong(0), ctypes.c_longlong(n_bytes)
     if _libc.fallocate(descriptor, 0, zero, length):

@@ -31,9 +31,10 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The maximum number of rows to measure, which equals the default maximum of held-out rows.
+# The maximum number of rows on which an SAE is measured. This is also the default maximum number of held-out rows.
 MOST_ROWS = 32_768
-# The minimum number of training tokens per measured row. Measuring a row takes a third as long as training on it.
+# The minimum number of training tokens per row that an SAE is measured on. Measuring takes a third as long per row as
+# training.
 SHARE_OF_TOKENS = 20
 # The number of texts to keep for each latent: half as many as the command `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10
@@ -56,14 +57,14 @@ class Cards:
         self._at = trainer.position
 
     def write(self) -> None:
-        """Write and report a report card for every SAE that this rank has exported; never fail.
+        """Write a report card for every SAE that this rank has exported, and report the results; never raise an error.
 
         Ranks that only contribute tokens or latents to another rank's SAEs write no report card.
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
         self._progress.heartbeat(JUDGING, self._at.step, self._at.tokens)
-        # Store all metrics first: from here on, the run counts as finished even if it is killed.
+        # Store all metrics first, since from now on, the run is considered finished even if it is killed.
         self._progress.settle()
         try:
             results = self._parallel.all_gather(self._own())
@@ -77,7 +78,7 @@ class Cards:
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Evaluate this rank's SAEs; return by label the level and message of an event, and the error of the FVU."""
+        """Evaluate this rank's SAEs; map each label to the level and text of an event and the FVU's standard error."""
         results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return results
@@ -118,7 +119,7 @@ class Cards:
         return write_card(folder, card)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
-        """Find the texts in which each latent fires most, among as many rows as are measured.
+        """Find the texts in which each latent fires most, in as many rows as the SAE is measured on.
 
         Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time:
         comparing each latent with all others takes as long as reading `d_sae` rows.
@@ -130,7 +131,7 @@ class Cards:
         def acts_of(x: Tensor) -> Acts:
             if self._stop.is_set():
                 raise StopAsked("a stop was requested")
-            # Use the scale of the training, like the command `eval`.
+            # Use the same scale as in training, like the command `eval`.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
         return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
@@ -143,14 +144,14 @@ class Cards:
 
 
 def most_rows(tokens: int, world_size: int) -> int:
-    """Return the number of rows to measure, such that this takes only a small share of the run's time."""
+    """Return the number of rows to measure on, such that measuring takes only a small share of the run's time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
 
 
 def error_of_all(card: Card) -> float | None:
     """Return the standard error of the FVU, or None if it is unknown.
 
-    The error on all held-out rows would be only slightly smaller, since the measured rows come from the same texts.
+    The standard error on all held-out rows would be only slightly smaller, since these rows come from the same texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

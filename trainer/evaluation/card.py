@@ -40,10 +40,11 @@ def write_card(
 ) -> Card:
     """Merge new measurements into the report card next to an SAE's weights, and return the result.
 
-    Earlier measurements of the same weights are kept unless they were repeated. The same holds for `tensors`: the texts
-    that latents fire on and the tokens that they promote. The previous report card becomes an older version, unless the
-    same evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written atomically. A
-    README.md that `eval` did not write is kept. Raise `UserError` if the disk fails or the weights have changed.
+    Earlier measurements of the same weights are kept unless they were repeated. `tensors`, which are the texts that
+    latents fire on and the tokens that they promote, are merged in the same way. The previous report card is archived
+    as an older version, unless it equals `replaces`, which the same evaluation wrote. Only one process writes at a
+    time, and each file is written atomically. A README.md that `eval` did not write is kept. Raise `UserError` if the
+    disk fails or the weights have changed.
     """
     try:
         with locked(folder):
@@ -89,7 +90,7 @@ def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> 
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
-    """Start timing a part; return a function that takes the remaining fields of `Part` and returns the timed part."""
+    """Start to time a part of an evaluation; return a function that creates the `Part` from its other fields."""
     began = time.monotonic()
 
     def part(n: int, unit: str, **fields: Any) -> Part:
@@ -137,7 +138,7 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 
 
 def _left_out(data: EvaluationData) -> str:
-    """Return the part of a sentence that lists the rows that are left out of all metrics."""
+    """Return a clause that lists the rows that are left out of all metrics."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:

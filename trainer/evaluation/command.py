@@ -61,13 +61,13 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run, of a checkpoint or in a folder on rows of `data`.
 
-    For a transcoder in a folder, `targets` are its targets; `given` corrects settings in the folder's files. Return for
-    each SAE its report card (`card`), its text (`lines`), and the folder that it was written to (`written_to`). A job
-    file may request a language model's own Python code, which runs only if `allows_code` is set. With `keeps_rows`,
-    rows are measured only if the report card has no measurement on rows for the same weights. With `is_probed`, the
-    SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads. Report cards, and up to `n_contexts`
-    (20) texts for each latent, are written if the run has exported the SAE. Raise `UserError` if something cannot be
-    read.
+    For a transcoder in a folder, `targets` are its targets; `given` corrects settings in the folder's files. Return a
+    dict for each SAE with its report card (`card`), the text of the card (`lines`), and the folder in which the card
+    was written (`written_to`). A job file may request a language model's own Python code, which runs only if
+    `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such measurement
+    for the same weights. With `is_probed`, the SAEs of a run are probed on `n_sets` (by default 12) sets of texts that
+    `model` reads. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run
+    has exported the SAE. Raise `UserError` if something cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: needs --model; give both, or leave it out")
@@ -118,7 +118,7 @@ def evaluate(
 
 
 def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code: bool) -> dict[str, Planned]:
-    """Return how long each part of an evaluation of a run is expected to take; {} if the run cannot be read."""
+    """Return the expected duration of each part of a run's evaluation, or {} if the run cannot be read."""
     with contextlib.suppress(UserError):
         run_dir, _ = checkpoint_of(path.absolute(), best=False)
         job, output = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code), output_of(run_dir)

@@ -34,7 +34,8 @@ from trainer.training.learner import Learner
 # The number of tokens in a context before and after the token on which a latent fires most.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# The number of tokens in a context for other tools: a multiple of 32 and 64, which these tools show at once.
+# The number of tokens in a context for other tools. It is a multiple of 32 and 64, since these tools show 32 or 64
+# tokens at a time.
 CACHE_CONTEXT = 256
 # The maximum number of rows to read, from the first shards.
 MOST_ROWS = 2**18
@@ -67,7 +68,7 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
 
 
 def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
-    """Yield the rows of a folder's shards in text order, up to `most`; stop at a shard that records no tokens."""
+    """Yield up to `most` rows of a folder's shards in text order; stop at the first shard that records no tokens."""
     meta, left = read_json(place / META, dict[str, object]) or {}, most
     for shard in inspect_shards(place).shards:
         if left <= 0 or not shard_tells_tokens(shard.file):
@@ -200,7 +201,7 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
 def _best_by_document(entries: ActivationEntries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
     """Find each latent's strongest entry in each document, and keep the best `n` entries of each latent.
 
-    Return the indices of these entries, and the rank of each within its latent.
+    Return the indices of these entries, and the rank of each among the entries of its latent.
     """
     _, numbered = document.unique(return_inverse=True)
     group = entries.latents * (int(numbered.max()) + 1) + numbered[entries.rows]
@@ -222,8 +223,8 @@ def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tu
     offsets = torch.arange(-BEFORE, AFTER + 1)
     at = (here + offsets).clamp(0, n_rows - 1)
     apart = origin.positions[at] - origin.positions[here]
-    # Positions skip rows that were left out. If a position goes backwards or jumps far ahead, another piece of text
-    # begins.
+    # Positions have small gaps where rows were left out. If a position decreases or increases by more, another piece of
+    # text starts.
     follows = (apart.sign() == offsets.sign()) & (apart.abs() <= 2 * WIDTH)
     is_same = follows & (origin.document[at] == origin.document[here]) & (at == here + offsets)
     ids = origin.token_ids[at].where(is_same, NO_TOKEN).int()
@@ -233,7 +234,7 @@ def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tu
 
 
 def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "") -> None:
-    """Write the features file next to the weights of an SAE, atomically; `weights` is their hash.
+    """Write the features file next to the weights of an SAE, atomically; `weights` is the hash of the weights.
 
     Raise `UserError` if the disk fails.
     """
@@ -249,7 +250,7 @@ def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, T
     """Complete `tensors` for `write_features` from an older file of the same weights.
 
     The tensors and the file may each lack the latents' texts or the promoted tokens. Return {} if both lack the texts.
-    A damaged older file counts as missing.
+    A damaged older file is treated as missing.
     """
     before: dict[str, Tensor] = {}
     if older is not None:
@@ -283,7 +284,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each latent the n latents with the most similar decoder directions, [d_sae, n], and their cosines."""
+    """Return the n latents with the decoder directions most similar to each latent's, [d_sae, n], and the cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []
@@ -296,7 +297,7 @@ def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _texts(token_ids: Tensor, tokens: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return a table of all tokens that occur: ids in ascending order, the joined bytes, and where each token ends."""
+    """Return a table of all tokens in `token_ids`: the ascending ids, the joined bytes, and the end of each token."""
     return _table_of_texts({one: tokens[one] for one in token_ids.unique().tolist() if 0 <= one < len(tokens)})
 
 
@@ -312,7 +313,7 @@ def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
-    """Return an index from each token in the ascending `text_ids` to the latents with this token in a context."""
+    """Return an index that maps each token in the ascending `text_ids` to the latents with the token in a context."""
     d_sae = len(token_ids)
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
@@ -323,7 +324,7 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
-    """Return a function that finds where a learner's latents fire in the job's data, or None if it has no tokens."""
+    """Return a function that finds where a learner's latents fire in the data; None if the data has no tokens."""
     folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
@@ -338,7 +339,7 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
 
 
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
-    """Return where latents fire in the first texts of a folder, cut into contexts.
+    """Find where latents fire in the first texts of a folder, which are split into contexts.
 
     An incomplete context at the end is dropped. Outlier rows have no activations. Activations are at the scale of the
     raw data.

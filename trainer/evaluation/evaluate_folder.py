@@ -77,7 +77,7 @@ def saes_in(path: Path) -> list[Path]:
 
 
 def _job_on(data: str, targets: str | None) -> JobConfig:
-    """Return a job whose data is all rows in a folder."""
+    """Return a job whose data consists of all rows in a folder."""
     stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:
@@ -86,7 +86,7 @@ def _job_on(data: str, targets: str | None) -> JobConfig:
 
 
 def _run_beside(path: Path) -> RunPaths | None:
-    """Return the run that wrote a folder of SAEs: `RUN/sae`, or `saes/ID` next to `runs/ID`."""
+    """Return the run that wrote the SAEs in `RUN/sae`, or in `saes/ID` next to `runs/ID`; None for other folders."""
     for folder in (path, path.parent):
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
         run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)

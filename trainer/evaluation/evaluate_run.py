@@ -62,7 +62,8 @@ from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, le
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
-# How many rows a language model recomputes from the text, for each kind of device. On a CPU this takes 1 to 2 minutes.
+# The number of rows that a language model recomputes from the text, for each type of device. On a CPU, this takes 1 to
+# 2 minutes.
 ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
@@ -70,9 +71,9 @@ class Evaluation(NamedTuple):
     """The lazy evaluation of an SAE, and the `folder` of its report card.
 
     `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
-    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, with `n` texts for each latent, and
-    their parts; with n = 0, only the tokens that latents promote. The tensors and parts are empty if the tokens of the
-    data are unknown.
+    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts that these tensors
+    measure. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if
+    the tokens of the data are unknown.
     """
 
     folder: Path
@@ -131,10 +132,10 @@ def evaluations_of(
 
 
 class _Hooks:
-    """Provides for each hook the language model, dense probes and rows with tokens, which all SAEs of a hook share.
+    """Provides the language model, the dense probes and the rows with tokens of each hook; all its SAEs share them.
 
-    All of these are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model
-    and probes stay in memory.
+    They are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model and
+    probes stay in memory.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class _PartTimer:
             yield _with(card, PROBES, part, probing=probing)
 
     def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return tensors with the latents' texts and, with a language model, promoted tokens; also return the parts."""
+        """Return tensors with the latents' texts and, if there is a model, promoted tokens, and the measured parts."""
         learner, path = self._learner, self._hooks.texts(self._learner.hook)
         if path is None or not path.is_dir():
             return {}, {}

@@ -1,4 +1,4 @@
-"""Reads the job file of a run to evaluate. The file may belong to another user, so it cannot allow code to run."""
+"""Reads the job file of the run to evaluate. Another user may own the file, so it cannot allow code to run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.settings.toml import read_own_text, read_plain_text
 
 
 def evaluated_job(file: Path, *, allows_code: bool = False) -> JobConfig:
-    """Return the job of a run, in fp32.
+    """Return the job of a run, with its precision set to fp32.
 
     Raise `UserError` if the job runs a model's own code without permission, or if other users can write its file.
     """

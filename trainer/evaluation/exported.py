@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """While the context lasts, measure one half of the held-out rows with the threshold from the other half."""
+        """Use the threshold for one half of the held-out rows, which was set on the other half, in the `with` block."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
@@ -78,7 +78,7 @@ class ExportedSae:
 
 
 def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
-    """Return the threshold for each half of the held-out rows; [] if the metadata has none or they are malformed."""
+    """Return the threshold for each half of the held-out rows, or [] if the metadata has no valid thresholds."""
     stated = metadata.get(OF_HALVES)
     if not isinstance(stated, list) or len(stated) != len(HALVES):
         return []

@@ -31,7 +31,7 @@ _AT_ONCE = 256
 
 
 class Grouped(NamedTuple):
-    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` is the kind of group."""
+    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` is the type of group."""
 
     error: Tensor
     spread: Tensor
@@ -101,7 +101,7 @@ def measure(
 ) -> Figures:
     """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
-    `grouped` sums errors and spreads [n] over groups of dependent rows; without it, all rows count as independent.
+    `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
     targets. Raise `ValueError` if there are no rows.
     """
@@ -186,9 +186,9 @@ def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
 
 
 def histogram(density: Tensor) -> list[int]:
-    """Return the number of latents in each bin of log10 density; the first bin also counts all lower densities.
+    """Return the number of latents in each bin of log10 density; the first bin also includes all lower densities.
 
-    `density` is [d_sae]. Latents that never fire are not counted. The last bin ends at 0.
+    `density` is [d_sae]. Latents that never fire are not included. The upper limit of the last bin is 0.
     """
     fire = density[density > 0].double().log10()
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
@@ -215,7 +215,7 @@ def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
 def recovered(features: Tensor, w_dec: Tensor) -> float:
     """Return the MMCS: the mean over known features [n, d_out] of the largest cosine with a decoder direction.
 
-    Sharkey et al. 2022, "Taking features out of superposition with sparse autoencoders".
+    See Sharkey et al. 2022, "Taking features out of superposition with sparse autoencoders".
     """
     directions = normalize(w_dec.float(), dim=1)
     truth = normalize(features.to(directions), dim=1)
@@ -223,6 +223,6 @@ def recovered(features: Tensor, w_dec: Tensor) -> float:
 
 
 def recovery(source: Source, w_dec: Tensor) -> float | None:
-    """Return the MMCS with the true features of a source, or None if they are unknown."""
+    """Return the MMCS with the true features of a source, or None if the true features are unknown."""
     features = getattr(source, "features", None)
     return None if features is None else recovered(features, w_dec)

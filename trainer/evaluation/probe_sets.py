@@ -1,6 +1,7 @@
 """Reads labelled texts for training probes from the `sae-probes` package's files.
 
-Only its folder of tables is needed; importing the package would also load SAELens, TransformerLens and XGBoost.
+The package is not imported, since this would also import SAELens, TransformerLens and XGBoost. Only its tables are
+needed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ Encode = Callable[[Tensor], Tensor]
 KS = (1, 16)
 SEEDS = (0, 1, 2)
 TEST_SHARE = 1 / 3
-# Candidates for the inverse L2 penalty; the one with the best AUC on the last part of the training texts is used.
+# Candidates for the inverse L2 penalty. The candidate with the best AUC on the last part of the training texts is used.
 _STRENGTHS = np.logspace(1, -5, 7)
 _VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
 _ROWS_AT_ONCE = 1024
@@ -49,7 +49,7 @@ class LabelledRows(NamedTuple):
 
 
 class DenseProbes(NamedTuple):
-    """Rows of several data sets, and the AUCs [n_sets, n_seeds] of probes on the raw rows, the same for every SAE."""
+    """The rows of several data sets, and the AUCs [n_sets, n_seeds] of probes on the raw rows, without an SAE."""
 
     sets: list[LabelledRows]
     aucs: Floats
@@ -80,7 +80,7 @@ def probe(dense: DenseProbes, encode: Encode) -> Probing:
 
 
 def _one_thread() -> Any:
-    """Limit BLAS to one thread; with two threads, fits of so few rows take five times as long."""
+    """Limit BLAS to one thread, since fits of so few rows take five times as long with two threads."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "blas")
@@ -98,7 +98,7 @@ def _of_latents(one: LabelledRows, encode: Encode) -> list[list[float]]:
 
 
 def _sparse(rows: Tensor, encode: Encode) -> Any:
-    """Return activations as a sparse matrix [n, d_sae]; the dense matrix of a wide SAE would take too much memory."""
+    """Return activations as a sparse matrix [n, d_sae], since a dense matrix could take too much memory."""
     from scipy import sparse
 
     parts = [sparse.csr_matrix(encode(some).double().cpu().numpy()) for some in rows.split(_ROWS_AT_ONCE)]
@@ -118,7 +118,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
 
 
 class ProbeSplit(NamedTuple):
-    """The indices of a probe's training rows, in random order, and test rows, with their labels."""
+    """The indices and labels of a probe's training rows, which are in random order, and of its test rows."""
 
     train: Ints
     test: Ints
@@ -162,7 +162,7 @@ def _fitted_auc(strength: float, x_train: Floats, y_train: Ints, x_test: Floats,
 
 
 def _summary(names: list[str], aucs: Floats) -> Auc:
-    """Return the mean of AUCs [n_sets, n_seeds] and its errors."""
+    """Return the mean of the AUCs [n_sets, n_seeds] and its standard errors."""
     of_sets = aucs.mean(1)
     return Auc(
         auc=float(of_sets.mean()),

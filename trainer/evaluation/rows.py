@@ -42,7 +42,8 @@ class StopAsked(UserError):
 class EvaluationRows:
     """A run's held-out rows, or about `most` of them, evenly spaced; if none are held out, a sample of all rows.
 
-    Each pass of `batches` leaves out and counts outliers and non-finite rows. It raises `StopAsked` once `stop` is set.
+    Each pass over `batches` leaves out outliers and non-finite rows, and counts them. The pass raises `StopAsked` once
+    `stop` is set.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EvaluationRows:
         # end.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
-        # From the last pass: each row's label of its text or block, and a hash of rows and labels.
+        # From the last pass over the rows: the label of each row's text or block, and a hash of the rows and labels.
         self._labels: list[Indices] = []
         self._digest = hashlib.sha256()
         self._of = ""
@@ -85,7 +86,7 @@ class EvaluationRows:
     ) -> Iterator[Pair]:
         """Yield inputs and targets in fp32 on the device; every call yields the same rows.
 
-        The context `measuring_half(half)` is active while the held-out rows of that half are yielded.
+        The context manager `measuring_half(half)` is active while the held-out rows of that half are yielded.
         """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()

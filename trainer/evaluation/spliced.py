@@ -1,9 +1,9 @@
 """Measures how much worse a language model becomes if an SAE's reconstructions replace the rows at a hook.
 
 The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
-spliced in, and with the hook's rows set to zero. A score is the share of the loss added by this zero ablation that the
-SAE avoids. The main metrics replace and count only rows like the training rows, so they may leave out first tokens, for
-example. `all_tokens` replaces and counts every row, as SAELens does.
+spliced in, and with the hook's rows set to zero (zero ablation). A score is the share of the loss increase under zero
+ablation that the SAE avoids. The main metrics replace and include only rows like the training rows, so they may leave
+out first tokens, for example. `all_tokens` replaces and includes every row, as SAELens does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, ContextBatch, batches
 from trainer.extraction.state import ExtractionState
 
-# The number of tokens in one forward pass. Two copies of their logits are held in fp32.
+# The number of tokens in one forward pass. Two fp32 copies of the logits of these tokens are in memory.
 TOKENS_AT_ONCE = 1024
-# Sites in the residual stream, or whose rows are added to it. The input of an MLP is excluded, since it is normalised.
+# Sites whose rows are in the residual stream or are added to it. The input of an MLP is excluded, since it is
+# normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 # The number of promoted and of suppressed tokens to keep.
@@ -117,7 +118,7 @@ class ReadContexts(NamedTuple):
 
 
 class PatchedSums:
-    """Sums for one choice of counted rows: for the unchanged model, for each change, and for the rows themselves.
+    """Sums over one selection of rows: for the unchanged model, for each change, and for the rows themselves.
 
     `known` contains sums for changes that were measured with another SAE on the same text; these are not measured
     again.
@@ -169,8 +170,9 @@ class PatchedSums:
 class SplicedModel:
     """A language model with its unembedding; its rows at one hook can be replaced during a forward pass.
 
-    New rows are computed from the rows at `hook`; they replace the rows at `hook_out` if given, otherwise those at
-    `hook`. For a model that predicts no next token, `NoLoss` is raised, or `has_loss` is False if it `only_reads`.
+    New rows are computed from the rows at `hook`. They replace the rows at `hook_out` if given, otherwise the rows at
+    `hook`. If the model does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is set,
+    sets `has_loss` to False.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # For each number of tokens: the text, and the sums of its ablations for both choices of counted rows.
+        # For each number of tokens: the text, and the sums of the ablations for both selections of rows.
         self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:
@@ -254,14 +256,14 @@ class SplicedModel:
         return " and ".join(names)
 
     def _splice(self, view: PatchedSums, batch: ContextBatch, reading: ReadContexts) -> None:
-        """Run the model on a batch once for each change of a view."""
+        """Run the model on a batch once for each change in `view`, and add the results."""
         for name, change in view.changes.items():
             with self._model.replacing(partial(_replaced, reading.counts, change)):
                 view.of_each[name].add(reading, self._model.logits(batch))
             advance()
 
     def _everything(self, reading: ReadContexts, batch: ContextBatch) -> ReadContexts:
-        """Return the same `ReadContexts`, but with every token counted."""
+        """Return a copy of `reading` in which every token is counted."""
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
@@ -360,12 +362,12 @@ def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
 def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     """Return the tokens that each decoder direction promotes and suppresses most (the logit lens), and their logits.
 
-    nostalgebraist 2020, "interpreting GPT: the logit lens"; applied to decoder directions as in SAEDashboard and
-    Neuronpedia: W_dec @ W_U. Here W_U includes the weight of the model's final norm, as with TransformerLens'
-    `fold_ln`. Each result has the shape [d_sae, n].
+    The method is from nostalgebraist 2020, "interpreting GPT: the logit lens". As in SAEDashboard and Neuronpedia, it
+    is applied to decoder directions: W_dec @ W_U. Here W_U includes the weight of the model's final norm, like
+    `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
 
-    `trainer.contract.runs.features` reads tensors with the same names. `w_dec` [d_sae, d_model] has the directions, and
-    `w_u` [d_model, n_ids] maps them to logits.
+    `trainer.contract.runs.features` reads tensors with the same names. `w_dec` [d_sae, d_model] contains the
+    directions, and `w_u` [d_model, n_ids] maps them to logits.
     """
     n, at_once = min(N_MOVED, w_u.shape[1]), max(1, _LOGITS_AT_ONCE // w_u.shape[1])
     up, down = [], []

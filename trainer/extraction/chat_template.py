@@ -1,4 +1,4 @@
-"""Runs a model's chat template, which is an untrusted program, with limits on its time and on the size of values."""
+"""Runs the chat templates of models, which are untrusted code, with limits on run time and on the size of values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from trainer.contract.errors import UserError, first_line
 
-# Seconds. A template normally takes milliseconds, but a bad template may never end.
+# The time limit in seconds. A template normally takes milliseconds, but a faulty template may loop forever.
 _LIMIT_S = 3.0
-# Limits on an operator's result: bits of an integer, and characters of a text or entries of a list. `_LARGEST_ARGUMENT`
-# applies to integers, such as a width, that are passed to filters and to methods of texts or integers.
+# Operators may return integers of at most `_MOST_BITS` bits, and strings or lists of at most `_MOST_ENTRIES` entries.
+# Integers, such as a width, that are passed to filters and methods may be at most `_LARGEST_ARGUMENT`.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
 _HUGE = "it creates a huge number or text"
 
@@ -56,7 +56,8 @@ def _bound_templates() -> None:
 
         @staticmethod
         def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-            n_before = 1 + hasattr(function, "jinja_pass_arg")  # the filtered value, after any argument that Jinja adds
+            # Skip the filtered value, and the context argument that Jinja passes to some filters.
+            n_before = 1 + hasattr(function, "jinja_pass_arg")
 
             @functools.wraps(function)
             def bounded(*arguments: Any, **named: Any) -> Any:
@@ -93,7 +94,7 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
         left, right = right, left
     if not isinstance(left, str | bytes | list | tuple):
         return False
-    if operator == "%":  # a format with a large width
+    if operator == "%":  # a format string with a large width
         return isinstance(left, str) and bool(re.search(r"%[^%a-zA-Z]*(\*|\d{7})", left))
     if isinstance(right, int):
         return len(left) * right > _MOST_ENTRIES
@@ -101,14 +102,15 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
 
 
 class TookTooLong(BaseException):
-    """The code did not end in time. This is not a subclass of `Exception`, since the code might catch that."""
+    """Code has exceeded its time limit. This is not a subclass of `Exception`, since the code might catch those."""
 
 
 @contextlib.contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in the body of the context after the given time, at the next Python instruction.
+    """Raise `TookTooLong` in the body of the `with` statement if the body runs longer than the given time.
 
-    A call to C code is not interrupted. A signal would work only in the main thread.
+    The exception is raised before the next Python instruction, so a call to C code is not interrupted. A signal is not
+    used, since signals work only in the main thread.
     """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 

@@ -1,4 +1,4 @@
-"""Runs an extraction: reads batches with the model, selects rows, writes shards, and can resume after a shard."""
+"""Runs an extraction: runs the model on batches, selects rows and writes shards; it can be resumed after a shard."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class ExtractionResult(msgspec.Struct):
-    """The result of an extraction: a folder for each hook, its number of rows, and the numbers of rows left out, by
-    reason.
+    """The result of an extraction: the folder of each hook, the number of rows, and the excluded rows per reason.
 
-    `tokens_per_s` is the reading speed since this process started. When the extraction has finished, rank 0 counts the
-    tokens of all ranks.
+    `tokens_per_s` is the mean rate since this process started. After a finished extraction, the rate in the result of
+    rank 0 includes the tokens of all ranks.
     """
 
     state: str
@@ -63,7 +62,7 @@ class ExtractionResult(msgspec.Struct):
 
 
 class BatchToRead(NamedTuple):
-    """A batch to read, its number, the tokens whose rows are kept, and the origin of these rows."""
+    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of these rows."""
 
     number: int
     batch: ContextBatch
@@ -72,7 +71,7 @@ class BatchToRead(NamedTuple):
 
 
 class RowsInTransfer(NamedTuple):
-    """A batch whose rows [n, d_in] and norms [n] at each hook are being copied from the device."""
+    """A batch whose rows [n, d_in] and norms [n] at each hook are being copied from the device to the host."""
 
     asked: BatchToRead
     rows: list[HostCopy]
@@ -80,7 +79,10 @@ class RowsInTransfer(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """The rows of a batch at each hook [n, d_in], the indices of the kept rows (None: all), and their origin."""
+    """The rows [n, d_in] of a batch at each hook, and the indices and origins of the kept rows.
+
+    The indices `at` are None if all rows are kept.
+    """
 
     rows: list[Tensor]
     at: Tensor | None
@@ -95,7 +97,7 @@ class KeptRows(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """The shards, one per hook, that are being written, and the `ExtractionState` to save afterwards."""
+    """The shards, one per hook, that are being written, and the progress to save once they are written."""
 
     shards: ShardsBegun
     batch: int
@@ -158,12 +160,12 @@ class Extraction:
         rank = peers.rank if peers.size > 1 else None
         self._blocks = ShardBuffer(folders, job.extract.shard_rows, job.extract.seed, rank)
         self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
-        # The number of batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each at
-        # once.
+        # The number of batches queued on a GPU before the host waits for the rows of the oldest batch. A CPU runs each
+        # batch immediately.
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
-        # The number of rows that this process adds for processes whose text has ended; None until known.
+        # The number of rows that this process keeps in place of processes whose text has ended; None until known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 
@@ -216,7 +218,7 @@ class Extraction:
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Check only after a batch: when resuming, the counts do not include the first batch yet.
+                # Check only after a batch: in a resumed extraction, `left_out` does not include the first batch yet.
                 if self._n_missing <= 0:
                     return True
         self._note_written()
@@ -228,7 +230,7 @@ class Extraction:
         return True
 
     def _coming(self, batches: Iterator[BatchToRead]) -> Iterator[RowsInTransfer]:
-        """Yield the model's rows for each batch while it reads the next batches; end early if a stop is requested."""
+        """Yield the rows of each batch while the model reads the next batches; return early if a stop is requested."""
         ahead: deque[RowsInTransfer] = deque()
         for asked in batches:
             if self._peers.is_stopped:
@@ -244,7 +246,7 @@ class Extraction:
         return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: RowsInTransfer) -> None:
-        """Keep the rows of a batch that this process still needs, then rows that other processes lack."""
+        """Keep the rows of a batch that this process needs for its own share, then rows that other processes lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
             self._note_written()
@@ -265,7 +267,7 @@ class Extraction:
         return self._share + (self._extra or 0) - self._n_kept
 
     def _batches(self) -> Iterator[BatchToRead]:
-        """Yield this process's numbered batches from the saved position on; every call yields the same batches."""
+        """Yield this process's batches, starting at the saved position; every call yields the same batches."""
         own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
         for number, batch in itertools.islice(own, self._first[0], None):
             kept = kept_places(batch, self.model.tokenizer.special, self._job.extract)
@@ -277,7 +279,7 @@ class Extraction:
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
     def _choose(self, coming: RowsInTransfer) -> tuple[KeptRows, int]:
-        """Wait for the rows of a batch; return them with the indices to keep, and the number of outliers."""
+        """Wait for the rows of a batch, and return the rows within the norm limits and the number of other rows."""
         fits = self._within_limits([one.read() for one in coming.norms])
         rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
         if not n_outliers:
@@ -289,7 +291,7 @@ class Extraction:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
 
     def _within_limits(self, norms: list[Tensor]) -> Tensor:
-        """Return for each row, as bool [n], whether its norms are finite and within the limits of all hooks.
+        """Return a mask [n] of the rows whose norms are finite and within the limit at every hook.
 
         `norms` has one tensor [n] for each hook. The first call sets the limits if the state has none.
         """
@@ -303,7 +305,7 @@ class Extraction:
         return fits
 
     def _first_norms(self) -> list[Tensor]:
-        """Return the norms of the text's first rows, so that all processes use the same limits as a single process."""
+        """Return the norms in the first batch of the entire text, so that all processes set the same limits."""
         for batch in self._all_batches():
             places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
             if len(places):
@@ -326,7 +328,7 @@ class Extraction:
         return limits
 
     def _take(self, number: int, chosen: KeptRows, first: int) -> int:
-        """Add rows from a batch, from index `first` on, until no more are needed; store each full shard.
+        """Add the chosen rows of a batch from index `first` on, until no more are needed, and write each full shard.
 
         Return the index after the last added row.
         """
@@ -342,7 +344,7 @@ class Extraction:
         return last
 
     def _store(self, batch: int, offset: int) -> None:
-        """Begin to write a shard for each hook, after the previous shards are written."""
+        """Wait until the previous shards are written, and begin to write the next shard of each hook."""
         self._note_written()
         shards = self._blocks.begin_write(self._n_shards)
         self._writing = Writing(shards, batch, offset, dict(self._state.left_out))
@@ -390,7 +392,7 @@ class Extraction:
         """Wait for the other processes; rank 0 also writes the metadata of all rows."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
-        # Measure the rate before the work below, such as hashing the model, whose time does not depend on the rows.
+        # Measure the rate before the steps below, such as hashing the model, since they do not read any tokens.
         rate = self._rate()
         if self._peers.rank:
             return result_of(self._job, self._state, "finished", rate)
@@ -420,7 +422,7 @@ class Extraction:
 
 
 def share_of(n_tokens: int, rank: int, size: int) -> int:
-    """Return the number of rows that one process keeps."""
+    """Return the number of rows that process `rank` of `size` keeps."""
     return n_tokens * (rank + 1) // size - n_tokens * rank // size
 
 

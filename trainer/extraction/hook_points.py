@@ -1,4 +1,4 @@
-"""Finds the modules that hooks refer to, and reads or replaces their activations."""
+"""Finds the module of each hook, and reads or replaces the inputs or outputs of these modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BlockList(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> BlockList:
-    """Return the list of a model's blocks: the longest list of modules of one class.
+    """Return the list of a model's blocks: the longest `ModuleList` whose modules all have the same class.
 
     Lists inside a block are ignored, since a block may have more experts than the model has blocks. Raise `UserError`
     if the model has no such list.
@@ -57,10 +57,10 @@ def find_blocks(model: nn.Module) -> BlockList:
 
 
 def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
-    """Return the module at which a hook reads; raise `UserError` if the model has no such module."""
+    """Return the module whose input or output a hook reads; raise `UserError` if the model has no such module."""
     if hook.path:
         paths = dict(model.named_modules())
-        # A model with an unembedding contains its base model as a module.
+        # A model with an unembedding contains its base model as a submodule, so the path may need a prefix.
         nested = f"{getattr(model, 'base_model_prefix', '')}.{hook.path}"
         if hook.path not in paths and nested not in paths:
             raise UserError(f"model.hooks: the model has no module {show(hook.path)}; it has {_examples(model)}")
@@ -80,10 +80,10 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
 
 
 def _branch(block: nn.Module, site: str) -> str | None:
-    """Return the path, inside a block, of the module whose input or output is the site, or None if there is none.
+    """Return the path, relative to a block, of the module whose input or output is the site, or None if none exists.
 
-    The output of a branch is the tensor that is added to the residual stream. If the block normalises it first, this is
-    the output of the norm.
+    `attn_out` and `mlp_out` are the tensors that are added to the residual stream. If the block applies a norm before
+    this addition, they are the outputs of the norm.
     """
     children = dict(block.named_children())
     if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
@@ -100,17 +100,17 @@ def _is_berts(block: nn.Module) -> bool:
 
 
 def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
-    """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has no name."""
+    """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has none."""
     if hook.site == "resid_post" and _is_berts(model.get_submodule(f"{blocks.path}.{hook.layer}")):
         return f"blocks.{hook.layer}.{POST_NORM}"
     return hook.transformer_lens or hook.name
 
 
 def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
-    """Return for each point the path of a module that outputs the tensor at this point, or None.
+    """Return, for each point, the path of a module whose output is the tensor at this point, or None if none exists.
 
-    `read()` must run the model. `read` is called only if a point is the input of a module, to find the module that
-    produces this tensor.
+    `read` must run the model. `read` is called only if a point is the input of a module, to find the module that
+    produces this input.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
     inputs = [number for number, point in enumerate(points) if point.of_input]
@@ -135,7 +135,7 @@ def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[
 
 @contextlib.contextmanager
 def taking(model: nn.Module, points: Sequence[HookPoint], take: Taken) -> Iterator[None]:
-    """Call `take(number, tensor)` with the tensor at each point while the context lasts.
+    """Call `take(number, tensor)` with the tensor at each point whenever the model runs in the `with` block.
 
     The model continues with the same tensor, and may modify it once `take` has returned.
     """
@@ -163,7 +163,7 @@ def _watch(module: nn.Module, point: HookPoint, number: int, take: Taken) -> Any
 
 @contextlib.contextmanager
 def replacing(model: nn.Module, point: HookPoint, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the tensor at a point by `change(tensor)` while the context lasts."""
+    """Replace the tensor at a point by `change(tensor)` whenever the model runs in the `with` block."""
 
     def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if arguments:
@@ -186,9 +186,9 @@ def replacing(model: nn.Module, point: HookPoint, change: Callable[[Tensor], Ten
 
 
 def drop_blocks_above(model: nn.Module, blocks: BlockList, points: Sequence[HookPoint]) -> int:
-    """Remove the blocks above the highest point, and return the number of remaining blocks.
+    """Remove the blocks above the highest hook point, and return the number of remaining blocks.
 
-    Remove none if a point lies outside the blocks.
+    If a point is outside the blocks, keep all blocks.
     """
     numbers = [blocks.number(point.path) for point in points]
     if None in numbers:
@@ -207,9 +207,10 @@ def _examples(model: nn.Module) -> str:
 
 
 def rows_of(tensor: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a copy of the rows [n, d] of a tensor at `places`, indices into the flattened batch of this shape.
+    """Return a copy of the rows [n, d] of a tensor at `places`, which are indices into the flattened batch.
 
-    The tensor is [n_contexts, n_tokens, ...] or [n_contexts * n_tokens, d]; raise `ValueError` for any other shape.
+    `shape` is (n_contexts, n_tokens). Raise `ValueError` unless the tensor has the shape [n_contexts, n_tokens, ...] or
+    [n_contexts * n_tokens, d].
     """
     n = shape[0] * shape[1]
     if tensor.shape[:2] != shape and (tensor.ndim != 2 or len(tensor) != n):

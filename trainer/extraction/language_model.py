@@ -41,15 +41,16 @@ from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The largest allowed difference between the rows of a packed document and of the same document alone. Rounding alone
-# changes the rows: after 30 blocks in bf16 by 0.01 of their norm on average, and by at most 0.015.
+# The largest allowed relative difference between the rows of a document in a packed context and the rows of the same
+# document in its own context. Rounding alone causes a difference: 0.01 on average and at most 0.015 after 30 blocks in
+# bf16.
 _ROUNDING = 0.05
-# The largest allowed change of a document's rows if only its neighbour's tokens change. The two compared runs have the
-# same layout and rounding, except in a mixture of experts, where the tokens determine which rows are multiplied
-# together.
+# The largest allowed relative change of a document's rows if only the tokens of the other document in its context
+# change. Both forward passes have the same shapes and rounding, except in a mixture of experts, where the tokens
+# determine which rows are multiplied together.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
-# two contexts because some kernels keep documents apart only if the batch is a single context.
+# two contexts because some kernels separate documents only if the batch has a single context.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
@@ -58,7 +59,7 @@ _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Ke
 
 
 class NoLoss(UserError):
-    """Logits were requested from a model that predicts no next token."""
+    """Logits were requested from a model that does not predict next tokens."""
 
 
 class _AllHooksRead(Exception):
@@ -66,9 +67,9 @@ class _AllHooksRead(Exception):
 
 
 class LanguageModel:
-    """A model on a device, with its tokenizer; it reads contexts and returns the rows of its hooks.
+    """A language model with its tokenizer; it runs on batches of contexts and returns the activations at its hooks.
 
-    Unless it is `whole`, it has no unembedding and no blocks above the last hook, so it cannot return logits.
+    Unless `whole` is true, the model has no unembedding and no blocks above the last hook, so it cannot return logits.
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, *, whole: bool = False) -> None:
@@ -94,7 +95,7 @@ class LanguageModel:
         self.config = model.config
         self._accepted = {*inspect.signature(model.forward).parameters}
         self._n_ids = int(model.get_input_embeddings().num_embeddings)
-        # True if several documents can share a context without affecting each other.
+        # Whether several documents can share a context without affecting each other.
         self.packs = self._keeps_documents_apart()
 
     @property
@@ -109,7 +110,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """For each hook, the module of an `AutoModelForCausalLM` that outputs its rows, or None."""
+        """The path, in an `AutoModelForCausalLM`, of the module that outputs each hook's rows, or None if none does."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -125,7 +126,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def rows(self, batch: ContextBatch, places: Tensor) -> list[Tensor]:
-        """Read a batch and return for each hook its rows [n, d] at `places`, indices into the flattened batch.
+        """Run the model on a batch; return each hook's rows [n, d] at `places`, which index into the flattened batch.
 
         Raise `UserError` if the model does not know a token id, or if a hook does not have one row per token.
         """
@@ -135,7 +136,7 @@ class LanguageModel:
         places = queued_copy(places, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
-            # This copies the rows immediately, since the model may overwrite the tensor.
+            # `rows_of` copies the rows, since the model may overwrite the tensor.
             try:
                 taken[number] = rows_of(tensor, places, batch.ids.shape)
             except ValueError as error:
@@ -167,9 +168,9 @@ class LanguageModel:
 
     @contextlib.contextmanager
     def replacing(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Replace the tensor at the last hook by `change(read, written)` while the context lasts.
+        """Replace the tensor at the last hook by `change(read, written)` whenever the model runs in the `with` block.
 
-        `written` is the tensor at the last hook and `read` the tensor at the first hook, which may be the same hook.
+        `written` is the tensor at the last hook, and `read` is the tensor at the first hook. Both may be the same hook.
         """
         first, last = self.points[0], self.points[-1]
         taken: dict[int, Tensor] = {}
@@ -195,8 +196,8 @@ class LanguageModel:
         is_token = batch.documents != PADDING
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
         if packed:
-            # When positions restart, transformers masks all earlier tokens. Without packing, let the model choose the
-            # positions: those of RoBERTa start at 2.
+            # If positions restart, transformers masks all tokens before the restart. Without packing, the model chooses
+            # the positions, since they start at 2 in RoBERTa.
             given["position_ids"] = self._tensor(batch.positions)
         elif not is_token.all():
             given["attention_mask"] = self._tensor(is_token.astype(np.int64))
@@ -211,7 +212,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _keeps_documents_apart(self) -> bool:
-        """Return whether the rows of a packed document are independent of its neighbour's tokens.
+        """Return whether the rows of a document are independent of the other documents in its context.
 
         Raise `UserError` if the model cannot read even a single document.
         """
@@ -262,9 +263,9 @@ def _require_context(config: Any, context: int) -> None:
 
 
 def _window_before(config: Any, context: int) -> int | None:
-    """Return the context length above which one context changes the position embeddings of its complete batch.
+    """Return the context length above which a context changes the position embeddings of its entire batch.
 
-    Return None if the model has no such length, or if `context` is not longer.
+    Return None if the model has no such length, or if `context` does not exceed it.
     """
     of_text = config.get_text_config()
     rope = getattr(of_text, "rope_parameters", None) or getattr(of_text, "rope_scaling", None) or {}
@@ -274,7 +275,7 @@ def _window_before(config: Any, context: int) -> int | None:
 
 
 def _require_weights(model: Any, blocks: BlockList, missing: set[str]) -> None:
-    """Raise `UserError` if parameters of the blocks are missing in the files, since they would be random."""
+    """Raise `UserError` if the files lack parameters of the blocks, since these would be initialised randomly."""
     present = {name for name, _ in model.named_parameters()}
     lacking = sorted(name for name in missing & present if blocks.number(name) is not None)
     if lacking:
@@ -283,7 +284,7 @@ def _require_weights(model: Any, blocks: BlockList, missing: set[str]) -> None:
 
 
 def _require_unembedding(model: Any, missing: set[str]) -> None:
-    """Raise `NoLoss` if the model has no unembedding, or if its weights are missing and would be random."""
+    """Raise `NoLoss` if the model has no unembedding, or if the files lack the unembedding's weights."""
     unembedding = model.get_output_embeddings()
     own = {id(parameter) for parameter in unembedding.parameters()} if unembedding else set()
     lacking = [name for name, parameter in model.named_parameters() if id(parameter) in own and name in missing]
@@ -304,7 +305,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         raise UserError(f"model.path: reading a language model needs `{install('hf')}`") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # If the hub cannot be reached, the library logs each of ten attempts.
+    # If the hub cannot be reached, huggingface_hub logs each of its ten attempts.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, extra = settings.path, {}
     if settings.path.endswith(".gguf"):
@@ -321,7 +322,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         refuse_odd_config(config, Path(name), allows_code=settings.remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
         dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
-        # The progress bar for decoding a GGUF file ignores the setting above.
+        # The progress bar for decoding a GGUF file ignores `disable_progress_bar`.
         quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
         with warnings.catch_warnings(), quiet:
             warnings.simplefilter("ignore")
@@ -382,7 +383,7 @@ def spread(model: Any) -> Any:
 
     Raise `UserError` if the GPUs have too little free memory.
     """
-    # Import only when needed, since this takes 2 s.
+    # Import only when needed, since the import takes 2 s.
     from accelerate import dispatch_model
     from accelerate.utils import get_max_memory
 
@@ -390,13 +391,13 @@ def spread(model: Any) -> Any:
 
 
 def places(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
-    """Return the GPU of each module; `capacity` is the number of free bytes of each GPU."""
+    """Return a dict that maps each module to its GPU; `capacity` maps each device to its free bytes."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
     gpus = {gpu: n_bytes for gpu, n_bytes in capacity.items() if gpu != "cpu"}
     whole = sorted(getattr(model, "_no_split_modules", None) or [])
-    # Modules that fit on no GPU are assigned to "cpu" or "disk", and their weights would be copied for every batch.
+    # Accelerate assigns modules that fit on no GPU to "cpu" or "disk", and would copy their weights for every batch.
     balanced = get_balanced_memory(model, {**gpus, "cpu": 0}, no_split_module_classes=whole)
     chosen: dict[str, int] = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
     if not set(chosen.values()) <= gpus.keys():

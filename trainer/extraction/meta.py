@@ -1,4 +1,4 @@
-"""Collects metadata for the `meta.json` of stored activations, with hashes that identify model and tokenizer."""
+"""Collects the `meta.json` of stored activations, including hashes that identify the model and the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.extraction.packing import Tokenizer
 from trainer.extraction.shard_writer import DimensionSums, ShardFile
 from trainer.extraction.text import is_data_set
 
-# The maximum total size in bytes up to which a model's files are hashed completely, which takes a second or two. For
-# larger models, only pieces of each file are hashed.
+# The largest total size in bytes of a model whose files are hashed completely, which takes a second or two. For larger
+# models, only pieces of each file are hashed.
 WHOLE_BYTES = 2 * 2**30
 _PIECES, _PIECE_BYTES = 64, 2**16
 # Patterns for weight files; the first pattern that matches any file is used, as in transformers.
@@ -45,7 +45,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
         "tokens_after_text": model.tokenizer.after,
         "documents_share_contexts": model.packs,
         "context_size": job.text.context,
-        # A longer context changes the position embeddings of all contexts in its batch (longrope, dynamic NTK).
+        # With longrope or dynamic NTK, a context above this length changes the position embeddings of its entire batch.
         **({"rows_depend_on_batch_above": model.window_before} if model.window_before else {}),
         "dataset_path": job.text.path or job.text.dataset,
         "dataset_subset": job.text.subset,
@@ -66,7 +66,7 @@ def facts_of_hook(
 ) -> dict[str, Any]:
     """Return the metadata of the rows of hook `number`; `limit` is the largest norm allowed for a kept row.
 
-    `gamma` is ‖mean‖/‖std‖: the distance of the rows from the origin, relative to their spread. `scale` is ‖std‖.
+    `gamma` is ‖mean‖/‖std‖: the norm of the mean row, relative to the spread of the rows. `scale` is ‖std‖.
     """
     hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
     return {
@@ -91,7 +91,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def weights_facts(path: str) -> dict[str, Any]:
-    """Return the hashes of a local model's files by name, or {} for a hub model, which its revision identifies.
+    """Return the hash of each file of a local model, or {} for a model on the hub, which its revision identifies.
 
     `weights_sha256` contains the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256`
     instead: for each file, a hash of its size and of 64 evenly spaced pieces of 64 KiB.

@@ -13,13 +13,13 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.declare import show
 
-# The maximum file sizes in bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB. A
-# tokenizer_config.json has 180 bytes per added token: 12 MB for the 65,000 tokens of some speech models.
+# The maximum file sizes in bytes. The largest known configuration has 30 kB, and the largest tokenizer.json has 35 MB.
+# A tokenizer_config.json has 180 bytes per added token, which is 12 MB for the 65,000 tokens of some speech models.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
 _CONFIGS = ("config.json", "generation_config.json")
-# The maximum numbers of blocks and experts. Each block, and most experts, are built as separate modules; millions of
-# them would take hours and all memory. The largest known models have 200 blocks and 512 experts. Doge has 16,384
-# experts, but each is only a row of an embedding.
+# The maximum numbers of blocks and experts. Blocks and most experts are separate modules. Building millions of modules
+# would take hours and exhaust the memory. The largest known models have 200 blocks and 512 experts. Doge has 16,384
+# experts, but each expert is only a row of an embedding.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
 _WEIGHTS = "model.safetensors"
 # Matches settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but
@@ -51,7 +51,7 @@ def _files_in(index: Path) -> set[str]:
 
 
 def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: bool) -> None:
-    """Raise `UserError` if a configuration requires code from the hub, or impossibly many blocks or experts."""
+    """Raise `UserError` if a configuration requires code from the hub, or has an impossible number of modules."""
     n_weights = _n_weights(folder)
     for name, value in _facts(config):
         asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)
@@ -70,7 +70,7 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
 
 
 def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield all settings, including those of nested models such as a vision model."""
+    """Yield the name and value of each setting, including the settings of nested models such as a vision model."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < 4:
             # Each nested model may name its own implementation.

@@ -33,11 +33,12 @@ _NO_DOCUMENTS = torch.zeros(0, dtype=torch.int64)
 
 
 class ModelStream(StreamSource):
-    """A stream of rows from forward passes; part r of n reads the contexts r, r + n, r + 2n and so on of the text.
+    """A stream of rows from a language model; part r of n reads the contexts r, r + n, r + 2n and so on of the text.
 
-    A rank has one model on its training device, or one on each of its `own_devices`, which then read ahead. If several
-    ranks need the same part, they take turns reading its batches and exchange the rows. The rows and their order do not
-    depend on the devices. A resumed run tokenizes the text again from its start, but the model does not read it again.
+    Each rank has one model on its training device, or one model on each of its `own_devices`. Models on `own_devices`
+    read ahead. If several ranks need the same part, they take turns reading its batches and exchange the rows. The rows
+    and their order do not depend on the devices. A resumed run tokenizes the text again from the start, but its model
+    does not read the contexts of earlier batches again.
     """
 
     is_divided = True
@@ -79,8 +80,8 @@ class ModelStream(StreamSource):
         # Load models one after the other, so that host memory holds only one model's weights at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
-        # The number of batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each at
-        # once.
+        # The number of batches queued on a GPU before the host waits for the rows of the oldest batch. A CPU runs each
+        # batch immediately.
         self._ahead = 0 if device.type == "cpu" else 1
         self._models = [
             _BatchReader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models
@@ -90,7 +91,7 @@ class ModelStream(StreamSource):
         self.restore({"batch": 0})
 
     def _told_by_model(self, number: int) -> dict[str, Any]:
-        """Return metadata about a hook's rows that only the model knows, with the keys of an extraction's meta.json."""
+        """Return a hook's metadata that requires the loaded model, with the keys of an extraction's `meta.json`."""
         model, target = self._model, self.n_hooks + number
         facts = {
             "hook_name": model.names[number],
@@ -144,7 +145,7 @@ class ModelStream(StreamSource):
 
     @property
     def _hooks(self) -> list[str]:
-        """The hooks of all inputs, followed by the hooks of all targets for transcoders."""
+        """The hooks of all inputs; for transcoders, these are followed by the hooks of all targets."""
         ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
@@ -163,7 +164,7 @@ class ModelStream(StreamSource):
         self._own_batches = self._noting_documents(self._batches)
 
     def _noting_documents(self, batches: Iterator[ContextBatch]) -> Iterator[ContextBatch]:
-        """Yield the batches and record the documents of their rows."""
+        """Yield the batches, and record the document numbers of their kept rows."""
         for batch in batches:
             places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
             self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])
@@ -181,7 +182,7 @@ def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
 
 
 class _StreamRows(NamedTuple):
-    """Rows that are being copied from a device; `y` is None if the targets are the inputs."""
+    """Rows that are being copied to the CPU; `y` is None if the targets are the inputs."""
 
     x: HostCopy
     y: HostCopy | None
@@ -193,7 +194,7 @@ class _StreamRows(NamedTuple):
 
 
 class _BatchReader(NamedTuple):
-    """Reads batches with a language model; returns the rows of all inputs and, if there are any, all targets."""
+    """Runs a language model on batches, and returns the rows of all inputs and, for transcoders, of all targets."""
 
     model: LanguageModel
     job: ExtractJob
@@ -216,9 +217,10 @@ class _BatchReader(NamedTuple):
         return _StreamRows(HostCopy(x), None if y is x else HostCopy(y))
 
     def rows_on_cpu(self, batch: ContextBatch) -> Pair:
-        """Read a batch in the thread for this model's device, and return its rows on the CPU.
+        """Run the model on a batch, in the thread of the model's device, and return the rows on the CPU.
 
-        Raise `UserError` if the device runs out of memory, since a smaller SAE or training batch would not help.
+        If the device runs out of memory, raise a `UserError` that does not suggest a smaller SAE or training batch,
+        since neither would help.
         """
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
@@ -236,7 +238,7 @@ def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
 
 
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:
-    """Return the extraction that would store the same rows; it has no output folder."""
+    """Return the extraction job that would store the rows of a stream; its output folder is empty."""
     return ExtractJob(
         model=Model(settings.model, hooks, settings.revision, settings.dtype, settings.remote_code),
         text=TextSettings(

@@ -1,4 +1,4 @@
-"""Puts the tokens of documents into contexts: packed end to end without padding, or one piece of a document each."""
+"""Divides documents into contexts of tokens, either packed without padding or with one document in each context."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainer.extraction.token_bytes import token_bytes
 Ids = NDArray[np.int64]
 # The value of padding in `positions` and `documents`.
 PADDING = -1
-# The number of documents in one tokenizer call, which distributes them over the cores.
+# The number of documents in one tokenizer call. The tokenizer distributes them over the CPU cores.
 _AT_ONCE = 64
 
 
 class Tokens(NamedTuple):
-    """The tokens of a document, and the special tokens to put before and after each piece of it."""
+    """The tokens of a document, and the special tokens to put before and after each piece of the document."""
 
     ids: list[int]
     before: list[int]
@@ -32,8 +32,8 @@ class Tokens(NamedTuple):
 class ContextBatch(NamedTuple):
     """A batch of contexts, as arrays of int64 [n_contexts, n_tokens].
 
-    `positions` restart at 0 in each document, and `documents` contains document numbers; in both, padding has the value
-    `PADDING`.
+    `positions` restarts at 0 in each piece of a document, and `documents` contains document numbers. Both have the
+    value `PADDING` at padding tokens.
     """
 
     ids: Ids
@@ -47,7 +47,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.name = type(tokenizer).__name__
-        # Prevent warnings: documents may be longer than the model's window, since they are later cut into contexts.
+        # Prevent warnings about documents that are longer than the model's maximum, since they are split later.
         tokenizer.model_max_length = 10**12
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
@@ -78,7 +78,7 @@ class Tokenizer:
                     yield Tokens(list(one), [], [])  # type: ignore[arg-type]
 
     def _whole(self, document: Document) -> Document:
-        """Return a document with unpaired surrogates replaced; count the documents that this changes."""
+        """Return a document with its unpaired surrogates replaced, and count it in `n_mended` if it had any."""
         is_chat = not isinstance(document, str) and bool(document) and isinstance(document[0], dict)
         if not is_chat and (not isinstance(document, str) or document.isascii()):
             return document
@@ -87,7 +87,7 @@ class Tokenizer:
         return whole
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token by id, including the space before a word."""
+        """Return the bytes of each token, in the order of ids, including the space before a word."""
         return token_bytes(self._tokenizer)
 
     def rules(self) -> list[Any]:
@@ -104,7 +104,7 @@ class Tokenizer:
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
-    """Yield contexts of `length` tokens, each as a batch of one, filled with consecutive pieces of documents.
+    """Yield contexts of `length` tokens that are filled with consecutive pieces of documents, each as a batch of one.
 
     The last context may be shorter.
     """
@@ -126,7 +126,7 @@ def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
 
 
 def separate(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
-    """Yield contexts of at most `length` tokens, each as a batch of one with a piece of a single document."""
+    """Yield contexts of at most `length` tokens, each a piece of a single document and a batch of one."""
     for number, (ids, before, after) in enumerate(documents):
         n = length - len(before) - len(after)
         for at in range(0, len(ids), n):

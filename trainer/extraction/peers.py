@@ -17,7 +17,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.paths import private_folder
 
 POLL_S = 0.1
-# Seconds between two reports of a process's number of rows.
+# The minimum time in seconds between two reports of a process's number of rows.
 TELL_EVERY_S = 0.5
 
 
@@ -47,10 +47,10 @@ class Alone:
         self._advance(n)
 
     def extra(self, lacking: int) -> int:
-        """Report how many rows of this rank's share are missing; return how many rows it must add for other ranks.
+        """Report the number of missing rows in this rank's share; return the number that it must add for other ranks.
 
-        Rows are missing if the rank's text has ended. The first ranks that still have text add the missing rows, one
-        after another.
+        Rows are missing if the rank's text has ended. The first rank that still has text adds as many of the missing
+        rows as it can, then the next such rank, and so on.
         """
         return 0
 
@@ -98,7 +98,7 @@ class Peers(Alone):
         if (now := time.monotonic()) < self._told_at + TELL_EVERY_S:
             return
         self._told_at = now
-        # If the disk is full, writing the next shard will report it.
+        # If the disk is full, writing the next shard will report the error.
         with contextlib.suppress(OSError):
             self._write(f"kept-{self.rank}", n, durable=False)
         self._advance(self._sum_kept() if self.rank == 0 else n)
@@ -124,7 +124,7 @@ class Peers(Alone):
         return self._n_kept + sum(others)
 
     def _await(self, name: str) -> int:
-        """Wait until a rank has written the value `name`, and return it; raise `Stopped` if a stop is requested."""
+        """Wait until a rank has written the value `name`; return the value, or raise `Stopped` on a stop request."""
         while (value := self._read(name)) is None:
             if self.is_stopped:
                 raise Stopped

@@ -1,4 +1,4 @@
-"""Prepares the next batches of a text in a thread while the model reads."""
+"""Prepares the next batches of a text in a thread while the model reads the current batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 # An item, or the exception that ends the iteration.
 _Item = tuple[T | None, BaseException | None]
-# The number of items to prepare ahead. An item is a batch of tokens of a few hundred kilobytes. A tokenizer processes
-# 64 documents at a time, and the model must not wait for the next 64.
+# The number of items to prepare in advance. Each item is a batch of tokens with a few hundred kilobytes. The tokenizer
+# processes 64 documents at a time, and the model should not have to wait for the next 64.
 AHEAD = 8
 
 
 class ReadAhead(Generic[T]):
     """Iterates over items that a thread prepares, up to `AHEAD` of them in advance.
 
-    An error in the thread is raised after all items before it. The thread ends after the last item, on `close`, or when
-    this object is deleted. It is a daemon thread, so it does not keep the process alive.
+    An error in the thread is raised after all earlier items have been returned. The thread exits after the last item,
+    on `close`, or when this object is deleted. It is a daemon thread, so it does not keep the process alive.
     """
 
     def __init__(self, items: Iterator[T]) -> None:
@@ -44,7 +44,7 @@ class ReadAhead(Generic[T]):
         raise error
 
     def close(self) -> None:
-        """End the thread after its current item; from then on, it does not use the tokenizer."""
+        """Stop the thread after its current item, and wait until it has exited and no longer uses the tokenizer."""
         self._end()
         self._thread.join()
 

@@ -11,18 +11,18 @@ from concurrent.futures import Future
 from trainer.activations.base import Pair
 from trainer.extraction.packing import ContextBatch
 
-# The number of batches that each device reads in advance: one that is being read, and one that is done.
+# The number of batches that each device reads in advance: one in progress and one finished.
 AHEAD = 2
 Read = Callable[[ContextBatch], Pair]
 _Tasks = queue.SimpleQueue[tuple[ContextBatch, Future[Pair]] | None]
 
 
 class Readers:
-    """Reads batch i of a text with function i mod n of `reads`, each in its thread; returns results in text order.
+    """Reads batch i of a text with function i mod n of `reads`, and returns the rows in text order.
 
-    Each function reads at most `AHEAD` batches in advance. The rows do not depend on which function reads a batch.
-    Batches are created in the caller's thread. The threads end at the end of the text, on an error, on `close`, or when
-    this object is deleted. They are daemon threads, so they do not keep the process alive.
+    Each function runs in its own thread and reads at most `AHEAD` batches in advance. The rows do not depend on which
+    function reads a batch. Batches are created in the caller's thread. The threads exit at the end of the text, on an
+    error, on `close`, or when this object is deleted. They are daemon threads, so they do not keep the process alive.
     """
 
     def __init__(self, reads: Sequence[Read], batches: Iterator[ContextBatch]) -> None:
@@ -37,7 +37,10 @@ class Readers:
             thread.start()
 
     def next(self) -> Pair | None:
-        """Return the rows of the next batch, or None at the end of the text; raise the error if reading it failed."""
+        """Return the rows of the next batch, or None at the end of the text.
+
+        If an error occurred while the batch was read, raise this error.
+        """
         while len(self._pending) <= AHEAD * len(self._tasks) and self._begin_next():
             pass
         if not self._pending:
@@ -50,7 +53,7 @@ class Readers:
             raise
 
     def close(self) -> None:
-        """End the threads after their current batches; from then on, they do not use the models."""
+        """Stop the threads after their current batches, and wait until they have exited and released the models."""
         self._end()
         for thread in self._threads:
             thread.join()
@@ -61,7 +64,7 @@ class Readers:
     def _begin_next(self) -> bool:
         """Queue the next batch for reading; return False after the last.
 
-        If the text raises an error, `next` raises it after returning all batches before it.
+        If the text raises an error, `next` raises this error after it has returned the rows of all earlier batches.
         """
         asked: Future[Pair] = Future()
         try:
@@ -78,7 +81,7 @@ class Readers:
         return True
 
     def _end(self) -> None:
-        """Make the threads end as soon as possible, and discard all pending results."""
+        """Request the threads to exit as soon as possible, and discard all pending results."""
         self._batches = iter(())
         while self._pending:
             self._pending.popleft().cancel()

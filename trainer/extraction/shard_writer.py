@@ -1,7 +1,7 @@
-"""Shuffles the rows of several hooks in blocks and writes them as shards, in the same order for each hook.
+"""Shuffles blocks of rows and writes each block as a shard, in the same order for every hook.
 
-Threads process the bytes of rows while the model reads, without holding Python's GIL. A row is copied once when it
-arrives and once into its shuffled position. Pieces of a shard are written, hashed and summed in parallel.
+Threads process the bytes of the rows while the model reads, without holding Python's GIL. Each row is copied once when
+it arrives and once into its shuffled position. Each piece of a shard is written, hashed and summed in parallel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trainer.checkpoints.atomic_folder import not_written, sync
 from trainer.contract.paths import file_mode, private_folder
 from trainer.contract.settings.shards import TENSOR
 
-# Rows as bytes, [n, bytes], of any dtype.
+# The bytes of rows of any dtype, as uint8 [n, n_bytes].
 Raw = NDArray[np.uint8]
 # The number of bytes of a shard that are shuffled, hashed, summed and written at a time.
 _PIECE_BYTES = 2**22
-# The number of rows that are summed at a time, few enough to fit into a core's cache in float64. With 4096 rows, which
-# do not fit, the sums took half of the time of an extraction, excluding the model.
+# The number of rows that are summed at a time, small enough that they fit into a core's cache as float64. With 4096
+# rows, which do not fit, the sums took half of the extraction time without the model's.
 _ROWS_AT_ONCE = 256
 # The largest number of values that torch converts in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1
@@ -42,7 +42,7 @@ _MOST_THREADS = 16
 
 
 class RowOrigin(NamedTuple):
-    """The token id of each row, its position in the piece of the document, and the document number; int32 [n] each."""
+    """The token id, the position within its piece of a document, and the document number of each row, as int32 [n]."""
 
     token_ids: Tensor
     positions: Tensor
@@ -50,7 +50,7 @@ class RowOrigin(NamedTuple):
 
 
 class DimensionSums(msgspec.Struct):
-    """The sum and sum of squares of each dimension over all rows of a hook, in float64."""
+    """The sum and the sum of squares of each dimension over all rows of a hook, in float64."""
 
     n: int
     total: list[float]
@@ -80,7 +80,7 @@ class Block:
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
         self.origins: list[RowOrigin] = []
-        # Copies that may still be in progress.
+        # Copies of rows into `memory`, which may still be in progress.
         self.coming: list[Future[None]] = []
 
     @property
@@ -88,7 +88,7 @@ class Block:
         return len(self.memory[0]) - self.n
 
     def origin(self) -> RowOrigin:
-        """Return the origin of all rows."""
+        """Return the origins of all rows."""
         return RowOrigin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
 
 
@@ -104,9 +104,9 @@ class ShardsBegun:
         return all(one.done() for one in self._writing)
 
     def end(self) -> list[tuple[ShardFile, DimensionSums]]:
-        """Wait for the shards, and return them with the sums of their rows; call this only once.
+        """Wait until the shards are written, and return them with the sums of their rows; call this only once.
 
-        Raise `UserError` if a shard cannot be written; then none of them may be used.
+        Raise `UserError` if a shard cannot be written; the other shards must not be used either.
         """
         wait(self._writing)
         self._free()
@@ -119,17 +119,17 @@ class ShardBuffer:
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
         self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
         self._waiting: deque[Block] = deque()
-        # Memory of written shards, for reuse by new shards.
+        # The memory of blocks that have been written, for reuse by new blocks.
         self._free: list[list[Raw]] = []
         self.n_waiting = 0
-        # Use two pools, since writers wait for the workers that copy, hash and sum.
+        # Use two pools: in a shared pool, waiting writers could occupy all threads and block the workers' tasks.
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
     def add(self, rows: list[Tensor], origin: RowOrigin, chosen: Tensor | None = None) -> None:
-        """Add rows [n, d_in] of each hook, for the same tokens; the caller must not modify them afterwards.
+        """Add the rows [n, d_in] of the same tokens for each hook; the caller must not modify the tensors afterwards.
 
-        If indices `chosen` [n] are given, add only these rows. `origin` covers only the added rows.
+        If indices `chosen` [n] are given, add only the rows at these indices. `origin` has one entry per added row.
         """
         done, n = 0, len(origin.token_ids)
         raws = [_raw(one) for one in rows] if n else []
@@ -149,18 +149,18 @@ class ShardBuffer:
         return self.n_waiting >= self.shard_rows
 
     def row_bytes(self, rows: list[Tensor]) -> int:
-        """Return the number of bytes on disk for one row of all hooks."""
+        """Return the number of bytes that one row of every hook takes on disk."""
         return sum(of_hook.shape[1] * of_hook.element_size() + _BYTES_BESIDE for of_hook in rows)
 
     def write(self, number: int) -> list[tuple[ShardFile, DimensionSums]]:
         """Write the next shard of each hook, and return the shards with the sums of their rows.
 
-        Raise `UserError` if a shard cannot be written; then none with this number may be used.
+        Raise `UserError` if a shard cannot be written; the other shards of this number must not be used either.
         """
         return self.begin_write(number).end()
 
     def begin_write(self, number: int) -> ShardsBegun:
-        """Begin to write the next shard of each hook; calling `end` on the result frees the memory for other rows."""
+        """Begin to write the next shard of each hook; calling `end` on the result releases the memory for reuse."""
         block = self._waiting.popleft()
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
@@ -173,12 +173,12 @@ class ShardBuffer:
         return ShardsBegun(writing, lambda: self._free.append(block.memory))
 
     def close(self) -> None:
-        """Wait for all work in progress, and end the threads."""
+        """Wait for all copies and writes in progress, and stop the threads."""
         self._writers.shutdown()
         self._workers.shutdown()
 
     def _block(self, rows: list[Tensor]) -> Block:
-        """Return the block for the next row; begin a new one if the last is full."""
+        """Return the block for the next row; create a new block if the last is full."""
         if not self._waiting or not self._waiting[-1].n_free:
             widths = [of_hook.shape[1] * of_hook.element_size() for of_hook in rows]
             memory = self._free.pop() if self._free else [np.empty((self.shard_rows, one), np.uint8) for one in widths]
@@ -202,7 +202,7 @@ def _raw(rows: Tensor) -> Raw:
 
 
 def _copy(raw: Raw, at: Any, memory: Raw) -> None:
-    """Copy rows, selected by a slice or by indices."""
+    """Copy the rows at `at`, which is a slice or indices, to `memory`."""
     if isinstance(at, slice):
         np.copyto(memory, raw[at])
     else:
@@ -234,7 +234,7 @@ def _write(
 ) -> ShardFile:
     """Write a safetensors file atomically and sync it to disk; return its name, number of rows and SHA-256.
 
-    The file contains the tensors of `like`, except that its rows come from `pieces`.
+    The file contains the tensors of `like`, except that the activations come from `pieces`.
     """
     temporary = file.with_name(f".{file.name}.new")
     digest, n = hashlib.sha256(), len(like["token_ids"])
@@ -266,7 +266,7 @@ def _write(
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
     """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    Names and header are derived from the file that safetensors writes for one row.
+    Both are derived from the file that safetensors writes for one row.
     """
     small = save({name: one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])
@@ -281,7 +281,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write all bytes, since a single `write` may write only some, and hash the bytes if a digest is given."""
+    """Write all bytes, since a single `write` may be incomplete, and hash the bytes if a digest is given."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)
@@ -290,7 +290,7 @@ def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
 
 
 class RunningSums:
-    """Sums over rows that arrive in pieces, in float64."""
+    """Sums in float64 over rows that arrive in pieces."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype

@@ -23,10 +23,10 @@ SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
 class ExtractionState(msgspec.Struct):
     """The progress of an extraction, saved after each shard; with several processes, each saves its own.
 
-    The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` counts the rows
-    that were left out before this batch, by reason. `limits` are the largest norms of kept rows, by hook; `dtype` is
-    the dtype of the rows. `lacking` is the number of rows that are missing in a process's share because its text has
-    ended.
+    The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` is the number
+    of rows before this batch that were excluded for each reason. `limits` contains the largest allowed norm at each
+    hook, and `dtype` is the dtype of the rows. `lacking` is the number of rows that are missing from a process's share
+    because its text has ended.
     """
 
     job: dict[str, Any]
@@ -49,7 +49,7 @@ class ExtractionState(msgspec.Struct):
 def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
     """Return the job's progress from its output folder; raise `UsageError` if the folder has another extraction.
 
-    If there are several processes, this is the sum of their progress.
+    If there are several processes, return their combined progress.
     """
     output, asked = Path(job.extract.output), identity(job)
     if lack := lack_of_output(job):
@@ -103,7 +103,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
-        # The batch number that a single process would have: this batch ends after all contexts that have been read.
+        # The number of the batch in which a single process would read the last context that any process has read.
         batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
         offset=0,
         left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},
@@ -136,7 +136,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
 
 
 def _refuse_other_users(job: ExtractJob) -> None:
-    """Raise `UsageError` if a hook's folder contains unknown shards, which would mix with the new ones."""
+    """Raise `UsageError` if a hook's folder contains unknown shards, since readers would mix them with the new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} holds other shards; choose another folder or delete them"

@@ -17,24 +17,26 @@ from trainer.contract.settings.language import TEXT_SUFFIXES, TextSettings, lack
 
 # A text, the messages of a chat, or token ids.
 Document = str | list[dict[str, Any]] | list[int]
-# The columns that "auto" tries, in this order.
+# The columns that the setting "auto" tries, in this order.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
-# The column that accompanies token ids and is 0 for padding.
+# The column with the attention mask of token ids, which is 0 for padding.
 MASK = "attention_mask"
 # Maps ShareGPT's speaker names to the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant"}
-# The maximum document size in bytes. A longer text file is split at line ends into several documents, so that it need
-# not fit into memory.
+# The size in bytes after which a text file is split at the next line end. Each piece is a separate document, so the
+# file need not fit into memory.
 _LONGEST = 2**20
-# The maximum row size in bytes or characters. Longer rows are refused, since tokenizing keeps several copies in memory.
+# The maximum row size in bytes or characters. Longer rows are refused, since a tokenizer needs memory for several
+# copies of a row.
 _LONGEST_ROW = 16 * 2**20
 # The maximum size of a JSON file in bytes, since it is loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
-# The number of Parquet or Arrow rows that are read at a time. Up to `_BYTES_AT_ONCE`, they are converted to Python
-# together. Larger rows are converted singly, since expanding a dictionary can multiply the size by the number of rows.
+# The number of Parquet or Arrow rows that are read at a time. If they have at most `_BYTES_AT_ONCE` bytes, they are
+# converted to Python objects together. Larger rows are converted one at a time, since decoding a dictionary column can
+# multiply its size by the number of rows.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
-# The maximum size of a row group's column in memory: in bytes, or as a multiple of its stored bytes if that is larger.
-# A few bytes can encode billions of equal numbers.
+# The maximum size in memory of one column of a row group, in bytes and as a multiple of the stored bytes. The larger
+# limit applies. Without a limit, a few stored bytes could expand to billions of equal numbers.
 _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
 _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; split it into several lines"
 
@@ -154,11 +156,11 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
-    """Raise `UserError` if the numbers in the given columns (None: all) take far more bytes in memory than on disk."""
+    """Raise `UserError` if numbers in the given columns (in all if None) need far more memory than disk space."""
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
-    # Use the sum over all columns, since an attention mask of ones takes almost no bytes on disk, unlike its token ids.
+    # Compare with the stored bytes of all columns, since an attention mask of ones alone takes almost no bytes on disk.
     stored = max(1, sum(one.total_uncompressed_size for one in columns))
     for column in columns:
         taken = 8 * column.num_values
@@ -185,7 +187,7 @@ def _as_python(rows: Any) -> list[Any]:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """Return an Arrow type with its text types, including nested ones, replaced by bytes."""
+    """Return an Arrow type in which all string types, including nested ones, are replaced by binary types."""
     import pyarrow
 
     types = pyarrow.types
@@ -288,7 +290,7 @@ def _is_chat(value: Any, *keys: str) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _unfilled(ids: list[int], mask: Any, place: str) -> list[int]:
-    """Return the ids without padding."""
+    """Return the token ids without padding."""
     if mask is None:
         return ids
     if not isinstance(mask, list) or len(mask) != len(ids):

@@ -1,4 +1,4 @@
-"""The bytes of each token; in many tokenizers, a token can be part of a character and is then not valid text."""
+"""Finds the bytes of each token, since a token can be an incomplete character, which is not valid text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json, write_json
 
-# The file with the bytes of each token, by id.
+# The name of the file with the bytes of each token, in the order of ids.
 TOKENS = "tokens.json"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -30,7 +30,7 @@ def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
 
 
 def read_tokens(folder: Path) -> list[bytes]:
-    """Return the bytes of each token by id, or an empty list if the file is missing or invalid."""
+    """Return the bytes of each token, in the order of ids, or an empty list if the file is missing or invalid."""
     stored = read_json(folder / TOKENS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
@@ -43,7 +43,7 @@ def _stored(token: bytes) -> str | Base64:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each token by id, including the space before a word.
+    """Return the bytes of each token, in the order of ids, including the space before a word.
 
     The tokenizer's decoder defines how to convert a name in the vocabulary to bytes. If the decoder has unsupported
     steps, each token is decoded alone.
@@ -108,7 +108,7 @@ _BYTES = _byte_characters()
 
 
 def _decoded_alone(tokenizer: Any, numbers: list[int], names: list[str]) -> Iterator[str]:
-    """Yield the text of each token decoded alone; add the space before a word, which this decoding drops."""
+    """Decode each token alone, and yield its text with the space before a word, which the decoder drops."""
     texts = tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"

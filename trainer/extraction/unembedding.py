@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trainer.extraction.hook_points import BlockList
 
-# The size of the values in the rows that probe a norm, and a relative tolerance: if adding a constant to a row changes
-# the norm's output by less than this, the norm subtracts the mean.
+# The size of the values in the rows that probe a norm, and a relative tolerance. If adding a constant to a row changes
+# the norm's output by less than this tolerance, the norm subtracts the mean.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
 
@@ -24,7 +24,7 @@ class Unembedding(NamedTuple):
 
 
 def find_ending(model: Any, blocks: BlockList, read: Callable[[], object]) -> Unembedding | None:
-    """Find the norm and the unembedding after the last block by observing a run of `read`.
+    """Find the norm and the unembedding after the last block by recording inputs and outputs while `read` runs.
 
     Return None if there is more than one norm between the last block and the unembedding.
     """
@@ -57,7 +57,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Record the input and the output of each module while the context lasts."""
+    """Record the input and the output of each module whenever the model runs in the `with` block."""
     flows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def take(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -78,8 +78,8 @@ def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, T
 def folded(ending: Unembedding) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
-    The result includes the norm's weight and its subtraction of the mean, if any, as in TransformerLens (`fold_ln`).
-    The result does not include the division by the row's size, which is undefined for a direction.
+    The result includes the norm's weight and its subtraction of the mean, if any, like `fold_ln` in TransformerLens.
+    The result does not include the division by the size of the row, which is undefined for a direction.
     """
     w_u = ending.weight.detach().float().T
     if ending.norm is None:
@@ -92,9 +92,9 @@ def folded(ending: Unembedding) -> Tensor:
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     """Return the weight [d] of a norm, and whether the norm subtracts the mean.
 
-    This function measures both, since norms name their parameters differently. A norm scales a row of mean 0,
-    multiplies it by the weight and adds the bias. The bias cancels in the difference from the output for the opposite
-    row.
+    Both are measured, since norm classes name their parameters differently. A norm scales a row of mean 0, multiplies
+    it by the weight and adds the bias. The bias cancels in the difference between the outputs for a row and its
+    negative.
     """
     row = torch.ones(d, dtype=like.dtype, device=like.device)
     row[1::2] = -1
