@@ -119,7 +119,7 @@ class Cards:
         return write_card(folder, card)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
-        """Find the texts in which each latent fires most, in as many rows as the SAE is measured on.
+        """Find the texts in which each latent fires most, in the same number of rows as the SAE is measured on.
 
         Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time:
         comparing each latent with all others takes as long as reading `d_sae` rows.

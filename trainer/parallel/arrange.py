@@ -48,8 +48,8 @@ def arrange(
     """Measure the ranks, resolve the open settings of `job`, and return the job, this rank's mode and the plan.
 
     All ranks use the same measurements, so they return the same job and plan. `shape` contains the widths of the data,
-    `box_file` the speeds from earlier runs, `may_take` is a rank's memory limit in bytes, and `model_why` the reason
-    for the placement of the language model.
+    and `box_file` contains speeds from earlier runs. `may_take` is a rank's memory limit in bytes, and `model_why` is
+    the reason for the placement of the language model.
     """
     precision, device = _precision_of_all(world, job.train.precision), world.device
     job = job.replace("train", precision=precision)
@@ -66,7 +66,7 @@ def arrange(
             # Read the file again to keep measurements that another run has written in the meantime.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
-    # Results do not depend on which rank reads a row.
+    # Always use measured speeds to divide the reading, since the results do not depend on which rank reads a row.
     to_read_by = slowest(speeds)
     if job.train.deterministic:
         # Measured speeds vary between runs, and the order of additions would vary with them. All ranks use the same
@@ -103,7 +103,7 @@ def _name_of_all(world: World, own: str) -> str:
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
-    """Return the minimum of each speed over the ranks; it counts as measured only if all ranks were measured."""
+    """Return the minimum of each speed over the ranks; the result is marked as measured only if all ranks were."""
     return msgspec.structs.replace(
         speeds[0],
         flops_per_s=min(one.flops_per_s for one in speeds),

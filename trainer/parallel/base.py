@@ -60,7 +60,7 @@ class Parallel:
         self.capacity: list[float] | None = None
         # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
-        # True if each rank in `latents` reads only some of the stored rows and receives the remaining rows from other
+        # Whether each rank in `latents` reads only a share of the stored rows and receives the other rows from other
         # ranks.
         self.reads_parts = False
 
@@ -74,7 +74,7 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """True if no other rank has this rank's SAEs."""
+        """True if no other rank trains this rank's SAEs."""
         return self.world_size == 1
 
     @property
@@ -173,7 +173,7 @@ class RequestReader(Protocol):
     """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
-        """Return for each of the n requests whether any rank has made it; `total` [n] are the sums of this step."""
+        """Return, for each of n requests, whether any rank has made it; `total` [n] contains the sums of this step."""
 
 
 class HostRequests:
@@ -184,7 +184,7 @@ class HostRequests:
 
 
 class CudaRequests:
-    """Reads sums one step late: the previous copy ends while this step is queued, so no step waits for it."""
+    """Reads the sums of the previous step, which have arrived by now, so that the host does not wait for a copy."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
@@ -198,7 +198,7 @@ class CudaRequests:
         self._copies[now].copy_(total, non_blocking=True)
         self._copied[now].record()
         self._step += 1
-        # In the first step, `before` was never recorded: its event counts as complete, and its copy is 0.
+        # In the first step, the event `before` was never recorded, so CUDA treats it as complete, and its copy is 0.
         self._copied[before].synchronize()
         return tuple(self._copies[before].bool().tolist())
 

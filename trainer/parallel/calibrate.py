@@ -17,15 +17,16 @@ from trainer.runtime.precision import NARROW, autocast
 
 T = TypeVar("T")
 
-# (tokens, d_in, latents) of the matrix product, and the number of values to copy and to sum. These sizes make the call
-# overhead negligible, but still take only milliseconds. Two CPU processes sum 2²¹ values, which fit into a cache, at 10
-# GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
+# The sizes (tokens, d_in, latents) of the matrix product, and the numbers of values to copy and to sum. With these
+# sizes, the call overhead is negligible, but each operation still takes only milliseconds. Two CPU processes sum 2²¹
+# values, which fit into a cache, at 10 GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
 _PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 8192)}
 _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**23, "cuda": 2**24}
 # If memory is short, try half of the latents or values, then a quarter; smaller sizes would fit into a cache.
 PARTS = (1, 2, 4)
-# Repeat runs for this many seconds and keep the fastest, since other programs rarely slow down every run.
+# Repeat each measurement for this many seconds and keep the fastest run, since other programs rarely slow down every
+# run.
 WINDOW_S = 0.06
 N_TINY = 10
 
@@ -34,7 +35,7 @@ def measure(world: World, precision: str) -> list[Speeds]:
     """Measure every rank and return one `Speeds` per rank, the same list on all ranks.
 
     The bus speed is the slowest of all ranks. `precision` must be resolved. A rank with too little memory for the full
-    measurement counts as not measured; its speeds come from a smaller measurement or are assumed.
+    measurement is marked as not measured. Its speeds come from a smaller measurement or are assumed.
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
@@ -70,7 +71,7 @@ def device_name(device: torch.device) -> str:
 
 
 class Within(NamedTuple, Generic[T]):
-    """The result of a measurement, or None if there was too little memory even for the smallest size."""
+    """The result of a measurement, or None if memory did not suffice for any size; `is_whole` marks the full size."""
 
     value: T | None
     is_whole: bool
@@ -149,7 +150,7 @@ def _sums(group: Group, tensor: Tensor, times: int) -> None:
 
 
 def pairs_of(world: World) -> dict[str, float]:
-    """Return the bytes/s between each pair of ranks, with keys such as `0-1`; the same on all ranks.
+    """Return a dict that maps each pair of ranks, such as `0-1`, to its bytes/s; it is the same on all ranks.
 
     The other ranks are idle during each measurement.
     """

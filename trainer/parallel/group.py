@@ -15,8 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
-# The number of values below which tensors are packed: a GPU copies 4 MB twice in a tenth of an all-reduce's start-up
-# time.
+# Tensors with fewer values are packed. A GPU copies 4 MB twice in a tenth of the start-up time of an all-reduce.
 SMALL = 2**20
 
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
@@ -38,9 +37,9 @@ class Group:
     """A group of one rank, whose sums and gathers leave tensors unchanged."""
 
     size, index = 1, 0
-    # True if all ranks are on one machine and exchange through its memory.
+    # Whether all ranks are on one machine and exchange tensors through its memory.
     is_on_one_machine = True
-    # Bytes sent to other ranks since the start; None if the communication library does not report them.
+    # The number of bytes sent to other ranks since the start, or None if the communication library does not report it.
     sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
@@ -88,7 +87,7 @@ class Group:
         return []
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, ...]; they must have the same shape."""
+        """Return the tensors of all ranks, [size, ...]; these tensors must have the same shape."""
         return tensor[None]
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
@@ -221,11 +220,11 @@ class DistributedGroup(Processes):
         return len(tensor) % self.size == 0
 
     def _adds_parts(self, tensor: Tensor) -> bool:
-        """Return whether reduce-scatter is usable: it needs equal parts, and some gloo versions lack it."""
+        """Return whether reduce-scatter can be used; it requires equal parts, and some gloo versions do not have it."""
         return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Coalesce GPU transfers of the given tensors that start within the context."""
+        """Coalesce the GPU transfers of the given tensors that start in the `with` block."""
         is_worth_it = len(tensors) > 1 and tensors[0].is_cuda
         return _coalescing(self._group) if is_worth_it else contextlib.nullcontext()
 
@@ -322,20 +321,20 @@ def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a contiguous view, which transposes a column-major matrix, since transfers need dense rows."""
+    """Return a contiguous view of a tensor, as transfers require; transpose a column-major matrix for this."""
     return tensor.T if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
 
 
 @contextlib.contextmanager
 def exchanging(waiting: Waiting) -> Iterator[None]:
-    """Count the time inside the context as waiting; raise `PeerLost` if an exchange fails."""
+    """Measure the time in the `with` block as waiting time; raise `PeerLost` if an exchange fails."""
     with peers_expected(LOST), waiting.measure():
         yield
 
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Convert a failed exchange to `PeerLost` with `otherwise` and PyTorch's reason, except for out-of-memory errors.
+    """Convert errors of an exchange, except running out of memory, to `PeerLost` with `otherwise` and the reason.
 
     If NCCL itself fails on this rank, no connection was lost, so the message begins with `FAILED`.
     """
@@ -381,7 +380,7 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 
 def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
-    """Return on all ranks the rows [n, d] of every rank that has `is_there`; n may differ between ranks."""
+    """Return the rows [n, d] of every rank with `is_there`, on all ranks; n may differ between ranks."""
     n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
     padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
     padded[: len(own)] = own
@@ -389,7 +388,7 @@ def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Ten
 
 
 def part_sizes(n_rows: int, size: int) -> list[int]:
-    """Return how many rows each of `size` ranks owns, split as by `tensor_split`."""
+    """Return the number of rows that each of `size` ranks owns, divided as by `tensor_split`."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
@@ -416,7 +415,7 @@ def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = N
 
     Ranks send fp32, since their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit product,
     depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by
-    default the gradient's own dtype; it must be the same on all ranks.
+    default the gradient's own dtype. This dtype must be the same on all ranks.
     """
     if group.size == 1:
         return tensor

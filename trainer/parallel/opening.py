@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# Seconds after the arrival of the last rank. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if direct transfers
-# between the GPUs get lost.
+# The time limit in seconds after the arrival of the last rank. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if
+# direct transfers between the GPUs get lost.
 LIMIT_S = 60.0
-# The time within which all ranks must read the verdict (opened or hanging).
+# The time in seconds within which all ranks must read the verdict, `OPENED` or `HANGS`.
 READ_WITHIN_S = 10.0
 POLL_S = 0.05
 OPENED, HANGS = "opened", "hangs"
@@ -31,15 +31,15 @@ def open_connections(
     *,
     first_has_store: bool = False,
 ) -> None:
-    """Run each collective that training uses once, on few values; call `on_hang` if this takes more than `LIMIT_S`.
+    """Run every collective that training uses, on a few values; call `on_hang` if this takes more than `LIMIT_S`.
 
     NCCL allocates memory when each collective is first used, up to 4 GB on eight GPUs. A later allocation could fail,
     for example at the first checkpoint of a run that has filled its GPU.
 
     Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should end
-    the process; if the main thread is stuck, another thread calls it. Wrong values count as a hang, since transfers can
-    get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. `first_has_store` means that
-    rank 0 hosts the store, which closes when the process of rank 0 ends.
+    the process; if the main thread is stuck, another thread calls it. Wrong values are treated as a hang, since
+    transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns.
+    `first_has_store` means that rank 0 hosts the store, which closes when the process of rank 0 ends.
     """
 
     def leave() -> None:
@@ -59,7 +59,7 @@ def open_connections(
             _verdict(store, HANGS)
     finally:
         timer.cancel()
-    # The timer of a hanging rank sets the verdict; the other ranks wait for it here.
+    # If a rank hangs, its timer sets the verdict. The other ranks wait here until all ranks arrive or this happens.
     _meet(group, store, "through", 2 * LIMIT_S, ends_early=True)
     if _verdict(store, OPENED) == HANGS:
         leave()
@@ -72,7 +72,7 @@ def _verdict(store: dist.Store, found: str) -> str:
 
 
 def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_early: bool = False) -> None:
-    """Wait until all ranks arrive or, with `ends_early`, there is a verdict; raise `PeerLost` after `limit_s`.
+    """Wait until all ranks arrive or, with `ends_early`, until there is a verdict; raise `PeerLost` after `limit_s`.
 
     Poll instead of blocking, since a blocking wait on a TCP store prevents other threads from using it.
     """
@@ -108,7 +108,7 @@ def _poll(condition: Callable[[], object], limit_s: float) -> bool:
 
 
 def _exchange(group: Group, device: torch.device) -> bool:
-    """Run each kind of exchange once and return whether all results are right."""
+    """Run each collective once, and return whether all results are correct."""
     n = group.size
     own = torch.full((n,), float(group.index), device=device)
     of_all = torch.arange(n, device=device, dtype=torch.float32)

@@ -67,8 +67,8 @@ class Connected(World):
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         members = next(members for members in groups if self.group.index in members)
-        # Use a separate timer: another thread uses this group, and its waiting must not count as waiting time of a
-        # step.
+        # Use a separate timer: another thread uses this group, and the waiting time of a step must not include the
+        # time that this thread waits.
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
@@ -108,7 +108,8 @@ class Joined(Connected):
         return own
 
     def close(self) -> None:
-        # NCCL may hang or fail here because other ranks have already disconnected. All work is complete by now.
+        # NCCL may hang or fail here because other ranks have already disconnected. This does no harm, since all work is
+        # complete by now.
         closing = threading.Thread(target=_disconnect, name="disconnect", daemon=True)
         closing.start()
         closing.join(CLOSES_WITHIN_S)
@@ -161,7 +162,8 @@ def join(
         if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time, patience):
             return Neighbours(device, store, group, time, patience)
         if rendezvous and on_one_host:
-            # Other hosts need no access. By default, gloo looks up the host's name, which may not resolve.
+            # Use the loopback interface, since other hosts need no access. By default, gloo looks up the host's name,
+            # which may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = device.type == "cuda"
         # With `device_id`, NCCL connects the ranks once, and subgroups and pairs of ranks reuse these connections.
@@ -191,7 +193,7 @@ def _may_hang(device: torch.device) -> bool:
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
     """Return the store through which ranks exchange messages before they are connected."""
     if rendezvous:
-        # Create it directly, since a # or ? in the path would truncate a file:// URL.
+        # Do not create the store from a file:// URL, since a # or ? in the path would truncate the URL.
         store: dist.Store = dist.FileStore(str(rendezvous), world_size)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
@@ -200,7 +202,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` if the file system of `rendezvous` has no locks, which processes need for writing."""
+    """Raise `UserError` if the file system of `rendezvous` has no locks, which ranks need to write to the file."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -13,16 +13,17 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.wording import gibibytes
 from trainer.parallel.shares import Shares, by_speed
 
-# A rank is reported after it has been late for this many log intervals and seconds. The work is divided again only if
-# the expected gain has been large enough for the same time.
+# A rank is reported after it has been late for this many consecutive log intervals and for this many seconds. The work
+# is divided again only if the expected gain, averaged over this time, is large enough.
 PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
 # The work is divided again only if some rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# Thresholds for blaming slow data (share of time spent waiting for data) and a busy CPU core (share of the core).
+# A late rank is explained by slow data above this share of time spent waiting for data, or by a busy CPU core below
+# this share of the core.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
-# The threshold for blaming the amount of work, as a multiple of an even share.
+# A late rank is explained by its amount of work above this multiple of an even share.
 MUCH_WORK = 1.1
 
 
@@ -49,7 +50,8 @@ class Balancer:
 
     def __init__(self, shares: Shares, *, rebalance: bool, capacity: Sequence[float] | None = None) -> None:
         self._shares, self._rebalance, self._capacity = shares, rebalance, capacity
-        # For each late rank: the number of consecutive intervals in which it has been late, and their total seconds.
+        # For each late rank: the number of consecutive intervals in which it has been late, and their total duration in
+        # seconds.
         self._late: dict[int, tuple[int, float]] = {}
         self._told: set[int] = set()
         self._seen: deque[tuple[float, list[float]]] = deque()
@@ -57,7 +59,8 @@ class Balancer:
     def look(self, totals: dict[str, Tensor], seconds: float) -> RebalanceDecision:
         """Evaluate an interval that lasted `seconds`; return the events to report and the new shares, if any.
 
-        `totals` holds `busy_ms`, `data_ms`, `core_share` and `foreign_bytes`, each a vector with one value per rank.
+        `totals` contains `busy_ms`, `data_ms`, `core_share` and `foreign_bytes`, each as a vector with one value per
+        rank.
         """
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]

@@ -22,12 +22,12 @@ from trainer.parallel.group import PeerLost
 # system), so that killed ranks leave no file behind.
 DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
 ENDED = "the connection to another rank was lost (its process has ended)"
-# How long to poll before sleeping. Polling usually suffices, since ranks tend to be equally fast.
+# The time in seconds to poll before sleeping. Polling usually suffices, since ranks tend to be equally fast.
 AWAKE_S = 500e-6
 
 
 class ProcessBarrier:
-    """A barrier for processes: each process sends a byte to the first rank, which replies when it has all bytes."""
+    """A barrier for processes: each sends a byte to the first rank, which replies once it has received all bytes."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
         self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
@@ -108,7 +108,7 @@ def join(
 
 
 def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[ProcessBarrier, mmap.mmap] | None:
-    """On the first rank, create the barrier and unnamed memory, which disappears when the ranks end."""
+    """On the first rank, create the barrier and the memory, which has no name and is freed when the ranks exit."""
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
         memory = _make_memory(door, DOOR + number, n_bytes, stack)
@@ -162,7 +162,7 @@ def _accept_all(door: socket.socket, n_others: int) -> list[socket.socket]:
 
 
 def _index_of(connection: socket.socket) -> int:
-    """Receive the index of the rank at the other end, which it sends first."""
+    """Receive the index of the rank at the other end of a connection, which that rank sends first."""
     return int.from_bytes(connection.recv(INDEX_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""Makes ranks agree on Triton kernels: one rank per host compiles first, and all ranks use a kernel or none does."""
+"""Makes ranks agree on Triton kernels: one rank per host compiles first, and either all or no ranks use a kernel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def agree(
     """Try the kernels of a job on all ranks, and disable kernels that fail on any rank.
 
     Ranks with `compiles` go first, because ranks that compiled at the same time would each occupy the host's cores for
-    a minute and write the same files. A rank without a kernel is several times slower, and all others wait for it;
-    without ZeRO, its replica would also round differently. `report` is called with one sentence for each cause of
-    failure.
+    a minute and write the same files. A rank that lacks a kernel would be several times slower, and all others would
+    wait for it. Without ZeRO, its replica would also round differently. `report` is called with one sentence for each
+    cause of failure.
     """
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
         try_all(device, dtype, needed)
-    # `cpu()` waits for the gather, which a GPU only queues; without it, the other ranks would start to compile.
+    # `cpu()` waits for the gather, which a GPU only queues. Otherwise, other ranks would start to compile too early.
     group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, needed)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]

@@ -19,7 +19,7 @@ from trainer.parallel.waiting import Waiting
 
 # The number of bytes that a rank writes for other ranks at a time, small enough to stay in a cache.
 SLOT_BYTES = 2**21
-# The number of values below which tensors are packed and summed together.
+# Tensors with fewer values are packed and summed together.
 SMALL = 2**14
 
 
@@ -32,7 +32,7 @@ class SharedRanks(Processes):
     def __init__(self, size: int, index: int, waiting: Waiting, line: ProcessBarrier, memory: mmap.mmap) -> None:
         super().__init__(size, index, waiting)
         self._line = line
-        # Double buffering: a rank that writes to one area has finished reading the other.
+        # Use two areas in turn: before a rank writes to an area again, it meets the others after they have read it.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._n_times = 0
 
@@ -149,7 +149,7 @@ class SharedRanks(Processes):
             yield places[self.index], piece
 
     def _slices(self, dtype: torch.dtype, longest: int, n_each: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield an area [size, n] of the memory and the slice of the blocks to exchange in it, `n_each` per slot."""
+        """Yield areas [size, n] of the memory, and the slices of the blocks to exchange in them, `n_each` per slot."""
         n_values = SLOT_BYTES // dtype.itemsize // n_each
         for begin in range(0, longest, n_values):
             self._n_times += 1

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from trainer.contract.planning.plan import words_of_shares
 
-# Speeds that differ by less than this factor count as equal, since measurements over milliseconds are imprecise.
+# Speeds that differ by less than this factor are treated as equal, since measurements over milliseconds are imprecise.
 LEAST_UNEVEN = 1.15
 # Every rank gets at least this fraction of an even share, since a rank may be slow only during the measurement.
 LEAST_SHARE = 0.1
 
 
 class Shares(NamedTuple):
-    """Shares of the tokens per row of the grid and of the latents per column; only the ratios matter."""
+    """The share of the tokens of each row of the grid, and of the latents of each column; only the ratios matter."""
 
     tokens: tuple[float, ...]
     latents: tuple[float, ...]
@@ -53,7 +53,7 @@ def _column_capacity(capacity: Sequence[float] | None, n_columns: int) -> list[f
 
 
 def _limit(shares: Sequence[float], capacity: Sequence[float] | None) -> tuple[float, ...]:
-    """Normalize shares to a sum of 1 and limit each to `capacity`, unless the total capacity is at most 1."""
+    """Normalise shares to a sum of 1 and limit each to its `capacity`, unless the total capacity is at most 1."""
     shares = [share / sum(shares) for share in shares]
     if capacity is None or sum(capacity) <= 1:
         return tuple(shares)

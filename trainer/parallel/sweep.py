@@ -19,7 +19,7 @@ _KINDS |= {str(kind): kind for kind in (torch.int64, torch.int32, torch.bool, to
 
 
 class Sweep(Parallel):
-    """A parallel mode in which every rank reads all tokens; only the first rank on a host has to read from the disk.
+    """A parallel mode in which every rank reads all tokens; on each host, only the first rank reads from the disk.
 
     Rank 0 writes the checkpoints and metrics of all SAEs, so the other ranks send it their tensors and measurements.
     """

@@ -21,13 +21,13 @@ class Meeting:
     """Lets `size` threads exchange objects; a thread that fails calls `abort` to release the others."""
 
     def __init__(self, size: int, timeout_s: float | None = None) -> None:
-        # Double buffering: a thread that writes to one table has finished reading the other.
+        # Use two tables in turn: before a thread writes to a table again, it meets the others after they have read it.
         self._tables: list[list[Any]] = [[None] * size for _ in range(2)]
         self._n_times = [0] * size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
     def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads. They are not copies, so do not modify them before the next exchange ends.
+        """Return the objects of all threads, which are not copies; do not modify them before the next exchange ends.
 
         Raise `PeerLost` if a thread fails or does not arrive in time.
         """

@@ -14,7 +14,7 @@ from trainer.runtime.device_queue import HostCopy, queued_copy
 class Totals:
     """Sums float64 vectors over a group in a single exchange, and copies the sums to the host.
 
-    All vectors are on one device. If the group exchanges on another device, `by` is that device.
+    All vectors are on one device. If the group exchanges tensors on another device, `by` is that device.
     """
 
     def __init__(self, parts: Mapping[str, Tensor], group: Group, by: torch.device | None = None) -> None:
@@ -26,5 +26,5 @@ class Totals:
         self._copy = HostCopy(packed)
 
     def read(self) -> dict[str, Tensor]:
-        """Return the sums on the CPU, by name; only this call makes the host wait."""
+        """Return a dict that maps each name to its sum on the CPU; only this call makes the host wait."""
         return dict(zip(self._sizes, self._copy.read().split([*self._sizes.values()]), strict=True))

@@ -1,4 +1,4 @@
-"""Measures how long a rank waits for other ranks, without blocking it."""
+"""Measures how long a rank waits for other ranks, without blocking the rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CudaWaiting:
 
 
 class CudaWaits:
-    """GPU transfers, each between two events; the latest may still be running."""
+    """GPU transfers, each between two events; the latest transfers may still be running."""
 
     def __init__(self) -> None:
         self._total_ms = 0.0

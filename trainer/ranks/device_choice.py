@@ -22,7 +22,7 @@ from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 
 
 def here(job: J) -> J:
-    """Return the job for this machine, even if it asks for a cluster."""
+    """Return a copy of the job that runs on this machine, even if the job requests a cluster."""
     return job.replace("launch", backend="local", nodes=1) if job.cluster else job
 
 
@@ -40,7 +40,7 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 
 
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
-    """Return the GPUs to run on; none for the CPU, which "auto" selects on a machine without GPUs."""
+    """Return the GPUs to run on, or [] for the CPU, which "auto" selects on a machine without GPUs."""
     by_index, count = {gpu.index: gpu for gpu in gpus}, wanted_devices(job)
     any_will_do = [gpu.index for gpu in gpus if takes_slices(job, count) or not is_slice(gpu.uuid)]
     indices = chosen_indices(job) or any_will_do[:count]
@@ -99,7 +99,7 @@ def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
 
 
 def _any_of(uuids: Mapping[str, str], count: int | None) -> list[str]:
-    """Return the indices of the first `count` GPUs (None: all) that are not MIG slices.
+    """Return the indices of the first `count` GPUs that are not MIG slices, or of all if `count` is None.
 
     If `count` is 1, or all GPUs are slices, return the first GPU or slice.
     """

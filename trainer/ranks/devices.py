@@ -43,16 +43,16 @@ def torch_vendor() -> str:
 
 
 def gpus_here() -> list[Device]:
-    """Return the GPUs that jobs can use; none if PyTorch cannot list them, since an estimate works without them."""
+    """Return the GPUs that jobs can use, or [] if PyTorch cannot list them, since estimates also work without GPUs."""
     with contextlib.suppress(UserError):
         return visible_gpus()
     return []
 
 
 def visible_gpus() -> list[Device]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, none without a driver; do not import torch in this process.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, or [] without a driver; this process does not import torch.
 
-    Raise `UserError` if PyTorch cannot list them.
+    Raise `UserError` if PyTorch cannot list the GPUs.
     """
     name = torch_vendor()
     if not name:
@@ -63,7 +63,7 @@ def visible_gpus() -> list[Device]:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
         raise UserError(f'launch.gpus: PyTorch cannot list the GPUs ({lines[-1]}); choose "cpu" to train without a GPU')
-    # Libraries may print to stdout during import, so only the last line counts.
+    # Libraries may print to stdout during import, so only the last line is decoded.
     return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=list[Device])
 
 
@@ -91,7 +91,7 @@ def uuid_of(uuid: object, prefix: str) -> str:
 
 
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
-    """Return the devices with their indices among all GPUs, since CUDA numbers only the visible ones, from 0.
+    """Return the devices with their indices among all GPUs, since CUDA numbers only the visible GPUs, from 0.
 
     `on_the_bus` has the UUIDs of all GPUs in bus order; if some are missing, use the numbers in the vendor's
     environment variable (`visible`).

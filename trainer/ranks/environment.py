@@ -1,4 +1,4 @@
-"""Records the environment of a run: versions, the project's commit, hardware, command. Errors never fail a run."""
+"""Records the environment of a run: the versions, the commit, the hardware and the command. Errors are ignored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
-    """Return the commit of a checkout and whether files differ from it; None if `root` is no checkout or git fails."""
+    """Return the commit of a checkout and whether files differ from it, or None without a checkout or a working git."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")
@@ -64,7 +64,7 @@ def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return host, CPU, GPUs and driver; sizes are in bytes; `cores` counts the cores that this process may use."""
+    """Return the host, CPU, GPUs and driver; `cores` is the number of cores that this process may use."""
     return {
         "host": platform.node(),
         "cpu": _or_none(_cpu_model),
@@ -104,7 +104,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    # `status` would lock the index while the user may be committing.
+    # Without this option, `status` could lock the index while the user commits.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     # In a git hook these variables refer to another repository.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

@@ -1,4 +1,4 @@
-"""Runs one rank of an extraction. Its progress counts rows and continues after the last complete shard."""
+"""Runs one rank of an extraction; the progress is a number of rows and continues after the last complete shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.metrics.pace import memory_bytes
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
 
-# Interval in seconds between tokens/s values and between log lines.
+# The intervals in seconds between tokens/s values and between log lines.
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
 # The file with the result of an extraction by several ranks.
 RESULT = "result.json"
@@ -35,7 +35,7 @@ def extract_rows(
     progress: RunProgress,
     stop: threading.Event,
 ) -> bool:
-    """Extract this rank's part; return True when there are enough rows or the text has ended, False after a stop.
+    """Extract this rank's share; return True when there are enough rows or the text has ended, False after a stop.
 
     Ranks find each other in `folder`, which must be new; rank 0 writes the result there.
     """
@@ -56,7 +56,7 @@ class Reporter:
     def __init__(self, progress: RunProgress, device: torch.device, n_wanted: int, n_kept: int) -> None:
         self._progress, self._device, self._n_wanted = progress, device, n_wanted
         self._n_before, self._line_at = n_kept, 0.0
-        # Start of the current interval; None until the first batch is done, since the model loads before it.
+        # The start of the current interval; None until the first batch is done, to exclude the time to load the model.
         self._since: float | None = None
 
     def advance(self, n_kept: int) -> None:

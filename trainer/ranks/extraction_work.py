@@ -1,4 +1,4 @@
-"""The work of a rank of an extraction. It keeps its history when it is resumed: it continues after the last shard."""
+"""The work of an extraction's rank. A resumed extraction continues after the last shard and keeps its history."""
 
 from __future__ import annotations
 

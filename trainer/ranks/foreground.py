@@ -37,7 +37,7 @@ from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, S
 from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
-# Seconds that a rank has to notice a lost peer and exit.
+# The time in seconds within which a rank must notice a lost peer and exit.
 END_AFTER_FAILURE_S = 5.0
 # tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
@@ -83,7 +83,7 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the running attempt in a folder; raise `UserError` if none runs or the app started it."""
+    """Return the spec of the attempt that runs in a folder; raise `UserError` if none runs or the app started it."""
     if not RunPaths(run_dir).job_file.exists():
         raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it holds no job.toml")
     spec = last_spec(run_dir)
@@ -103,7 +103,7 @@ def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
 
 
 class Foreground:
-    """One attempt of a run whose ranks are children of this process; it begins at step `first_step`."""
+    """One attempt of a run whose ranks are children of this process; the attempt starts at step `first_step`."""
 
     def __init__(self, job: AnyJob, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
@@ -118,7 +118,7 @@ class Foreground:
     def run(self) -> int:
         """Train to the end and return the exit code; raise `UserError` if a rank failed.
 
-        Ctrl-C stops with a checkpoint; a second Ctrl-C stops at once.
+        Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately.
         """
         refuse_uninstalled()
         self._paths.create()
@@ -165,7 +165,7 @@ class Foreground:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only a second Ctrl-C kills: a session that ends sends SIGTERM and SIGHUP together.
+        # Only a second Ctrl-C kills the ranks, since the end of a session sends SIGTERM and SIGHUP together.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
         self._signal_ranks()
@@ -211,7 +211,7 @@ class Foreground:
             bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
             bar.set_postfix(_shown_in_bar(latest), refresh=False)
-            # A resumed run counts from 0 while it prepares.
+            # While a resumed run prepares, its heartbeats contain step 0.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
 
@@ -277,7 +277,7 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 
 def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
-    """Return the values shown in the bar, with short names for 80 columns; batch FVU only until held-out FVU exists."""
+    """Return the values to show in the bar, with short names; the batch FVU only until there is a held-out FVU."""
     names = {series.short or name: name for name, series in key_metrics().items() if name != CRITERION}
     fvu = {"held-out FVU": held_out(CRITERION)} if held_out(CRITERION) in latest else {"batch FVU": CRITERION}
     values = {label: value_of_sae(latest, name, best_sae(latest)) for label, name in (fvu | names).items()}
@@ -287,7 +287,7 @@ def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
     """Return the result of a run for `--json`: paths, steps, tokens and metrics.
 
-    For a sweep the metrics describe the best SAE, and `saes` has the metrics of each SAE.
+    For a sweep, the metrics describe the best SAE, and `saes` contains the metrics of each SAE.
     """
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()

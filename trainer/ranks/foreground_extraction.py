@@ -37,7 +37,7 @@ from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 from trainer.ranks.extraction_rank import PEERS, RESULT
 from trainer.ranks.foreground import Foreground, write_job
 
-# Run folder within the output folder, used when several processes extract.
+# The name of the run folder in the output folder, which is used if several processes extract.
 RUN = ".run"
 
 
@@ -100,7 +100,7 @@ def _tell(sentence: str) -> None:
 
 
 def _gpus(job: ExtractJob) -> list[Device]:
-    """Return the GPUs to run on, none for the CPU; raise `UsageError` if a requested GPU is missing."""
+    """Return the GPUs to run on, or [] for the CPU; raise `UsageError` if a requested GPU is missing."""
     asked, count = job.launch.gpus, wanted_ranks(job)
     gpus = [] if job.on_cpu else visible_gpus()
     if not gpus:
@@ -119,7 +119,7 @@ def _gpus(job: ExtractJob) -> list[Device]:
 
 
 def _of_hook(hook: str, folder: Path) -> Iterator[str]:
-    """Yield a line with the folder of a hook and, if the hook has other names, a line with these."""
+    """Yield a line with the folder of a hook and, if the hook has other names, a line with these names."""
     yield f"{hook}: {folder}"
     if others := other_names(hook, folder):
         yield f"  also called {join_words(others)}"

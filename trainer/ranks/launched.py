@@ -58,7 +58,7 @@ def _write_to(log: Path) -> None:
 
 
 def fork_rank(mark_file: Path) -> None:
-    """Fork and return in the child, the rank; the parent waits, records how the child ended, and exits.
+    """Fork, and return in the child, which is the rank; the parent waits, records how the child ended, and exits.
 
     The supervisor cannot see processes on other hosts. srun's exit code shows neither which rank failed nor whether it
     stopped, and a killed rank cannot write a record.
@@ -85,7 +85,7 @@ def _watch(child: int, mark_file: Path) -> None:
 
 
 def _wait_for_exit(child: int, process: ProcessRef) -> int:
-    """Wait for the rank, forwarding `STOP_SIGNALS`, and return its exit code; -N if signal N ended it."""
+    """Wait for the rank, forwarding `STOP_SIGNALS`, and return its exit code, or -N if signal N killed it."""
     while True:
         if signal.sigwait(_AWAITED) in STOP_SIGNALS:
             process.send(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Imports the modules that a rank trains with."""
+"""Imports the modules that a rank needs for training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEEDED = ("torch", "trainer.parallel.arrange", "trainer.training.loop")
 def load_trainer() -> None:
     """Import torch and the trainer with garbage collection disabled, since imports create almost no garbage.
 
-    Otherwise Python collects about a hundred times, which took a third of the two seconds of CPU time.
+    Otherwise, Python would collect garbage about a hundred times, which took a third of the two seconds of CPU time.
     """
     gc.disable()
     try:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from trainer.reporting.progress import RunProgress
 
-# A rank that was asked to stop and makes no progress for this long is stuck.
+# A rank that was requested to stop and makes no progress for this many seconds is stuck.
 STUCK_AFTER_S = 60.0
-# The shortest time that ranks wait for a busy rank.
+# The minimum time in seconds that ranks wait for a busy rank.
 LEAST_PATIENCE_S = 600.0
 
 
@@ -88,7 +88,7 @@ def _work(
     work = _rank_work(job)(spec, rank, job, stop, on_met)
     progress = work.progress() if rank == 0 else RunProgress()
     try:
-        # While rank 0 saves, the other ranks wait in the next step; if it fails, they end too.
+        # While rank 0 saves, the other ranks wait in the next step. If rank 0 fails, they exit too.
         stuck_after_s = STUCK_AFTER_S if rank == 0 else work.patience_s
         first = paths.first_rank(spec.attempt)
         if rank == 0 and work.first_saves:
@@ -110,9 +110,9 @@ def _rank_work(job: J) -> type[RankWork[J]]:
 
 
 class RankWork(Generic[J]):
-    """What a rank does; a kind of job is a subclass, which loads torch only in `run`."""
+    """The work of a rank. Each kind of job has a subclass, which imports torch only in `run`."""
 
-    # How long ranks wait for a busy rank.
+    # The time in seconds that ranks wait for a busy rank.
     patience_s: float = LEAST_PATIENCE_S
     # Whether rank 0 saves for all ranks.
     first_saves = False
@@ -184,7 +184,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def require_gpu(index: int, lack: str) -> None:
-    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` ends the message."""
+    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence that the message states."""
     import torch
 
     if index >= (n_gpus := torch.cuda.device_count()):
@@ -193,7 +193,7 @@ def require_gpu(index: int, lack: str) -> None:
 
 
 def end_with_parent() -> int:
-    """Ask the kernel for SIGTERM when the parent, a supervisor, dies; return the parent's pid."""
+    """Make the kernel send SIGTERM when the parent, which is a supervisor, dies; return the parent's pid."""
     parent = os.getppid()
     prctl.end_with_parent(parent)
     return parent
@@ -203,7 +203,8 @@ def _hold_signals() -> None:
     """Block `STOP_SIGNALS`, since a thread waits for them; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Must run before torch starts threads, which inherit this mask: an unmasked thread would let the signal kill us.
+    # This must run before torch starts threads, which inherit the mask. A signal to an unmasked thread would kill the
+    # process.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
@@ -232,11 +233,11 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
     """Wait until training is stuck or orphaned, then exit the process."""
 
     def is_alone() -> bool:
-        """Return whether the supervisor is gone and ending loses nothing.
+        """Return whether the supervisor is gone and no progress would be lost if this process exits.
 
-        Nothing is lost before the first step, or if rank 0, which saves, is gone too: other orphaned ranks may have
-        died before all ranks joined. Poll, since the parent-death signal can come when one of the parent's threads
-        ends, a moment before the process is gone.
+        No progress is lost before the first step, or if rank 0, which saves checkpoints, is gone too: other orphaned
+        ranks may have died before all ranks joined. This condition is polled, since the parent-death signal can come
+        when one of the parent's threads ends, a moment before the process is gone.
         """
         return os.getppid() != parent and (progress.place[0] == "starting" or _is_gone(first))
 
@@ -260,9 +261,9 @@ def _leave(reason: str) -> NoReturn:
 
 
 def wait_until_stuck(progress: RunProgress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Return once step and phase have not changed for `after_s` seconds, or once `is_over()` is true.
+    """Return once the step and the phase have not changed for `after_s` seconds, or once `is_over()` is true.
 
-    Saving and waiting for disk space are not limited.
+    The time spent on saving or on waiting for disk space is not limited.
     """
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():

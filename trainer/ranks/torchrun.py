@@ -1,4 +1,4 @@
-"""Runs ranks started by torchrun on one or more hosts: its variables connect them, and they share one run folder."""
+"""Runs ranks that torchrun starts on one or more hosts; they meet through its variables and share one run folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def join(job: JobConfig, run_dir: Path) -> int:
     """Run this process as the rank that torchrun assigned, and return its exit code.
 
     A language model runs on the training GPUs. If the run folder has a checkpoint, resume from it, so that a restart by
-    torchrun, or the same command run again, continues the run. Raise `UsageError` without torchrun.
+    torchrun, or the same command run again, continues the run. Raise `UsageError` if torchrun did not start this
+    process.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
         message = f"{missing[0]} is not set: start it with torchrun, or use `run` on one host"
@@ -58,7 +59,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
     if rank == 0:
         for note in notes:
             complain(f"warning: {printable(note)}\n")
-        # The same command starts the same attempt again, so delete requests to the previous start.
+        # The same command may have started this attempt before, so delete requests to the earlier processes.
         for file in (paths.stop_file(spec.attempt), paths.finish_file(spec.attempt)):
             file.unlink(missing_ok=True)
     else:

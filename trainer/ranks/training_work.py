@@ -1,4 +1,4 @@
-"""The work of a rank of a training: it joins the other ranks, trains, and writes the report cards at the end."""
+"""The work of a rank that trains SAEs: it joins the other ranks, trains, and writes the report cards at the end."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from trainer.parallel.threads import Threads
     from trainer.reporting.progress import RunProgress
 
-# Kernels from the cache load within a second; only report compilation that takes longer.
+# The time in seconds after which compilation is reported. Kernels from the cache load within a second.
 SLOW_S = 2.0
-# Assumed write speed of a busy network file system, in bytes per second.
+# The assumed write speed of a busy network file system, in bytes per second.
 _WRITTEN_PER_S = 50e6
 
 
 class TrainingWork(RankWork[JobConfig]):
-    """A rank of a training; this process is one rank or, with threads, all ranks."""
+    """The work of a process that trains: it is one rank or, with threads, all ranks."""
 
     first_saves = True
 
@@ -55,7 +55,7 @@ class TrainingWork(RankWork[JobConfig]):
         self.patience_s = patience_s(self.job, spec.world_size)
 
     def progress(self, at: Heartbeat | None = None) -> RunProgress:
-        """Return the progress writer of the run and the mirrors of the job; a resumed run replaces later history."""
+        """Return a writer for the run's store and the job's mirrors; a resumed run overwrites its later history."""
         from trainer.reporting.mirroring import with_mirrors
 
         at = _begins_at(self.spec, self.total_steps) if self.paths.metrics_db.exists() else None
@@ -97,7 +97,7 @@ class TrainingWork(RankWork[JobConfig]):
         return self._train(world, progress, model_devices(spec, local_rank()))
 
     def _start_again(self) -> None:
-        """Restart a process whose GPUs do not reach each other, with transfers through host memory."""
+        """Restart this process with transfers through host memory, since the GPUs do not reach each other directly."""
         if self.stop.is_set():
             os._exit(EXIT_STOPPED)
         staging.restart(self._give_up, on_one_host=self.spec.on_one_host)
@@ -156,7 +156,7 @@ class TrainingWork(RankWork[JobConfig]):
             finish=self.finish,
         )
         if parallel.is_main:
-            # If a shard that is cut short kills the process, the parent uses this to find out which one it was.
+            # If a truncated shard kills the process, the parent uses this record to find out which shard it was.
             with contextlib.suppress(OSError):
                 write_json(paths.data_record(spec.attempt), trainer.record)
         finished = trainer.run()
@@ -167,9 +167,9 @@ class TrainingWork(RankWork[JobConfig]):
 
 
 def patience_s(job: JobConfig, world_size: int) -> float:
-    """Return how many seconds ranks wait for a busy rank: at least `LEAST_PATIENCE_S`, or a checkpoint's writing."""
+    """Return the seconds that ranks wait for a busy rank: long enough for a checkpoint, at least `LEAST_PATIENCE_S`."""
     try:
-        # A CPU keeps moments in fp32 by default: the larger checkpoint.
+        # Assume a CPU, which by default keeps moments in fp32 and thus has the larger checkpoint.
         work = Workload(job, world_size, job.data_shape(), CPU)
     except JobFileError:  # The ranks report this error themselves.
         return LEAST_PATIENCE_S
@@ -191,7 +191,7 @@ class Compiling:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
-        """Report that kernel `number` is compiling; do nothing once training has begun, when steps show progress."""
+        """Report that kernel `number` is compiling; do nothing once training has begun, since steps show progress."""
         from trainer.reporting import rank_log
         from trainer.runtime.triton_kernels import n_kernels
 
@@ -238,7 +238,7 @@ def _tell_plan(plan: Plan, file: Path, progress: RunProgress) -> None:
 
 def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
     """Report that transfers go through host memory, and record that for later jobs."""
-    # Cluster nodes would write to the submitting host's file.
+    # Do not record this on a cluster, since its nodes would write to the submitting host's file.
     if spec.by_files or not spec.box_file:
         progress.event("staged", staging.SENTENCE, "warning")
         return
@@ -248,14 +248,14 @@ def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
 
 
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
-    """Return the rendezvous file of the ranks, a new one for each start; None under torchrun."""
+    """Return the rendezvous file of the ranks, which is new for each start, or None under torchrun."""
     return attempt / once_each_start(spec, "rendezvous") if spec.by_files or spec.on_one_host else None
 
 
 def set_order_of_sums(deterministic: bool) -> None:
-    """Make NCCL use rings only, if `deterministic`; call it before NCCL loads.
+    """Make NCCL use only rings if `deterministic` is True; call this before NCCL loads.
 
-    By default NCCL chooses rings, trees or switches by message size, and these round differently.
+    By default, NCCL chooses rings, trees or switches depending on the message size, and these round differently.
     """
     if deterministic:
         os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -265,7 +265,7 @@ def refuse_slice(spec: RankSpec, local_rank: int) -> None:
     """Raise `UserError` if this rank would exchange tensors with other ranks from a MIG slice.
 
     GPUs assigned by torchrun and SLURM were not checked earlier. CUDA shows a process only one slice, regardless of its
-    local rank, so the device index is limited to the visible ones.
+    local rank, so the device index is limited to the visible devices.
     """
     import torch
 
