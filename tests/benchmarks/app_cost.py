@@ -2,9 +2,9 @@
 
 python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
-Runs `sae-tui` of the working folder in a pseudo-terminal, with simulated NVML GPUs whose values all change, and jobs
-that log one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s), and the
-start-up time next to that of a Textual app that shows one word.
+Runs the `sae-tui` of the working folder in a pseudo-terminal, on simulated NVML GPUs whose values all change, with jobs
+that log one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s). The
+start-up time is compared with the start-up time of a Textual app that shows one word.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
         jobs = "job 1" if options.jobs else "Extract  "
         terminal.wait_for(lambda text: jobs in text and text.count("H200") >= options.gpus)
         start_up, first_bytes = time.monotonic() - terminal.started, terminal.bytes_read
-        terminal.read(10)  # the history of the sparklines begins to fill
+        terminal.read(10)  # until the sparklines have some history
         cpu, _ = terminal.usage()
         read, since = terminal.bytes_read, time.monotonic()
         terminal.read(options.seconds)
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def build(folder: Path) -> Path:
-    """Compile the stand-in for libnvidia-ml.so.1."""
+    """Compile a fake libnvidia-ml.so.1, and return its folder."""
     target = folder / "libnvidia-ml.so.1"
     flags = ["-O2", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
     subprocess.run(["gcc", *flags, "-o", str(target), str(FAKE_NVML / "fake_nvml.c"), "-lm", "-lpthread"], check=True)
@@ -107,7 +107,7 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
 
 
 def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, str]) -> float:
-    """Return the seconds until an app has drawn this text."""
+    """Start an app, and return the seconds until it has drawn the text `shown`."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for(shown)
     seconds = time.monotonic() - terminal.started
@@ -118,9 +118,9 @@ def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, s
 
 
 def keep_training(data: DataDir, n_jobs: int) -> None:
-    """Record running jobs of this host, and log a step per second for each of them while this process runs.
+    """Record running jobs of this host, and log a step per second for each job while this process runs.
 
-    This process acts as their supervisor.
+    This process acts as the supervisor of the jobs.
     """
     fields = {"host": socket.gethostname(), "total_steps": 10_000, "created": time.time()}
     jobs = [record_job(data, f"job {n + 1}", JobState.RUNNING, **fields) for n in range(n_jobs)]

@@ -2,12 +2,12 @@
 
     make model && .venv/bin/python tests/benchmarks/chain.py [--tokens 100_000] [--layers 12 20] [--json FILE]
 
-SmolLM2-135M reads the text of Python's reference, or `--text FILE`. Both trainers get the same rows in the same order,
-with the same d_sae, k, batch and steps, and otherwise their own defaults. `trainer eval` evaluates both SAEs on the
-same held-out rows and, in the model, on the same text that was not extracted. Probes are trained if sae-probes is
-installed. Then the model is read by our code, by a plain loop over transformers and by SAELens (`peers/reading.py`),
-`--repeats` times in turn; the fastest run of each counts. `loader.py` measures how fast stored rows are read. The
-seconds of each stage are printed too.
+SmolLM2-135M reads the Python reference manual, or the text in `--text FILE`. Both trainers get the same rows in the
+same order, with the same d_sae, k, batch size and number of steps, and otherwise their own defaults. `trainer eval`
+evaluates both SAEs on the same held-out rows and, in the model, on the same text that was not extracted. Probes are
+trained if sae-probes is installed. Then our extraction, a plain loop over transformers and SAELens run the model in
+turn, `--repeats` times each (`peers/reading.py`). The fastest run of each is reported. `loader.py` measures how fast
+stored rows are read. The duration of each stage is printed too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Chain:
         return self._trainer("extract", job)
 
     def _layer(self, layer: int) -> dict[str, Any]:
-        """Train and evaluate our SAE and SAELens' on the rows of a layer."""
+        """Train our SAE and SAELens's SAE on the rows of a layer, and evaluate both."""
         rows = f"rows/resid_post.{layer}"
         with self._timed(f"inspect {layer}"):
             facts = self._trainer("inspect", rows)
@@ -157,7 +157,7 @@ class Chain:
         }
 
     def _train_saelens(self, rows: str, out: Path) -> float:
-        """Train SAELens' SAE on the same batches as ours, save it, and return the tokens per second."""
+        """Train SAELens's SAE on the same batches as our SAE, save it, and return the tokens per second."""
         from trainer.activations.shards import Shards
         from trainer.activations.training_data import IndexedData
         from trainer.parallel.group import Group
@@ -181,7 +181,7 @@ class Chain:
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
-        """Return the tokens per second of each reader; they run in turn, so that other load affects all equally."""
+        """Return the tokens per second of each reader; readers take turns, so that other load affects all equally."""
         rates = {kind.name: 0.0 for kind in reading.READERS}
         for _ in range(self.options.repeats):
             for kind in reading.READERS:
@@ -215,12 +215,12 @@ class Chain:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Save the model in a GGUF file as a folder in fp32, the only form that SAELens loads."""
+    """Save the model in a GGUF file as a folder with fp32 weights, since SAELens does not load GGUF files."""
     import transformers
 
     name = {"gguf_file": file.name}
     packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **name)
-    # transformers treats weights from GGUF as quantized, and refuses to write them.
+    # transformers treats weights from a GGUF file as quantized and refuses to save them.
     config = transformers.AutoConfig.from_pretrained(file.parent, **name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(packed.state_dict())
@@ -229,7 +229,7 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print the tables."""
+    """Print the results as tables."""
     shape = f"d_sae {options.d_sae:,}, k {options.k}, {options.steps:,} steps of {options.batch:,} rows"
     console = Console(width=150)
     console.print(filled("what the model's rows are like", DATA, map(data_row, *zip(*per_layer(result), strict=True))))
@@ -266,7 +266,7 @@ def data_row(layer: str, told: dict[str, Any]) -> tuple[str, ...]:
 
 
 def quality(layer: str, told: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield one row for the SAE of each trainer."""
+    """Yield one table row for the SAE of each trainer."""
     for name, whose in (("ours", "ours"), ("theirs", "SAELens")):
         card = told["cards"][name]
         figures, spliced, probing = card["figures"], card["spliced"], card.get("probing")

@@ -2,7 +2,7 @@
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
-`trainer bench` measures every shape. Like the start of a run, it measures the speeds of the ranks.
+`trainer bench` measures every shape. It first measures the speeds of the ranks, as a run does at its start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# The d_in, d_sae, k, and tokens per rank and step.
+# The d_in, d_sae, k and number of tokens per rank and step of each shape.
 SHAPES = ((64, 1024, 16, 4096), (384, 3072, 32, 4096), (384, 16384, 32, 4096), (768, 6144, 32, 1024))
 ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 

@@ -1,10 +1,10 @@
-"""Injects each job fault into real processes repeatedly; prints how often the guarantees held, and the longest time.
+"""Injects each job fault into real processes repeatedly, and prints how often its guarantees held, and how fast.
 
 python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
 Every trial launches jobs of one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
-after each fault, followed by the guarantees that failed. On a busy machine the times are upper bounds. One trial of all
-faults takes about 10 minutes on two idle cores. Host faults need root, for namespaces, and gcc.
+after each fault, followed by the guarantees that failed. On a busy machine, the times are upper bounds. One trial of
+all faults takes about 10 minutes on two idle cores. Host faults need gcc, and root rights to create namespaces.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Measures a search in an SAE's stored max-activating examples, and the size of these examples.
+"""Measures the time of a search in an SAE's stored max-activating examples, and the size of these examples.
 
 PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
 
-The 50,000 distinct tokens follow Zipf's law. Each latent has 20 examples of 20 tokens. The target is 0.3 s, which still
-feels immediate.
+The frequencies of the 50,000 distinct tokens follow Zipf's law. Each latent has 20 examples of 20 tokens. The target is
+0.3 s, which still feels immediate.
 """
 
 from __future__ import annotations

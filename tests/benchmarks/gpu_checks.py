@@ -1,9 +1,9 @@
-"""Run one group of the self-test's checks; `python -m trainer self-test --full` runs all of them.
+"""Runs one group of the self-test's checks; `python -m trainer self-test --full` runs all groups.
 
     python tests/benchmarks/gpu_checks.py first|products|curves|rest [--gpus auto:1|cpu]
 
-It prints JSON like the self-test: the device, the number of checks, and the `failed` ones. It exits with 1 if any
-failed.
+It prints JSON like the self-test: the device, the number of checks, and the `failed` checks. It exits with 1 if any
+check failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST, OTHER = ("fp32", "bf16"), ("tf32", "fp16")
 
 
 def groups(n_steps: int) -> dict[str, tuple[Any, ...]]:
-    """Return the checks of each group; curves have `n_steps`."""
+    """Return the checks of each group; learning curves have `n_steps` steps."""
     return {
         "first": (check_waits, partial(check_resuming, half=n_steps // 20), check_memory),
         "products": (check_products, check_selections, check_feeding, partial(check_recording, n_steps=48)),

@@ -1,14 +1,15 @@
-"""Check and measure everything that only a GPU can show, in at most eight minutes of one GPU.
+"""Checks and measures everything that requires a GPU, in at most eight minutes on one GPU.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_day.py [--out gpu_day.json] [--gpus auto:1|0|cpu] [--only NAME ...]
 
-`make test-gpu` runs it. What matters most comes first, so that three minutes decide: driver, versions and clocks; steps
-with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two ranks on one GPU;
-waits, resuming and memory. Then come injected failures, kernels, curves, other kinds of SAE, a launched job and other
-trainers, and with several GPUs the bus, every mode, NCCL's memory and a killed rank. Each part is a process with a time
-limit, so a part that hangs or crashes does not affect the others. A part that cannot run here, or that has no time
-left, is "not run". It ends with 1 if a part is wrong. `--record` adds the results to `gpu_days.json`; `gpu_days.py`
-makes the table of docs/performance.md from it. With `--gpus cpu` the same runs on a CPU, only to see that it works.
+`make test-gpu` runs this script. The most important parts run first, in the first three minutes: the driver, versions
+and clocks; steps with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two
+ranks on one GPU; waits, resuming and memory. The other parts are injected failures, kernels, learning curves, other
+kinds of SAE, a launched job and other trainers. With several GPUs, they also include the bus, every parallel mode,
+NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does not
+affect the others. A part that cannot run here, or that has no time left, is reported as "not run". The exit code is 1
+if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
+docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, only to test this script.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from trainer.ranks.devices import torch_vendor, visible_gpus
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tui"]
-# The cases of gpu_profile.py, and one for a CPU.
+# The d_in, d_sae, k and number of tokens of the shapes in gpu_profile.py, and of a small shape for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# The kinds of SAE that are timed first, followed by the others; with `dead` some latents are dead, so that AuxK is
-# active.
+# The kinds of SAE that are timed first for each shape, and all kinds. With `dead`, some latents are dead, so that AuxK
+# is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
     "jumprelu", "gated", "standard",
 )  # fmt: skip
 KINDS_OF_CPU = ("jumprelu",)
-# These cases need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU runs only a few,
-# since it is slow.
+# Files with kernel cases that need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU
+# runs only the cases in `CASES_OF_CPU`, since it is slow.
 NOT_FOR_GPUS = (
     "fake_cuda/kernel_cases.py",
     "training/graph_replay_cases.py",
@@ -61,20 +62,21 @@ NOT_FOR_GPUS = (
     "runtime/new_kernel_cases.py",
 )
 CASES_OF_CPU = "metrics/interval_cases.py"
-# Compiling takes 0.3 to 1 s per kernel, and there are 600; each process takes half a GB of GPU memory.
+# The maximum number of processes that test kernels. Compiling each of the 600 kernels takes 0.3 to 1 s, and each
+# process takes half a GB of GPU memory.
 MOST_PROCESSES = 8
 # The settings of each mode, and its minimum number of GPUs.
 MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
-# The time limits in seconds for all parts on one GPU and for all parts on several, and the minimum remaining time for
-# starting a part.
+# The time limits in seconds for all parts on one GPU and for all parts on several GPUs, and the minimum remaining time
+# in seconds to start a part.
 LIMIT_S, LEAST_S = {False: 480.0, True: 300.0}, 5.0
 OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
 
 
 class Part(NamedTuple):
-    """A command with its time limit, whose result is its last line of output, or a file.
+    """A command with a time limit; its result is its last line of output or, if `file` is given, this file.
 
-    It sees one GPU with these variables, unless it `sees_all`.
+    The command sees only one GPU, unless `sees_all` is set. `variables` are added to its environment.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Part(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The outcome of a part and its result, parsed if it is JSON; `why` explains why it was not run."""
+    """The outcome of a part, and its result, which is parsed if it is JSON; `why` explains why the part was not run."""
 
     state: str
     seconds: float = 0.0
@@ -108,7 +110,7 @@ def main() -> int:
         parser.error(str(error))
     cuda_variables.set_here()
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
-        # Initially empty, so that the first step takes as long as on a new machine.
+        # Start with empty caches, so that the first step takes as long as on a new machine.
         caches = {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         chosen = [
             part._replace(variables={**caches, **({} if part.sees_all else one_gpu), **part.variables})
@@ -126,7 +128,7 @@ def main() -> int:
 
 
 def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]:
-    """Run the parts within the seconds that remain for one GPU and for all, and print a line for each."""
+    """Run the parts in the seconds that remain for one GPU and for all GPUs, and print a line for each part."""
     report = {}
     for part in chosen:
         ran = run_within(part, left_s[part.sees_all])
@@ -147,7 +149,7 @@ def run_within(part: Part, left_s: float) -> Ran:
 
 
 def pinned_to(gpus: str) -> dict[str, str]:
-    """Return the variables that expose only the requested GPU; none for a CPU."""
+    """Return the environment variables that expose only the requested GPU, or {} for a CPU."""
     n_ranks, uuids = parse_target(gpus)
     if n_ranks != 1 or (not uuids and gpus != "cpu"):
         raise UsageError("--gpus: name one GPU of this machine, or cpu")
@@ -155,9 +157,9 @@ def pinned_to(gpus: str) -> dict[str, str]:
 
 
 def parts(gpus: str, folder: Path) -> Iterator[Part]:
-    """Yield the parts for this GPU, or the CPU, most important first."""
+    """Yield the parts for a GPU or a CPU, the most important parts first."""
     on_cpu = gpus == "cpu"
-    # The part sees no other GPU.
+    # These parts see only the requested GPU.
     alone, device = ("cpu", "cpu") if on_cpu else ("auto:1", "cuda")
     shapes = TINY if on_cpu else SHAPES
     yield Part("driver", script("gpu_driver.py"), 60, sees_all=True)
@@ -188,7 +190,7 @@ def parts(gpus: str, folder: Path) -> Iterator[Part]:
 
 
 def several(word: str, n_gpus: int) -> Iterator[Part]:
-    """Yield the parts for this number of entire GPUs, or CPU processes; GPU slices are never connected."""
+    """Yield the parts for several entire GPUs or CPU processes; MIG slices are never connected."""
     if n_gpus < 2:
         return
     all_of_them = f"{word}:{n_gpus}"
@@ -205,7 +207,7 @@ def several(word: str, n_gpus: int) -> Iterator[Part]:
         yield Part(f"bench {shape} topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
     for what in ("memory", "profile", "killed"):
         yield Part(f"ranks' {what}", [*script("gpu_several.py"), all_of_them, what], 150, sees_all=True)
-    # Peers in one process need the same number of GPUs.
+    # In `dp`, all ranks are threads of one process, so it needs several GPUs.
     threads = [] if word == "cpu" else ["dp"]
     yield Part("ranks", [*script("gpu_ranks.py"), all_of_them, "--modes", *modes, *threads], 200, sees_all=True)
     uneven = [*script("gpu_ranks.py"), f"{word}:{min(n_gpus, 3)}", "--modes", "ddp", "tensor", "--uneven"]
@@ -381,7 +383,7 @@ def several_words(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
 
 
-# The first entry whose key is part of the name applies.
+# The summary functions of parts. The first entry whose key occurs in the part's name is used.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",

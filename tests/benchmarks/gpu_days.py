@@ -1,8 +1,8 @@
-"""Keep the results of `make test-gpu` by GPU model and commit, and write the table of docs/performance.md from them.
+"""Stores the results of `make test-gpu` by GPU model and commit, and writes them to a table in docs/performance.md.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-It prints the table, with the latest entry of each GPU model. With `--write` it replaces the table in the page.
+It prints the table, which has the latest entry of each GPU model. With `--write`, it replaces the table in the page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def record(file: Path, entry: dict[str, Any]) -> None:
 
 
 def entry_of(report: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
-    """Return the entry for a day: the GPU, versions, the state of each part, and results for steps and modes."""
+    """Return the entry for a report: the GPU, versions, the state of each part, and results for steps and modes."""
     answers = {name: ran["answer"] for name, ran in report.items() if ran["state"] == "ok"}
     driver = answers.get("driver") or {}
     states = driver.get("state") or []
@@ -107,7 +107,7 @@ def cell(figures: Mapping[str, float], key: str, form: str, unit: float = 1) -> 
 
 
 def sentence(entry: Mapping[str, Any]) -> str:
-    """Return a sentence with the versions, the states of the parts, and the step time of each mode."""
+    """Return a sentence with an entry's versions, the states of its parts, and the step time of each mode."""
     states = [part["state"] for part in entry["parts"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     versions = ", ".join(f"{name} {entry[name]}" for name in ("torch", "cuda", "triton", "nccl") if entry.get(name))
@@ -116,7 +116,7 @@ def sentence(entry: Mapping[str, Any]) -> str:
 
 
 def page_with(page: str, entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page with the table between its markers."""
+    """Return the page with the table of `entries` between its markers."""
     before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:

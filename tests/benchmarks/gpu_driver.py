@@ -1,9 +1,9 @@
-"""Compare the app's values of each GPU with CUDA's and nvidia-smi's; report versions, clocks and power limits.
+"""Compares the app's values of each GPU with CUDA's and nvidia-smi's; reports versions, clocks and power limits.
 
     python tests/benchmarks/gpu_driver.py
 
-It prints JSON: the GPUs as the app, CUDA and nvidia-smi report them, and what is `wrong`. It exits with 1 if anything
-is. Without nvidia-smi it compares only with CUDA or its equivalent.
+It prints JSON: the GPUs as the app, CUDA and nvidia-smi report them, and a list of errors, `wrong`. It exits with 1 if
+there are any errors. Without nvidia-smi, it compares only with CUDA or its equivalent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.ranks.devices import torch_vendor, visible_gpus
 
 MIB = 2**20
-# CUDA leaves some of the memory to the driver, for example for page tables.
+# The minimum share of the total memory that CUDA reports. The driver keeps the rest, for example for page tables.
 LEAST_OF_CUDA = 0.9
-# Allowed deviation from nvidia-smi's values just before and just after; nvidia-smi reports multiples of 1 MiB.
+# The allowed deviation, in bytes, of the app's value from nvidia-smi's values just before and just after. nvidia-smi
+# reports multiples of 1 MiB.
 NEAR_USED = 64 * MIB
 # Values that affect the current speed of a GPU. Names that the driver does not know are omitted.
 STATE = (
@@ -34,7 +35,7 @@ QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=cs
 
 
 class Memory(NamedTuple):
-    """The memory sizes of a GPU in bytes according to nvidia-smi, or None."""
+    """The total and used memory of a GPU in bytes according to nvidia-smi, or None if unknown."""
 
     total: int | None
     used: int | None
@@ -62,9 +63,9 @@ def versions() -> dict[str, str | None]:
 
 
 def states() -> list[dict[str, str]]:
-    """Return clocks, power and link of each GPU from nvidia-smi.
+    """Return the clocks, power and PCIe link of each GPU from nvidia-smi.
 
-    Each value is a separate query, since a query with an unknown name fails.
+    Each value is queried separately, since a query with an unknown name fails.
     """
     if not shutil.which(QUERY[0]):
         return []

@@ -1,11 +1,11 @@
-"""Inject failures on one GPU, and measure the memory that PyTorch does not report.
+"""Injects failures on one GPU, and measures the memory that PyTorch does not report.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_failures.py [--device cuda|cpu]
 
-The checks: out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's
-compute-sanitizer on test cases of Triton kernels; the bytes that PyTorch reserves for steps, next to nvidia-smi's value
-for the process. It prints JSON: the results of each check, or why it was `not_run`, and what is `wrong`. It exits with
-1 if anything is.
+The checks are: running out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's
+compute-sanitizer on test cases of Triton kernels; the bytes that PyTorch reserves for steps, compared with nvidia-smi's
+value for the process. It prints JSON: the results of each check, or why it was `not_run`, and a list of errors,
+`wrong`. It exits with 1 if there are any errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[2]
 D_IN, SAE, TRAIN = 768, {"d_sae": 24576, "k": 32}, {"batch_size": 4096, "n_steps": 10**5}
 MIB = 2**20
 ASSERTING = "import torch; torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].sum().item()"
-# Timeouts of a child process and of the sanitizer, which is 10 to 50 times slower than the kernels.
+# The time limits in seconds of a child process and of compute-sanitizer, which slows kernels down by a factor of 10 to
+# 50.
 CHILD_S, SANITIZER_S = 60, 90
 SANITIZED = ROOT / "tests" / "trainer" / "metrics" / "interval_cases.py"
 COMPUTE_APPS = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def result_of(check: Callable[[], dict[str, Any]], device: str) -> dict[str, Any]:
-    """Return the result of a check; a check that cannot run here does not count as failed."""
+    """Return the result of a check; a check that cannot run here is not reported as failed."""
     if device != "cuda":
         return {"not_run": "needs a GPU"}
     try:
@@ -78,7 +79,7 @@ def steps_on_gpu() -> RepeatedStep:
 
 
 def shortage_in_graph() -> dict[str, Any]:
-    """Let memory run out while a step is captured: plain steps must still work, and no memory may leak."""
+    """Make memory run out while a step is captured; plain steps must still work, and no memory may leak."""
     steps, words = steps_on_gpu(), list[str]()
     (learner,) = steps.learners
     recorded: Any = learner.whole_steps
@@ -148,7 +149,7 @@ def sanitized() -> dict[str, Any]:
 
 
 def process_memory() -> dict[str, Any]:
-    """Return the bytes used by steps according to PyTorch and the driver, which differ by CUDA's context."""
+    """Return the bytes that steps use according to PyTorch and to the driver; the difference is CUDA's context."""
     steps = steps_on_gpu()
     steps.take(8)
     torch.cuda.synchronize()
@@ -164,7 +165,7 @@ def process_memory() -> dict[str, Any]:
 
 
 def bytes_by_driver() -> tuple[int, str]:
-    """Return the bytes used by this process; in a container, where pids differ, all bytes in use on the GPU."""
+    """Return the bytes that this process uses or, in a container, where pids differ, all bytes in use on the GPU."""
     if shutil.which(COMPUTE_APPS[0]):
         done = subprocess.run(COMPUTE_APPS, capture_output=True, text=True, timeout=30)
         rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]

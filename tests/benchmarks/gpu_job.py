@@ -1,10 +1,11 @@
-"""Check that a job with CUDA graphs ends with the same bits as one without, also when it is stopped and resumed.
+"""Checks that a job with CUDA graphs, stopped and resumed, has bit-identical results to a job without CUDA graphs.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_job.py [--gpus auto:1|cpu] [--steps 1500]
 
-A job on stored rows logs, evaluates and saves. It runs once without graphs; then with graphs until a third of its
-steps, where it is stopped, and resumed to the end. It prints JSON: seconds, replayed steps, the tensors that differ,
-and what is `wrong`. It ends with 1 if anything is. On a CPU recorded steps are taken again instead of replayed.
+The job trains on stored rows, logs, evaluates and saves checkpoints. It runs once without graphs. Then it runs with
+graphs, is stopped after a third of its steps, and is resumed to the end. The script prints JSON: the duration of each
+attempt in seconds, the number of replayed steps, and a list of errors, `wrong`. It exits with 1 if there are errors. On
+a CPU, recorded steps are run again instead of replayed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> int:
 
 
 def new_run(folder: Path, n_steps: int, uuids: tuple[str, ...]) -> RankSpec:
-    """Write the job into a new run and return the spec of its first attempt."""
+    """Create a run for the job, and return the spec of its first attempt."""
     batch = 1024 if uuids else 128
     job, problems = parse_job(
         {
@@ -87,7 +88,7 @@ def resumed(spec: RankSpec) -> RankSpec:
 
 
 def attempt(spec: RankSpec, kind: str, stop_at: int | None = None) -> float:
-    """Run an attempt, stopped at `stop_at` if given; return its seconds."""
+    """Run an attempt, stop it at step `stop_at` if given, and return its duration in seconds."""
     began, paths = time.monotonic(), RunPaths(spec.run_dir)
     argv = [sys.executable, "-m", "support.graph_rank", str(write_spec(spec)), kind]
     with paths.log(0).open("ab") as log:
@@ -115,12 +116,12 @@ def step_of(paths: RunPaths) -> int:
 
 
 def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
-    """Return the tensors of the SAE and its features, and the curves, that are not bit-identical."""
+    """Return the names of the saved tensors and of the curves that are not bit-identical in both runs."""
     tensors = [tensors_of(spec) for spec in (one, other)]
     names = sorted(tensors[0].keys() | tensors[1].keys())
     differing = [name for name in names if not all(name in of_run for of_run in tensors) or not equal(name, tensors)]
     curves = [curve_of(spec, "heldout_fvu") for spec in (one, other)]
-    # The run that was stopped has one more point.
+    # The curve of the run that was stopped has one more point.
     is_alike = curves[0] and curves[0].items() <= curves[1].items()
     return differing, [] if is_alike else ["the curve of held-out FVU"]
 

@@ -1,10 +1,11 @@
-"""Check NCCL with a single rank: every exchange of our groups, in every type, also inside a CUDA graph.
+"""Checks NCCL with a single rank: every exchange of our groups with every dtype, outside and inside a CUDA graph.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
-A single rank gets back the data that it sends. This finds wrong values, types that NCCL rejects and exchanges that a
-graph cannot contain, without a second GPU. It prints JSON: the number of correct exchanges, NCCL's memory and seconds,
-and what is `wrong`. It exits with 1 if anything is. On a CPU it uses gloo instead of NCCL, and no graph.
+A single rank receives the data that it sends. This finds wrong values, dtypes that NCCL rejects and exchanges that a
+graph cannot contain, without a second GPU. It prints JSON: the number of correct exchanges, the memory and time that
+NCCL takes to connect, and a list of errors, `wrong`. It exits with 1 if there are any errors. On a CPU, it uses gloo
+instead of NCCL, and no graph.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Exchange = Callable[[DistributedGroup, Tensor], Tensor]
 
 
 def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Exchange:
-    """Return an exchange of two tensors together, in place, that returns the first one."""
+    """Return a function that exchanges two tensors together, in place, and returns the first tensor."""
 
     def both(group: DistributedGroup, tensor: Tensor) -> Tensor:
         tensors = [tensor.clone(), torch.cat([tensor.reshape(-1)] * 2).reshape(-1, *tensor.shape[1:])]
@@ -44,7 +45,8 @@ def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Ex
     return both
 
 
-# The name, the types, whether it accepts tensors without dimensions, and the function, which must return its argument.
+# For each exchange: its name, its dtypes, whether it accepts tensors without dimensions, and a function that must
+# return values equal to its argument.
 EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("sum", ADDED, True, in_place(lambda group, tensors: group.sum_(*tensors))),
     ("sum parts", ADDED, False, in_place(lambda group, tensors: group.sum_parts_(tensors))),
@@ -57,7 +59,7 @@ EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("copy from first", SENT, True, in_place(lambda group, tensors: group.copy_from_first_(tensors))),
     ("collect", SENT, False, lambda group, tensor: group.collect(tensor, [len(tensor)], 0)[0].to(tensor.device)),
 )
-# `collect` copies to the host, which a graph cannot contain; no step uses it.
+# A graph cannot contain `collect`, which copies to the host. No training step uses `collect`.
 NOT_IN_GRAPHS = ("collect",)
 
 
@@ -109,7 +111,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def checked(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield "ok" or the error for each exchange and type."""
+    """Yield the name of each exchange with each dtype and shape, and "ok" or the error."""
     for name, dtypes, takes_0_dim, exchange in EXCHANGES:
         for dtype in dtypes:
             for shape in [(N_ROWS,), (N_ROWS, 3), *([()] if takes_0_dim else [])]:
@@ -124,7 +126,7 @@ def words_of(dtype: torch.dtype) -> str:
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    # Integers that bf16 can represent exactly.
+    # Use integers that bf16 can represent exactly.
     count = torch.arange(N_ROWS * 3, device=device)[: torch.Size(shape).numel()]
     return (count % 2 == 0 if dtype == BOOL else count).to(dtype).reshape(shape)
 
@@ -141,7 +143,7 @@ def result_of(
 
 
 def in_graphs(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield "ok" or the error for each exchange in a CUDA graph, replayed on new values."""
+    """Yield the name of each exchange with each dtype in a CUDA graph replayed on new values, and "ok" or the error."""
     for name, dtypes, _, exchange in EXCHANGES:
         if name in NOT_IN_GRAPHS:
             continue
@@ -163,7 +165,7 @@ def replayed(exchange: Exchange, group: DistributedGroup, dtype: torch.dtype, de
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     finally:
-        # A graph with NCCL kernels must be freed before the group is.
+        # A graph with NCCL kernels must be freed before the group is destroyed.
         graph.reset()
 
 

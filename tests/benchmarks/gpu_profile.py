@@ -4,10 +4,10 @@
 
 A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some latents are dead, so AuxK is active.
 Shape A: d_in 2304, d_sae 65536, k 64. Shape B: d_in 768, d_sae 24576, k 32. Both have 4,096 tokens in the precision of
-`auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a step while the GPU is idle. Steps are on
-one batch of random rows at the start of a run, when SAEs with a penalty have many active latents, so their products are
-dense. The floor is the minimum time that `python -m trainer bench` prints for this GPU. "of it" is the floor's share of
-the recorded step, or of the plain step.
+`auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a step while the GPU is idle. All steps
+use one batch of random rows, as at the start of a run. SAEs with a penalty then have many active latents, so their
+products are dense. The floor is the minimum time that `python -m trainer bench` prints for this GPU. "of it" is the
+floor's share of the time of the recorded step, if there is one, or of the plain step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
         show(figures, options.kernels)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-        # A learner and its captured graph reference each other, so nine of shape A would fill a GPU of 80 GB.
+        # A learner and its captured graph reference each other, so nine learners of shape A would fill an 80 GB GPU.
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -71,7 +71,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
-    # Compute the model first, since real steps on a CPU select another top-k implementation.
+    # Compute the modelled time first, since real steps on a CPU select another top-k implementation.
     expected = modelled_ms(job, d_in, device, dead=rest == ["dead"])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -113,7 +113,7 @@ def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) 
 
 @torch.no_grad()
 def since_fired(sae: Any) -> None:
-    """Keep 3 % of the latents inactive, with many tokens since they last fired."""
+    """Make 3 % of the latents inactive, and set their number of tokens since they last fired to a large number."""
     some = slice(0, 3 * sae.d_sae // 100)
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9

@@ -1,10 +1,11 @@
-"""Compare the FVU of several GPUs, or CPU processes, after 20 steps with the FVU of one, and count waits of the host.
+"""Compares the FVU after 20 steps on several GPUs, or CPU processes, with the FVU on one, and counts host waits.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_ranks.py auto:2 [--modes ddp tensor hybrid] [--uneven]
 
-One job trains SAEs of three kinds with the user's command: on one GPU, and in each mode on all GPUs. The number of
-latents is not divisible by 3, 4 or 8. It prints JSON: the last FVU of each, the places where rank 0's host waited in a
-step, and what is `wrong`. It exits with 1 if anything is. Waits are only reported.
+A job trains SAEs of three kinds with the command that users run: on one GPU, and in each mode on all GPUs. The number
+of latents is not divisible by 3, 4 or 8. The script prints JSON: the last FVU of each SAE, the places in the code where
+rank 0's host waited in a step, and a list of errors, `wrong`. It exits with 1 if there are any errors. Waits are not
+treated as errors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SAMPLE, D_IN = Path(__file__).parents[2] / "data" / "sample", 384
 # Two kinds that select latents, per token or per batch, and one with a penalty.
 KINDS = ["topk", "batch_topk", "jumprelu"]
 MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}, "dp": {}}
-# Divisible by 2, but not by 3, 4 or 8.
+# The number of latents, which is divisible by 2, but not by 3, 4 or 8.
 D_SAE = 3074
 N_STEPS, TOKENS_OF_RANK = 20, 128
 # The tolerance of `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
@@ -51,7 +52,7 @@ def main() -> int:
         job = shared(f"{word}:{n_ranks}", n_ranks, n_data, {"mode": mode} | MODES[mode] | shares)
         fvus[mode] = trained(job)
         if mode == "dp":
-            # The ranks of this mode are threads of the training command.
+            # Waits cannot be counted in this mode, since its ranks are threads of the training command.
             continue
         module, sizes = "support.rank_waits", [str(D_IN)]
         waits |= {mode: run_ranks(module, sizes, job=job, world_size=n_ranks, gpu_uuids=uuids)["waits"]}
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
-    """Return a job with the same number of tokens per step on any number of GPUs; its latents soon count as dead."""
+    """Return a job with the same number of tokens per step on any number of GPUs; its latents are soon dead."""
     tokens = TOKENS_OF_RANK * n_ranks
     job, problems = parse_job(
         {

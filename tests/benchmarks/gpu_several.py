@@ -1,8 +1,8 @@
-"""Measure NCCL's memory, the timeline of a step with dead latents, or the end of a run after a rank is killed.
+"""Measures NCCL's memory, the timeline of a step with dead latents, or the end of a run after a rank is killed.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_several.py auto:2|cpu:2 memory|profile|killed [--mode tensor]
 
-It prints JSON with what is `wrong`, and exits with 1 if anything is. CPU processes do not use NCCL.
+It prints JSON with a list of errors, `wrong`, and exits with 1 if there are any. CPU processes do not use NCCL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.ranks.foreground import read_progress
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SHAPES = {"cuda": (768, 24576, 32, 4096), "cpu": (64, 512, 8, 256)}
-# Seconds until the ranks must be training, seconds from the kill to the end of the command, and the poll interval.
+# The time limits in seconds until the ranks train, and from the kill to the end of the command, and the poll interval.
 STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 
@@ -71,7 +71,7 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def killed(gpus: str, mode: str) -> dict[str, Any]:
-    """Kill the last rank of a training during its steps; return how the command ends, and after how long."""
+    """Kill the last rank while it trains; return the seconds until the command ends, and the command's error."""
     job = parsed(
         {
             "data": {"path": str(SAMPLE)},

@@ -1,11 +1,11 @@
-"""Compare two ranks that share one GPU with a single rank, in every mode for several GPUs.
+"""Compares training on two ranks that share one GPU with training on a single rank, in every mode for several GPUs.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_shared.py [--device cuda|cpu]
 
-NCCL refuses two ranks on one GPU, so they exchange through the host's memory (`tests/support/one_gpu.py`); everything
-else is the code of several GPUs. Each mode trains three kinds of SAE for 20 steps, with AuxK, in fp32 and in 16 bits.
-It prints JSON: the FVU of each, the places in which the host waited in a further step outside the exchange, and what
-is `wrong`. It ends with 1 if anything is.
+NCCL refuses two ranks on one GPU, so the ranks exchange tensors through host memory (`tests/support/one_gpu.py`). All
+other code is the same as on several GPUs. Each mode trains three kinds of SAE for 20 steps, with AuxK, in fp32 and in
+16 bits. The script prints JSON: the FVU of each SAE, the places in the code where the host waited in a further step
+outside the exchange, and a list of errors, `wrong`. It exits with 1 if there are any errors.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def job_of(size: Size, kind: str, precision: str, mode: str) -> JobConfig:
 
 
 def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
-    """Take the steps, all on x; return the FVU over the last of them, and where the host waits in one more step."""
+    """Train on x in every step; return the FVU over the last steps, and where the host waits in one more step."""
     set_matmul_precision(resolve_precision(job.train.precision, parallel.device))
     torch.manual_seed(0)
     learner = Learner(job, x.shape[1], None, parallel)
@@ -140,7 +140,7 @@ def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
 
 
 def wrong_of(cases: list[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each case that differs from a single rank, or whose host waited."""
+    """Return a sentence for each case whose FVU differs from that of a single rank, or in which the host waited."""
     wrong = []
     for case in cases:
         name = f"{case['mode']}, {case['kind']}, {case['precision']}"

@@ -1,12 +1,13 @@
-"""Time of every product of a TopK step, next to the dense product that it replaces and its minimum time.
+"""Measures every product of a TopK step, and compares it with the dense product that it replaces and a minimum time.
 
     python tests/benchmarks/kernels.py [--d-in 384] [--d-sae 3072] [--batch 4096] [--k 32] [--device cuda]
         [--precision bf16] [--threads 2] [--repeat 20] [--json FILE]
 
-The floor is max(FLOPs/peak, bytes/bandwidth) at this machine's own measured speed. Every number is counted once, as if
-repeated reads came from a cache. `dense` is one matrix product with the same result, without the cost of scattering
-activations into a matrix. On a GPU, `torch` is the implementation without Triton. `CPU` is the CPU time of a call per
-thread, which is more meaningful on a busy machine. Latents are used unevenly: most tokens use the most frequent one.
+The floor, or minimum time, is max(FLOPs/peak, bytes/bandwidth) at this machine's own measured speed. The bytes of every
+value are counted once, as if repeated reads came from a cache. `dense` is one matrix product with the same result,
+without the cost of scattering activations into a matrix. On a GPU, `torch` is the implementation without Triton. `CPU`
+is the CPU time of a call per thread, which is more meaningful on a busy machine. Latents are used unevenly: the most
+frequent latent is active on most tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# Calls between two clock readings on a GPU, so that launches overlap with work as in a step.
+# The number of calls between two clock readings on a GPU, so that launches overlap with computation as in a step.
 CALLS = 10
 
 
 @dataclass
 class Kernel:
-    """One product: a function that runs it, its dense counterpart, and its minimum operations and bytes."""
+    """One product: a function that runs it, its dense counterpart, and its minimum numbers of operations and bytes."""
 
     name: str
     run: Callable[[], object]
@@ -54,7 +55,7 @@ class Kernel:
 
 @dataclass
 class Result:
-    """Seconds of each implementation, or None if there is no such implementation."""
+    """The time of each implementation in seconds, or None if there is no such implementation."""
 
     name: str
     wall_s: float
@@ -95,7 +96,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     narrow = torch.bfloat16 if options.precision == "bf16" else torch.float32
     width, n = narrow.itemsize, options.batch * options.k
     torch.manual_seed(0)
-    # The inputs of the products are 16-bit, as under autocast; sums are fp32.
+    # In bf16, the inputs of the products are 16-bit, as under autocast, and the sums are fp32.
     x, W_enc, W_dec = (
         torch.randn(*shape, device=options.device).to(narrow)
         for shape in ((n_tokens, d_in), (d_in, d_sae), (d_sae, d_in))
@@ -158,7 +159,7 @@ def fresh(places: Places) -> Places:
 
 
 def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Kernel:
-    """Build a forward and backward pass with given active latents.
+    """Return a forward and backward pass with given active latents.
 
     The dense counterpart is five products with plain autograd.
     """

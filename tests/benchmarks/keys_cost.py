@@ -1,4 +1,4 @@
-"""Measures the CPU time to open and leave each screen, next to the CPU time of the idle dashboard.
+"""Measures the CPU time to open and leave each screen, after subtracting the CPU time of the idle dashboard.
 
 PYTHONPATH=tests python tests/benchmarks/keys_cost.py [--times 20] [--size 120x40]
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--size", default="120x40")
     options = parser.parse_args()
-    # Time the app of this checkout, even if another one is installed.
+    # Measure the app of this checkout, even if another version is installed.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         box = Box(Path(folder))

@@ -1,13 +1,14 @@
-"""Measures how fast batches are read from each shard format, next to a plain sequential read of the same files.
+"""Measures how fast batches are read from each shard format, compared with a sequential read of the same files.
 
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
-Batches of 4096 rows are read in the order of a training, in which each row occurs once. Rows that were shuffled when
-they were stored, as by an extraction, are read in contiguous ranges, other rows one by one. One thread reads, as during
-a step on a CPU; then all threads read into the same memory repeatedly, as for a GPU. The goal is 90 % of the sequential
-read, which keeps no data, from the page cache and from the disk (the files are dropped from the cache before). Then a
-TopK SAE is trained for 100 steps; at most 2 % of its time may be spent waiting for data. Parquet is decoded once in
-advance, and this is timed separately. Needs `--rows` × `--d-in` × 4 bytes of disk, twice that for Parquet.
+Batches of 4096 rows are read in training order, and each row is read once. Rows that were shuffled when they were
+stored, as by an extraction, are read in contiguous ranges, and other rows are read one by one. First one thread reads,
+as during a step on a CPU. Then all threads read into the same memory repeatedly, as for a GPU. The goal is 90 % of the
+speed of the sequential read, which keeps no data, both from the page cache and from the disk, with the files dropped
+from the cache beforehand. Then a TopK SAE is trained for 100 steps; at most 2 % of the time may be spent waiting for
+data. Parquet is decoded once in advance, and the decoding is timed separately. The benchmark needs `--rows` × `--d-in`
+× 4 bytes of disk space, or twice as many for Parquet.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def read_in_batches(source: Shards, empty: Empty = empty_rows) -> None:
 
 
 def one_place(d_in: int) -> Empty:
-    """Return a function that returns the same memory for every batch."""
+    """Return an allocator that returns the same memory for every batch."""
     place = torch.empty(BATCH * d_in)
     return lambda n, width, _: place[: n * width].view(n, width)
 

@@ -1,4 +1,4 @@
-"""Compares the automatic learning rate with lower ones in long runs, by the FVU on held-out texts.
+"""Compares the automatic learning rate with lower learning rates in long runs, by the FVU on held-out texts.
 
     python tests/benchmarks/long_runs.py ROWS RESULTS.jsonl [--steps 2000 10000 50000] [--d-sae 1536] [--seeds 0]
         [--recipes NAME ...] [--batch 512] [--threads 1]
@@ -6,9 +6,9 @@
 
 ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
 One text in 20 is held out entirely, the same texts for every seed. Every recipe trains on the same rows in the same
-order. Every run is completed, since most of the quality comes while the learning rate falls. Each result is a line of
-RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be continued. Without ROWS only the
-results are printed.
+order. Every run is completed, since the FVU improves most while the learning rate falls. Each result is a line of
+RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be continued. Without ROWS, the existing
+results are only printed.
 
 Recipes: `default`; `short`, with the rate of a run of 1,000 steps; `/3` and `/10`, with that rate divided by 3 and by
 10, and 5 % of warm-up; `plain`, the Adam TopK of Gao et al. (2024) and sparsify: 2e-4 * sqrt(2^14 / d_sae), 5 % of
@@ -93,7 +93,7 @@ class Rows:
 
 
 def measure(fitted: Any, rows: Rows) -> dict[str, float]:
-    """Return the FVU on held-out texts, its standard error over texts, and the share of never-firing latents."""
+    """Return the FVU on held-out texts, its standard error over texts, and the share of latents that never fire."""
     mean = sum(x.double().sum(0) for x, _ in rows.held_out_batches()) / len(rows.held_out)
     n_texts = int(rows.documents.max()) + 1
     error, spread = torch.zeros(2, n_texts, dtype=torch.float64)
@@ -146,7 +146,10 @@ WIDTH, HEIGHT, LEFT, BOTTOM, FVUS = 360, 260, 48, 36, (0.125, 0.19)
 
 
 def curves(results: list[dict[str, Any]]) -> str:
-    """Return an SVG of the FVU by number of steps: one panel per hook with 1,536 latents, one curve per recipe."""
+    """Return an SVG of the FVU against the number of steps, with a panel for each hook and a curve for each recipe.
+
+    It includes only SAEs with 1,536 latents.
+    """
     hooks, parts = sorted({one["hook"] for one in results}, reverse=True), []
     for column, hook in enumerate(hooks):
         left = column * WIDTH
@@ -221,7 +224,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def cell(of_recipe: list[dict[str, Any]], of_case: list[dict[str, Any]]) -> str:
-    """Return the mean FVU over seeds, and by how much it exceeds the default recipe's FVU with the same seeds."""
+    """Return the mean FVU over seeds, and its excess over the default recipe's mean FVU with the same seeds."""
     if not of_recipe:
         return "–"
     mean = sum(one["fvu"] for one in of_recipe) / len(of_recipe)

@@ -2,9 +2,9 @@
 
 python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [--nvitop PATH] [--nvtop PATH]
 
-Each monitor runs in turn in its own pseudo-terminal, with one sample per second, on a stand-in for libnvidia-ml.so.1
-whose values all change, with a process on each GPU. The last column is this app's figure as a share of its limit at
-120x40; at 200x60 it may send twice as much. Monitors that are not installed are skipped and listed.
+Each monitor runs in turn in its own pseudo-terminal, with one sample per second. A fake libnvidia-ml.so.1 simulates
+GPUs whose values all change, with a process on each GPU. The last column is this app's value as a share of its limit at
+120x40; at 200x60, the app may send twice as many bytes. Monitors that are not installed are skipped and listed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.states import JobState
 
 STARTS = 5
-JOBS = 8  # finished jobs, through which the cursor moves in this app; in the other monitors it moves through processes
+# The number of finished jobs. The cursor moves through these jobs in this app, and through processes in other monitors.
+JOBS = 8
 KEYS_PER_S = 2
 DOWN, UP = "\x1b[B", "\x1b[A"
 LIMITS = {
@@ -122,7 +123,7 @@ def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
 
 
 def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], seconds: float) -> dict[str, float]:
-    """Return the measurements of a program that is started, left idle, and navigated."""
+    """Measure a monitor while it starts, while it is idle, and while keys are pressed."""
 
     def begin() -> tuple[Terminal, float]:
         terminal = Terminal(monitor.argv, columns=columns, rows=rows, env=env)
@@ -134,7 +135,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
         terminal.wait_for_exit()
         terminal.close()
 
-    end(begin()[0])  # the first start byte-compiles and creates folders
+    end(begin()[0])  # only the first start byte-compiles modules and creates folders
     paints = []
     for _ in range(STARTS):
         terminal, paint = begin()
@@ -143,7 +144,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
     for log in Path(env["FAKE_NVML_LOG"]).parent.glob("calls.*"):
         log.unlink()
     terminal, _ = begin()
-    terminal.read(10)  # histories begin to fill
+    terminal.read(10)  # until the charts have some history
     sent, cpu, since = terminal.bytes_read, terminal.usage()[0], time.monotonic()
     terminal.read(seconds)
     elapsed = time.monotonic() - since
@@ -162,7 +163,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
 def press_keys(terminal: Terminal, seconds: float) -> list[float]:
     """Move the cursor down and up for this many seconds; return the milliseconds until each key takes effect.
 
-    A sample drawn at that moment counts as the effect, which favours all programs equally.
+    A periodic refresh at that moment is mistaken for the effect, which favours all programs equally.
     """
     latencies = []
     deadline = time.monotonic() + seconds
@@ -180,7 +181,7 @@ def press_keys(terminal: Terminal, seconds: float) -> list[float]:
 
 
 def n_calls(log: Path) -> int:
-    """Return the number of calls that the stand-in counted."""
+    """Return the number of calls that the fake library has counted."""
     lines = (line for each in log.parent.glob(f"{log.name}.*") for line in each.read_text().splitlines())
     return sum(int(line.split()[2]) for line in lines)
 

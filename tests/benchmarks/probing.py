@@ -1,11 +1,12 @@
-"""k-sparse probing of SAEs of one hook, ours and other trainers': how well their k best latents predict labels.
+"""k-sparse probing of SAEs of one hook from several trainers: how well the k best latents of an SAE predict labels.
 
     python tests/benchmarks/probing.py JOB.toml HOOK FOLDER [--sets 24] [--json FILE]
 
-FOLDER has a folder for each SAE, as `quality.py --save` writes them. JOB.toml is the extraction that wrote the training
-rows, and HOOK one of its hooks. The model reads the texts once, and every SAE gets the same rows. Next to each AUC is
-its standard error over the splits into training and test texts. The difference to the first SAE is the mean over the
-sets, with its standard error over the sets; it is "same" if it is less than two standard errors.
+FOLDER contains a folder for each SAE, as written by `quality.py --save`. JOB.toml is the extraction that wrote the
+training rows, and HOOK is one of its hooks. The model reads the texts once, and every SAE gets the same rows. Each AUC
+is shown with its standard error over the splits into training and test texts. The difference from the first SAE is the
+mean over the data sets, with its standard error over the data sets. A difference of less than two standard errors is
+shown as "same".
 """
 
 from __future__ import annotations

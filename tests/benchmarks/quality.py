@@ -1,4 +1,4 @@
-"""Held-out FVU by training time: our trainer and others with their defaults, on the same rows in the same order.
+"""Measures the held-out FVU by training time of several trainers with their defaults, on the same rows in one order.
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
         [--seeds 0] [--json FOLDER] [--save FOLDER]
@@ -7,15 +7,17 @@ DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of 
 [n_tokens], entire texts with at least 16,384 rows are held out, the same texts for all seeds. Otherwise the seed
 selects 16,384 single rows. The remaining rows are trained on in seeded permutations, one per epoch.
 
-These are measured every 25 steps, while the clock is stopped: FVU and L0 as the library's users get them; FVU with the
-batch's k·n largest activations, which compares BatchTopK SAEs at equal L0 regardless of their thresholds; and the share
-of latents that fire neither on the held-out rows nor on 65,536 training rows. With several seeds a second table has the
-mean FVU at equal L0, its standard deviation over seeds and its standard error over held-out texts. Seconds cover
-the steps only. CPU time over all threads, divided by their number, equals the wall time on an idle machine.
+Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users get them. It also
+measures the FVU with the k·n largest activations of a batch, which compares BatchTopK SAEs at equal L0 regardless of
+their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training rows. With
+several seeds, a second table has the mean FVU at equal L0, its standard deviation over seeds and its standard error
+over held-out texts. Times include only training steps. The CPU time is divided by the number of threads, so that it
+equals the wall time on an idle machine.
 
-With --tokens each recipe trains on this many rows, in steps of the size that it chooses, otherwise of --batch.
-With --json every curve is kept in FOLDER, and peers with a curve there are not run again. With --save each SAE, except
-those of plain loops, is written to a folder of its recipe in FOLDER as its library writes it; `probing.py` reads them.
+With --tokens, each recipe trains on this many rows, and may choose its own number of rows per step; otherwise, steps
+have --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not run again. If
+--save is given, each SAE, except the SAEs of plain loops, is saved in the format of its library, in a folder for its
+recipe in FOLDER, for `probing.py`.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Point:
 
 @dataclasses.dataclass
 class Result:
-    """The curve of a recipe, and everything on which it depends."""
+    """The curve of a recipe, and everything that determines the curve."""
 
     recipe: str
     kind: str
@@ -196,7 +198,7 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path | None, result: Result) -> None:
-    """Write the result so far after every point, so that an interrupted run leaves its curve."""
+    """Write a result; this is called after every point, so that an interrupted run leaves an incomplete curve."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
@@ -236,7 +238,8 @@ def measure(recipe: peers.Recipe, data: Data, step: int, cpu_s: float, wall_s: f
 def error_over_texts(reconstruct: Any, data: Data) -> float:
     """Return the standard error of the held-out FVU over texts, or 0 if single rows were held out.
 
-    This is the error of a ratio of sums over independent texts: Cochran (1977), Sampling Techniques, section 6.4.
+    This is the standard error of a ratio of sums over independent texts; see Cochran (1977), Sampling Techniques,
+    section 6.4.
     """
     if data.texts is None:
         return 0.0
@@ -293,7 +296,8 @@ def over_seeds(results: list[list[Result]]) -> Table:
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
     """Return the seconds until the lowest FVU of any peer of the same kind is reached, and the speed-up over that peer.
 
-    The lowest FVU counts rather than the last: sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
+    The peer's lowest FVU is used rather than its last: sparsify's FVU was 0.1226 after 300 of 500 steps and 0.1260 at
+    the end.
     """
     rivals = [point for other in results if other.is_peer and other.kind == result.kind for point in other.curve]
     if not rivals:

@@ -1,13 +1,13 @@
-"""Strong scaling: two processes with one thread each against one; they shard the tokens (ddp) or the latents (tensor).
+"""Measures strong scaling: the speed of several processes that shard tokens or latents, compared with one process.
 
     python tests/benchmarks/scaling.py [--d-sae 3072 16384] [--ranks 2] [--batch 4096] [--rounds 3] [--steps 12]
 
-The global batch is the same, so two ranks can at best be twice as fast. The modes take turns and the medians are
-compared, so that load from other programs affects all modes alike. The limit is the sum of tokens/s of the same number
-of independent processes, each with all tokens ("alone") or with a share of them ("alone, shared tokens"). Bytes are
-what a rank writes for other ranks in a step, compared with what the exchange should send: a ring's share of the summed
-reconstructions and gradients, and the candidates of all ranks. The last row is the mode that `auto` chooses, which
-should be the faster one.
+Each process has one thread. The global batch size is the same, so two ranks can at best be twice as fast. The modes
+take turns and the medians are compared, so that load from other programs affects all modes alike. The upper limit is
+the sum of the tokens/s of the same number of independent processes, each with all tokens ("alone") or with a share of
+the tokens ("alone, shared tokens"). The bytes that a rank writes for other ranks in a step are compared with the
+expected number: a ring all-reduce of the reconstructions and gradients, and the candidates of all ranks. The last row
+is the mode that `auto` chooses, which should be the fastest mode.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def name_of(mode: str, runs: list[dict[str, Any]]) -> str:
 
 
 def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one bench, or several independent ones simultaneously, and return the measurements."""
+    """Run `trainer bench` once, or several times simultaneously if `mode` is in `ALONE`; return the measurements."""
     is_alone = mode in ALONE
     ranks = 1 if mode == "single" or is_alone else options.ranks
     settings = {

@@ -1,12 +1,13 @@
-"""Print the modelled speed-up of several GPUs: every mode compared with our step on one GPU.
+"""Prints the modelled speed-up of several GPUs: every mode compared with our step on one GPU.
 
     python tests/benchmarks/speedup.py [--card "NVIDIA H200"] [--d-in 2304] [--d-sae 65536] [--batch 4096]
     python tests/benchmarks/speedup.py --markdown | --write
 
-The first form uses the speeds of `box.json` if jobs or `sae-tui doctor --probe` measured this GPU, otherwise published
-speeds. In weak scaling every GPU adds `--batch` tokens to the step; in strong scaling the step stays as it is on one
-GPU. `--markdown` prints the tables of docs/explanation/parallel.md from published speeds only, and the speed-ups of two
-CPU processes that `scaling.py --json cpu_ranks.json` measured. `--write` replaces the tables in the page.
+The first command uses the speeds in `box.json` if jobs or `sae-tui doctor --probe` have measured this GPU, otherwise
+published speeds. In weak scaling, every GPU adds `--batch` tokens to a step. In strong scaling, a step has `--batch`
+tokens on any number of GPUs. `--markdown` prints the tables of docs/explanation/parallel.md, from published speeds and
+from the speed-ups of two CPU processes that `scaling.py --json cpu_ranks.json` measured. `--write` replaces the tables
+in the page.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ GIB, PROMISED = 2**30, {2: 1.8, 4: 3.2, 8: 6.8}
 
 
 class Shape(NamedTuple):
-    """The sizes of an SAE, and the tokens per GPU in a step."""
+    """The sizes of an SAE, and the number of tokens per GPU in a step."""
 
     d_in: int
     d_sae: int
@@ -53,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU in the page: the driver's name for it, its memory, and the link between several such GPUs."""
+    """A GPU in the page: its name in the driver, its memory in GiB, and the link between several such GPUs."""
 
     name: str
     gib: int
@@ -115,7 +116,7 @@ def forecasts(
     fixed: bool = False,
     gib: int | None = None,
 ) -> list[Forecast]:
-    """Return forecasts for 1, 2, 4 and 8 GPUs with this name, with `gib` GiB of memory if given."""
+    """Return forecasts for 1, 2, 4 and 8 GPUs with the name `gpu` and, if given, `gib` GiB of memory each."""
     work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), gpu)
     capacity = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
     return forecast(work, box, counts=COUNTS, capacity=capacity)

@@ -3,8 +3,8 @@
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
 Creates ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that
-sometimes locks the store. Every result is printed next to its target. The peer keeps one JSON text per step, and reads
-all of them at every refresh, as trackio does. Needs 1 GiB of disk.
+sometimes locks the store. Every result is printed with its target. For comparison, a peer stores one JSON text per step
+and reads all texts at every refresh, as trackio does. The benchmark needs 1 GiB of disk space.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.reporting.progress import StoredProgress
 SERIES = tuple(f"metric_{number}" for number in range(10))
 REPEATS = 20
 PEER = "whole run read as JSON, as trackio does"
-# Holds the lock for 0.3 s of every 0.5 s.
+# A program that locks the store for 0.3 s out of every 0.5 s.
 LOCKER = """
 import sqlite3, sys, time
 db = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
@@ -159,7 +159,7 @@ def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | No
 
 
 def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
-    """Time how long reporting 30 values at every step takes on the training thread."""
+    """Measure how long the training thread takes to report 30 values at every step."""
     path = folder / "reported.db"
     progress = StoredProgress(path, 5000, threading.Event(), None)
     progress.rows([MetricRow("loss", 0, 1.0)])
@@ -182,7 +182,7 @@ def report(progress: StoredProgress, step: int) -> None:
 
 
 def peer(folder: Path, n_steps: int) -> float:
-    """Return the milliseconds of the peer's refresh."""
+    """Return the milliseconds that a refresh of the peer takes."""
     with contextlib.closing(sqlite3.connect(folder / "peer.db")) as db, db:
         db.execute("CREATE TABLE metrics(id INTEGER PRIMARY KEY, run TEXT, step INTEGER, metrics TEXT)")
         pairs = ", ".join(f"'{name}', abs(random()) / 1e19" for name in SERIES)

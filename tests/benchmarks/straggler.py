@@ -1,9 +1,10 @@
-"""Measures the cost of one slowed rank and the gain of new shares: throughput before, during and after.
+"""Measures the throughput before, during and after the slowdown of one rank, with fixed and with adjusted shares.
 
     python tests/benchmarks/straggler.py [--mode ddp] [--seconds 15] [--burners 1] [--d-sae 3072]
 
-Two CPU ranks are each pinned to a core. After a while `--burners` busy processes are pinned to the core of rank 1, and
-later ended. The same is repeated with fixed shares. Run it on two cores without other work.
+Two CPU ranks are each pinned to a core. After a while, `--burners` busy processes are pinned to the core of rank 1;
+later, they are killed. This is measured once with fixed shares and once with shares that are adjusted to the speeds of
+the ranks. Run this benchmark on two cores without other work.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, float, float, list[str]]:
-    """Return the tokens/s in the last half of each of three periods, and the event messages."""
+    """Return the tokens/s in the second half of each of three periods, and the event messages."""
     with tempfile.TemporaryDirectory() as folder, training(Path(folder) / "run", options, rebalance) as run_dir:
         rates = [rate(run_dir, options.seconds)]
         with burning(options.burners):
@@ -62,7 +63,7 @@ def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, fl
 
 @contextlib.contextmanager
 def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
-    """Run a training on two ranks within the context, each pinned to its core, and yield its folder."""
+    """Train on two ranks, each pinned to its core, in the `with` block, and yield the run's folder."""
     settings = {
         "data.source": "synthetic", "data.d_in": 384, "launch.gpus": "cpu:2", "parallel.mode": options.mode,
         "parallel.rebalance": str(rebalance).lower(), "parallel.shares": "even", "sae.d_sae": options.d_sae,
@@ -92,7 +93,7 @@ def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
 
 @contextlib.contextmanager
 def burning(n_burners: int):
-    """Keep core 1 busy with `n_burners` processes within the context."""
+    """Keep core 1 busy with `n_burners` processes in the `with` block."""
     burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(n_burners)]
     for burner in burners:
         os.sched_setaffinity(burner.pid, {1})
@@ -105,7 +106,7 @@ def burning(n_burners: int):
 
 
 def rate(run_dir: Path, seconds: float) -> float:
-    """Return the tokens per second in the last half of this period."""
+    """Return the tokens per second in the second half of the next `seconds` seconds."""
     time.sleep(seconds / 2)
     before, began = tokens_done(run_dir), time.monotonic()
     time.sleep(seconds / 2)

@@ -133,7 +133,7 @@ def test_all_cases_run_on_a_gpu_and_none_in_the_interpreter() -> None:
 
 
 def test_a_part_over_its_limit_is_killed_with_its_child_processes() -> None:
-    # The child process keeps the pipe open.
+    # The child process would keep the pipe open if only the shell were killed.
     ran = run(Part("bus", ["sh", "-c", "sleep 900 & sleep 900"], 1.0))
     assert ran.state == WRONG
     assert ran.stderr.endswith("no end within 1 s")

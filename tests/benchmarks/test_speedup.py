@@ -1,4 +1,4 @@
-"""The tables in the documentation of parallel modes match the cost model."""
+"""Tests that the tables in the documentation of the parallel modes match the cost model."""
 
 from __future__ import annotations
 

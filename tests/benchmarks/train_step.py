@@ -1,13 +1,14 @@
-"""Speed of a training step: our trainer, others and plain loops next to each other on the same data.
+"""Measures the speed of a training step of our trainer, other trainers and plain loops, on the same data.
 
     python tests/benchmarks/train_step.py [--data FILE] [--d-sae 3072] [--batch 4096] [--k 32] [--steps 110]
         [--peers NAME ...] [--device cuda] [--precision bf16] [--d-in 384] [--json FILE]
 
-Each recipe runs in its own process, so that peak memory is measured separately. They take turns in rounds of several
-steps, so that other load affects all equally. The first step of a round is not timed, since the caches hold other data.
-Tokens/s are the median over rounds. The CPU rate is computed from the CPU time per thread instead of the wall time. It
-is more meaningful on a busy machine, but favours recipes that leave threads idle. Memory is the peak, and in brackets
-the increase after libraries and data were loaded. FVU is measured on held-out rows after all steps.
+Each recipe runs in its own process, so that its peak memory is measured separately. The processes take turns in rounds
+of several steps, so that other load affects all recipes equally. The first step of a round is not timed, since the
+caches then contain other data. The tokens/s are the median over the rounds. The CPU rate is computed from the CPU time
+per thread instead of the wall time. This rate is more meaningful on a busy machine, but favours recipes that leave
+threads idle. The peak memory is followed, in parentheses, by its increase since the libraries and the data were loaded.
+FVU is measured on held-out rows after all steps.
 
 The floor is the time of one sparse step's arithmetic or of its memory traffic at this machine's own measured speed,
 whichever is longer. "of floor" is the floor's share of the measured time. Without --data, rows are sparse sums of
@@ -42,7 +43,8 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# Large enough that no cache can hold the rows, small enough for a laptop.
+# The size of the matrices and the number of bytes with which the machine's speed is measured. They exceed every cache,
+# but fit into the memory of a laptop.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
 
@@ -177,9 +179,11 @@ def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
     """Return the minimum seconds of a sparse step, max(FLOPs/peak, bytes/bandwidth), and both measured speeds."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
-    # The products: the encoder's; then decoding, its two gradients and the encoder's gradient on k latents per token.
+    # The dense product of the encoder, and, on k latents per token, decoding, its two gradients and the encoder's
+    # gradient.
     n_flops = 2 * tokens * d_in * options.d_sae + 8 * tokens * options.k * d_in
-    # Fused Adam reads p, g, m and v and writes p, m and v. Gradients are written; pre-activations are written and read.
+    # Fused Adam reads p, g, m and v, and writes p, m and v. In addition, gradients are written, and pre-activations are
+    # written and read.
     width = 2 if options.precision == "bf16" else 4
     n_bytes = 28 * parameters + 4 * parameters + 2 * width * tokens * options.d_sae
     speeds = measured_speeds(options)
@@ -290,7 +294,7 @@ def status_bytes(key: str) -> int | None:
 
 
 def rows(options: argparse.Namespace) -> Tensor:
-    """Return the rows in the file, or sums of k of 2·d_sae random directions with different frequencies."""
+    """Return the rows of the file, or sums of k out of 2·d_sae random directions with different frequencies."""
     if options.data:
         return load_file(options.data)["activations"]
     generator = torch.Generator().manual_seed(options.seed)

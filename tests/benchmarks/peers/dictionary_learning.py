@@ -1,4 +1,4 @@
-"""dictionary_learning (Marks, Karvonen, Mueller)."""
+"""Recipes for dictionary_learning (Marks, Karvonen, Mueller)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DictionaryLearningTopK(Recipe):
 
 
 class DictionaryLearningBatchTopK(DictionaryLearningTopK):
-    """BatchTopK; its threshold averages over about 1,000 steps, so it lags behind the weights in a short run."""
+    """BatchTopK; the threshold is an average over about 1,000 steps, so it lags behind the weights in a short run."""
 
     name, kind = "dictionary_learning batch_topk", "batchtopk"
     trainer_class = "batch_top_k:BatchTopKTrainer"

@@ -1,4 +1,4 @@
-"""Our trainer with default settings."""
+"""Recipes for our trainer with its default settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from peers.base import Recipe, Seen, Setup, largest
 
 
 class Ours(Recipe):
-    """Our trainer, given only architecture, width, k, batch size and length."""
+    """Our trainer, with only the architecture, d_sae, k, batch size and number of steps set."""
 
     name, package, module = "ours topk", "sae-tui", "trainer"
     architecture = "topk"
     is_peer = False
 
-    # The only place that depends on internals of `trainer`: taking a step and reading its results.
+    # Among the recipes, only the methods of this class depend on internals of `trainer`.
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         from trainer.contract.settings.job_file import parse_job
         from trainer.parallel.base import Parallel

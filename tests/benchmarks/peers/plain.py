@@ -12,7 +12,7 @@ from peers.base import Recipe, Seen, Setup
 class PlainSparse(Recipe):
     """A simple sparse loop: tied unit rows, b_dec at the mean, Adam with the published learning rate.
 
-    Only the encoder's product is dense. Weight gradients use active latents only.
+    Only the product in the encoder is dense. Weight gradients are computed from active latents only.
     """
 
     name = "plain sparse loop"

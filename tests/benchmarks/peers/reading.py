@@ -1,6 +1,6 @@
 """The speed of running a language model up to a hook: our extraction, a plain loop over transformers, and SAELens.
 
-All run on the same text with the same fp32 weights and number of tokens per forward pass, and none computes the blocks
+All readers process the same text with the same fp32 weights and number of tokens per forward pass, and skip the blocks
 above the highest hook. Loading is not timed. Tokenising is timed, except in the plain loop.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Asked(NamedTuple):
-    """A request: the `layers` to read, the `model`, a folder for transformers, and the `text`, a .jsonl file."""
+    """The inputs of a reader: the model's folder, a .jsonl file with the text, the layers to read, and the sizes."""
 
     model: Path
     text: Path
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 
 class Reader(ABC):
-    """One way to read, recreated for each measurement; `does` describes the work that is timed."""
+    """One way to run a model on a text; `does` describes the timed work. Each measurement creates a new reader."""
 
     name: str
     does: str
@@ -77,7 +77,7 @@ class Ours(Reader):
         self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 
     def tokens_per_s(self) -> float:
-        # The runner counts all tokens of the last batch, although not all of its rows are kept.
+        # The extraction counts all tokens of the last batch, although not all of this batch's rows are kept.
         return self._extraction.run().tokens_per_s or 0.0
 
 
@@ -144,7 +144,7 @@ class SaeLensRunner(Reader):
 
 
 class SaeLensStore(SaeLensRunner):
-    """`ActivationsStore`, from which SAELens' trainings read; the model's batches are not mixed."""
+    """`ActivationsStore`, which SAELens uses for training, but without its mixing of batches."""
 
     name, does = "SAELens ActivationsStore", "one hook, nothing written"
 

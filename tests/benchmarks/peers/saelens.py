@@ -1,4 +1,4 @@
-"""SAELens (decoderesearch)."""
+"""Recipes for SAELens (decoderesearch)."""
 
 from __future__ import annotations
 

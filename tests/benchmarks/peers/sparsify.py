@@ -1,4 +1,4 @@
-"""sparsify (EleutherAI)."""
+"""Recipes for sparsify (EleutherAI)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class Sparsify(Recipe):
-    """The step from sparsify's `Trainer.fit`, which itself requires a language model, with the default optimizer."""
+    """The training step of `Trainer.fit` with the default optimizer; `fit` itself requires a language model."""
 
     name, package, module = "sparsify topk Signum", "eai-sparsify", "sparsify"
 
@@ -66,7 +66,7 @@ class Sparsify(Recipe):
 
     @contextlib.contextmanager
     def _with_averaged_weights(self) -> Iterator[None]:
-        """Within the context, use the weights that the library saves, which are an average over steps."""
+        """Use the weights that the library saves, which are an average over steps, in the `with` block."""
         self._optimizer.eval()
         yield
         self._optimizer.train()
