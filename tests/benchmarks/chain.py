@@ -88,7 +88,7 @@ class Chain:
         self._has_probe = importlib.util.find_spec("sae_probes") is not None
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Run everything; yield the results so far after each layer, and all results at the end."""
+        """Run all stages; yield the results so far after each layer, and all results at the end."""
         options = self.options
         with self._timed("model to a folder"):
             asked = self._asked()

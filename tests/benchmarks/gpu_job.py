@@ -1,4 +1,4 @@
-"""Checks that a job with CUDA graphs, stopped and resumed, has bit-identical results to a job without CUDA graphs.
+"""Checks that a stopped and resumed job with CUDA graphs and a job without CUDA graphs have bit-identical results.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_job.py [--gpus auto:1|cpu] [--steps 1500]
 

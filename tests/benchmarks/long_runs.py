@@ -10,9 +10,10 @@ order. Every run is completed, since the FVU improves most while the learning ra
 RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be continued. Without ROWS, the existing
 results are only printed.
 
-Recipes: `default`; `short`, with the rate of a run of 1,000 steps; `/3` and `/10`, with that rate divided by 3 and by
-10, and 5 % of warm-up; `plain`, the Adam TopK of Gao et al. (2024) and sparsify: 2e-4 * sqrt(2^14 / d_sae), 5 % of
-warm-up, decay over the last fifth, free encoders, betas 0.9 and 0.999.
+The recipe `default` uses the automatic rate. `short` uses the automatic rate of a run of 1,000 steps. `/3` and `/10`
+divide that rate by 3 and by 10, and use 5 % of warm-up. `plain` is the Adam TopK of Gao et al. (2024) and sparsify,
+with a rate of 2e-4 * sqrt(2^14 / d_sae), 5 % of warm-up, decay over the last fifth, free encoders, and betas of 0.9 and
+0.999.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ over held-out texts. Times include only training steps. The CPU time is divided 
 equals the wall time on an idle machine.
 
 With --tokens, each recipe trains on this many rows, and may choose its own number of rows per step; otherwise, steps
-have --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not run again. If
---save is given, each SAE, except the SAEs of plain loops, is saved in the format of its library, in a folder for its
-recipe in FOLDER, for `probing.py`.
+have --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not run again.
+Except for plain loops, --save saves each SAE in the format of its library, in a folder for its recipe in FOLDER. These
+folders are the input of `probing.py`.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
     with subprocess.Popen([sys.executable, "-c", LOCKER, str(path)]) as locker:
         times = []
         for step in range(1, 5001):
-            # This stands in for a training step.
+            # Simulate a training step.
             time.sleep(0.001)
             times.append(timed(lambda step=step: report(progress, step)))
         locker.kill()

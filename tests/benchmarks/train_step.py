@@ -43,7 +43,7 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# The size of the matrices and the number of bytes with which the machine's speed is measured. They exceed every cache,
+# The size of the matrices and the number of bytes for measurements of the machine's speed. They exceed every cache,
 # but fit into the memory of a laptop.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
@@ -97,7 +97,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
-        # Start our process like a rank, and the others as their users do.
+        # Start our process like a rank, and the other processes as their users would.
         own = {"THP_MEM_ALLOC_ENABLE": "1"} if name.startswith("ours") else {}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)

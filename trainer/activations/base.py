@@ -69,7 +69,7 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """An activation source; `place` names it in messages, and `meta` contains metadata about its origin.
+    """An activation source; `place` is its name in messages, and `meta` contains metadata about its origin.
 
     If `d_out` is set, every row has a target of this width, for a transcoder. If there are several hooks, each row
     [n_hooks * d_in] concatenates the activations of one token at all hooks, and so does each target.
@@ -109,8 +109,8 @@ class IndexedSource(Source):
     texts: Sequence[Texts] = ()
     # The default of `data.hold_out` for this source.
     usual_hold_out: HoldOut = "rows"
-    # If the data has grown since the run began: the number of rows in each set at that time. Held-out rows are chosen
-    # only from the original rows.
+    # The number of rows in each set when the run began, if the data has grown since then. Held-out rows are chosen only
+    # from the original rows.
     split_sizes: Sequence[int] = ()
     # The number of neighbouring rows that stay together in a batch; more than 1 if the stored rows are shuffled.
     run: int = 1

@@ -75,7 +75,8 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the threads of all ranks stop after this number of batches. None has read more then.
+        # If ranks read together, the number of batches after which the threads of all ranks stop. No thread has read
+        # more batches by the time this is set.
         self._last: int | None = None
         self._n_taken = 0
         # Ranks that each read a part of a batch start to exchange their parts before they train on the previous batch,
@@ -121,7 +122,7 @@ class Batches:
     def close(self) -> None:
         """Stop the thread; this is necessary before another reader of the same files starts in this process.
 
-        If ranks read together, or each read a part of a batch, all of them must call this after the same batch.
+        If ranks read together, or each read a part of a batch, all ranks must call this after the same batch.
         """
         while self._arriving:
             self._arriving.popleft().exchange.finish()

@@ -26,7 +26,7 @@ _LARGEST_PICKLE = 10_000_000
 # The first bytes of a file in the format of torch before 1.6, which later versions can also write.
 _OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _SAVE_AGAIN = 'write it again with torch.save({"activations": x.contiguous()}, file)'
-# Matches the name of the class or function that torch refuses to call in torch's error message.
+# Matches, in an error message of torch, the name of the class or function that torch refuses to call.
 _REFUSED = re.compile(r"GLOBAL (\S*\w)\s")
 _ARROW_FILE = b"ARROW1"
 _DTYPES = {"halffloat": "F16", "float": "F32", "double": "F64"}
@@ -40,7 +40,7 @@ def inspect(root: Path, files: Sequence[Path], field: str) -> ShardSet:
 
 
 def read_rows(file: Path) -> list[RowRange]:
-    """Find the rows in a file; raise `OSError` or `NotRowsError` if there are none that can be read."""
+    """Find the rows in a file; raise `OSError` or `NotRowsError` if the file has no readable rows."""
     with open_plain(file) as stream:
         # With this path, the libraries open the file that was checked, even if its name is not UTF-8.
         opened = f"/proc/self/fd/{stream.fileno()}"

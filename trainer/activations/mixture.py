@@ -116,7 +116,7 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Split n into integers in proportion to weights (largest-remainder method); `most` is the maximum of each.
+    """Split n into integers in proportion to weights (largest-remainder method); `most` contains their maximums.
 
     The excess over a maximum is distributed to the other integers.
     """

@@ -30,7 +30,7 @@ class LeftOut(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor) -> LeftOut:
-        """Convert `Outliers.counts`, or their sum over ranks."""
+        """Create a `LeftOut` from `Outliers.counts` or from the sum of these counts over ranks."""
         return cls(*map(int, counts.tolist()))
 
 

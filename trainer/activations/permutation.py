@@ -1,4 +1,4 @@
-"""Pseudorandom permutations of any number of rows without a table: the image of each position is computed alone."""
+"""Pseudorandom permutations of any number of rows without a table; the image of each position is computed directly."""
 
 from __future__ import annotations
 

@@ -77,12 +77,12 @@ class StreamRows:
         return x, _joined([chunk.y for chunk in chunks], self._source.n_hooks * self._source.d_out)
 
     def take_some(self, n: int) -> Pair | None:
-        """Return up to n of the next rows without a copy, all from one chunk; None at the end of the stream."""
+        """Return up to n of the next rows, all from one chunk, without a copy, or None at the end of the stream."""
         chunk = self._some(n)
         return None if chunk is None else (chunk.x, chunk.y)
 
     def next_chunk(self) -> Chunk | None:
-        """Return the remaining rows of the current chunk, or the next chunk; None at the end of the stream."""
+        """Return the rest of the current chunk, or the next chunk, or None at the end of the stream."""
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:

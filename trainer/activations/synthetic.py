@@ -52,9 +52,10 @@ class Synthetic(IndexedSource):
         return f"row {index}"
 
     def _sums(self, words: Words) -> Tensor:
-        """Return for each row the sum of a Poisson-distributed number of features, drawn in proportion to their rates.
+        """Return, for each row, the sum of a Poisson-distributed number of features, sampled with their rates.
 
-        So each feature's number of draws is an independent Poisson variable; a feature drawn twice is added twice.
+        So the number of times that a feature is sampled is an independent Poisson variable. A feature that is sampled
+        twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
         starts = counts.cumsum() - counts

@@ -137,7 +137,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def rewind(self) -> None:
-        """Go back to the position after the last batch passed to `note_trained`; discard batches read ahead."""
+        """Go back to the position after the last batch passed to `note_trained`; discard batches read after it."""
 
     @abstractmethod
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:

@@ -44,7 +44,10 @@ class Transfer:
         return Sent(pair)
 
     def receive(self, sent: Sent) -> Pair:
-        """Return a batch on the device; called by the training thread. A shared tensor remains one tensor."""
+        """Return a batch on the device; called by the training thread.
+
+        If inputs and targets are the same tensor, they remain the same tensor.
+        """
         return to_device(sent.pair, self._device)
 
 
@@ -101,7 +104,7 @@ class CudaLane:
 class Overlapped(Transfer):
     """A transfer that overlaps with training: rows are read into pinned memory and copied to the GPU by a `Lane`.
 
-    It uses two pinned buffers: one is filled while the other is copied. A buffer is only refilled after its copy has
+    Two pinned buffers alternate: one is filled while the other is copied. A buffer is only refilled after its copy has
     finished.
     """
 

@@ -78,7 +78,7 @@ class Cards:
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Evaluate this rank's SAEs; map each label to the level and text of an event and the FVU's standard error."""
+        """Evaluate this rank's SAEs; return, for each label, an event's level and message, and the FVU's error."""
         results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return results

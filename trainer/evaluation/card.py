@@ -90,7 +90,7 @@ def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> 
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
-    """Start to time a part of an evaluation; return a function that creates the `Part` from its other fields."""
+    """Start to time a part of an evaluation; return a function that creates a `Part` from its remaining fields."""
     began = time.monotonic()
 
     def part(n: int, unit: str, **fields: Any) -> Part:

@@ -100,7 +100,7 @@ class Contexts:
         self.n_rows = 0
 
     def add(self, text: TokenRows, entries: ActivationEntries) -> None:
-        """Add a text with its latent activations."""
+        """Add a text and the latent activations on its rows."""
         self.n_rows += entries.n_rows
         if not len(entries.values):
             return
@@ -118,9 +118,10 @@ class Contexts:
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Return the tensors that `trainer.contract.runs.features` reads; `tokens` contains each token's bytes, by id.
+        """Return the tensors that `trainer.contract.runs.features` reads.
 
-        `moved` is the result of `spliced.moved_tokens`, if known.
+        `tokens` contains the bytes of each token, in the order of ids. `moved` is the result of
+        `spliced.moved_tokens`, if known.
         """
         all_ids = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
         of_texts = _texts(torch.cat([ids.flatten() for ids in all_ids]), tokens)
@@ -234,7 +235,7 @@ def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tu
 
 
 def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "") -> None:
-    """Write the features file next to the weights of an SAE, atomically; `weights` is the hash of the weights.
+    """Write the features file next to an SAE's weights, atomically; `weights` is the hash of these weights.
 
     Raise `UserError` if the disk fails.
     """
@@ -324,7 +325,7 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
-    """Return a function that finds where a learner's latents fire in the data; None if the data has no tokens."""
+    """Return a function that finds where a learner's latents fire in the data, or None if the data has no tokens."""
     folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None

@@ -86,7 +86,7 @@ def _job_on(data: str, targets: str | None) -> JobConfig:
 
 
 def _run_beside(path: Path) -> RunPaths | None:
-    """Return the run that wrote the SAEs in `RUN/sae`, or in `saes/ID` next to `runs/ID`; None for other folders."""
+    """Return the run that wrote the SAEs in a folder `RUN/sae`, or `saes/ID` next to `runs/ID`, or None."""
     for folder in (path, path.parent):
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
         run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)

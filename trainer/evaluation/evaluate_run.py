@@ -132,10 +132,10 @@ def evaluations_of(
 
 
 class _Hooks:
-    """Provides the language model, the dense probes and the rows with tokens of each hook; all its SAEs share them.
+    """Provides the language model, dense probes and rows with tokens that all SAEs of a hook share.
 
-    They are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model and
-    probes stay in memory.
+    These objects are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model
+    and probes stay in memory.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class _Hooks:
 
 
 class _PartTimer:
-    """Measures one SAE part by part; `begin` starts the timer of a part."""
+    """Measures one SAE in several parts, and times each part; `begin` starts the timer of a part."""
 
     def __init__(
         self, learner: Learner, rows: EvaluationRows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]

@@ -106,8 +106,8 @@ def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 class ReadContexts(NamedTuple):
     """A batch of contexts after a pass of the unchanged model; tensors are [n_contexts, n_tokens].
 
-    `counts` marks rows like the extracted rows. `predicts` [n_contexts, n_tokens - 1] marks the counted rows whose next
-    token belongs to the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
+    `counts` is a mask of the rows that an extraction would keep. `predicts` [n_contexts, n_tokens - 1] is a mask of the
+    kept rows whose next token belongs to the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
     """
 
     ids: Tensor

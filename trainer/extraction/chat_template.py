@@ -14,8 +14,9 @@ from trainer.contract.errors import UserError, first_line
 
 # The time limit in seconds. A template normally takes milliseconds, but a faulty template may loop forever.
 _LIMIT_S = 3.0
-# Operators may return integers of at most `_MOST_BITS` bits, and strings or lists of at most `_MOST_ENTRIES` entries.
-# Integers, such as a width, that are passed to filters and methods may be at most `_LARGEST_ARGUMENT`.
+# Operators in a template may return integers of at most `_MOST_BITS` bits, and strings or lists of at most
+# `_MOST_ENTRIES` entries. Integer arguments of filters and methods, such as a width, may be at most
+# `_LARGEST_ARGUMENT`.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
 _HUGE = "it creates a huge number or text"
 
@@ -102,7 +103,7 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
 
 
 class TookTooLong(BaseException):
-    """Code has exceeded its time limit. This is not a subclass of `Exception`, since the code might catch those."""
+    """Code has exceeded its time limit. The base class is `BaseException`, since code may catch every `Exception`."""
 
 
 @contextlib.contextmanager

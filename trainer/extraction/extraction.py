@@ -1,4 +1,4 @@
-"""Runs an extraction: runs the model on batches, selects rows and writes shards; it can be resumed after a shard."""
+"""Runs an extraction, which can be resumed after each shard: runs the model, selects rows and writes shards."""
 
 from __future__ import annotations
 
@@ -192,7 +192,8 @@ class Extraction:
         if not state.n_stored:
             forget_parts(self._job)
         if self._peers.size > 1:
-            # Without this file, a restart would refuse the folder, because its shards would look like unrelated files.
+            # Without the state file, a restarted extraction would refuse the output folder, because the shards in it
+            # would look like unrelated files.
             write_state(self._output, state)
 
     def _open(self, locks: contextlib.ExitStack) -> None:
@@ -218,7 +219,7 @@ class Extraction:
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Check only after a batch: in a resumed extraction, `left_out` does not include the first batch yet.
+                # Do not check before the first batch, since a resumed extraction must still add it to `left_out`.
                 if self._n_missing <= 0:
                     return True
         self._note_written()
@@ -279,7 +280,7 @@ class Extraction:
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
     def _choose(self, coming: RowsInTransfer) -> tuple[KeptRows, int]:
-        """Wait for the rows of a batch, and return the rows within the norm limits and the number of other rows."""
+        """Wait for the rows of a batch, and return the rows within the norm limits and the number of outliers."""
         fits = self._within_limits([one.read() for one in coming.norms])
         rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
         if not n_outliers:
@@ -339,7 +340,7 @@ class Extraction:
         self._blocks.add(own.rows, own.origin, own.at)
         self._n_kept += last - first
         while self._blocks.is_full:
-            # All rows that are left after this shard come from this batch.
+            # The rows that remain after this shard all come from the current batch.
             self._store(number, last - (self._blocks.n_waiting - self._blocks.shard_rows))
         return last
 

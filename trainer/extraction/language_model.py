@@ -110,7 +110,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """The path, in an `AutoModelForCausalLM`, of the module that outputs each hook's rows, or None if none does."""
+        """For each hook, the path in an `AutoModelForCausalLM` of the module that outputs the hook's rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -132,7 +132,7 @@ class LanguageModel:
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
-        # Copy the indices once, rather than for each hook.
+        # Copy the indices to the device once, rather than once for each hook.
         places = queued_copy(places, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
@@ -152,7 +152,7 @@ class LanguageModel:
         return [taken[number] for number in range(len(self.points))]
 
     def logits(self, batch: ContextBatch) -> Tensor:
-        """Return the logits [n_contexts, n_tokens, n_ids] in fp32; only a `whole` model has them."""
+        """Return the logits [n_contexts, n_tokens, n_ids] in fp32; this requires a `whole` model."""
         self._require_known(batch.ids)
         return self._forward(batch, packed=self.packs).float()
 
@@ -248,7 +248,7 @@ def _change(rows: Tensor, others: Tensor) -> float:
 
 
 def _prefix_of(model: Any) -> str:
-    """Return the attribute name of the base model inside a model with an unembedding."""
+    """Return the name of the attribute with the base model in a model that has an unembedding."""
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)

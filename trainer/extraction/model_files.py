@@ -22,8 +22,8 @@ _CONFIGS = ("config.json", "generation_config.json")
 # experts, but each expert is only a row of an embedding.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
 _WEIGHTS = "model.safetensors"
-# Matches settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but
-# not block_size.
+# Matches the names of settings that are numbers of blocks or experts, such as n_layer, num_hidden_layers, depths and
+# num_local_experts, but not block_size.
 _COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
 
 
@@ -73,7 +73,7 @@ def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
     """Yield the name and value of each setting, including the settings of nested models such as a vision model."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < 4:
-            # Each nested model may name its own implementation.
+            # A nested model may have its own setting for an implementation from the hub.
             yield from ((f"{name}.{inner}", one) for inner, one in _facts(value, depth + 1))
         elif isinstance(value, list) and _COUNTS.fullmatch(str(name)):
             yield str(name), max([len(value), *(one for one in value if isinstance(one, int))])

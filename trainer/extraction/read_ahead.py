@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 # An item, or the exception that ends the iteration.
 _Item = tuple[T | None, BaseException | None]
-# The number of items to prepare in advance. Each item is a batch of tokens with a few hundred kilobytes. The tokenizer
-# processes 64 documents at a time, and the model should not have to wait for the next 64.
+# The number of items to prepare in advance. Each item is a batch of tokens of a few hundred kilobytes. The tokenizer
+# processes 64 documents at a time, and the model should not have to wait for the next 64 documents.
 AHEAD = 8
 
 

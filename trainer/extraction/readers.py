@@ -81,7 +81,7 @@ class Readers:
         return True
 
     def _end(self) -> None:
-        """Request the threads to exit as soon as possible, and discard all pending results."""
+        """Make the threads exit as soon as possible, and discard all pending results."""
         self._batches = iter(())
         while self._pending:
             self._pending.popleft().cancel()

@@ -32,7 +32,7 @@ Raw = NDArray[np.uint8]
 # The number of bytes of a shard that are shuffled, hashed, summed and written at a time.
 _PIECE_BYTES = 2**22
 # The number of rows that are summed at a time, small enough that they fit into a core's cache as float64. With 4096
-# rows, which do not fit, the sums took half of the extraction time without the model's.
+# rows, which do not fit, the sums took half of the time that the extraction spent outside the model.
 _ROWS_AT_ONCE = 256
 # The largest number of values that torch converts in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1

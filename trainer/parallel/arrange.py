@@ -103,7 +103,7 @@ def _name_of_all(world: World, own: str) -> str:
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
-    """Return the minimum of each speed over the ranks; the result is marked as measured only if all ranks were."""
+    """Return the minimum of each speed over the ranks, which is marked as measured only if every rank was measured."""
     return msgspec.structs.replace(
         speeds[0],
         flops_per_s=min(one.flops_per_s for one in speeds),

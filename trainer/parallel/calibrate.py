@@ -39,7 +39,7 @@ def measure(world: World, precision: str) -> list[Speeds]:
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
-        # Free the memory of the measurement, so that it does not count towards the run's peak.
+        # Free the memory of the measurement, so that the run's peak memory does not include it.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return speeds

@@ -15,7 +15,8 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
-# Tensors with fewer values are packed. A GPU copies 4 MB twice in a tenth of the start-up time of an all-reduce.
+# Tensors with fewer values than this are packed into one tensor. A GPU copies 4 MB twice in a tenth of the start-up
+# time of an all-reduce.
 SMALL = 2**20
 
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
@@ -334,7 +335,7 @@ def exchanging(waiting: Waiting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Convert errors of an exchange, except running out of memory, to `PeerLost` with `otherwise` and the reason.
+    """Convert a failed exchange to `PeerLost` with the message `otherwise`, except if memory has run out.
 
     If NCCL itself fails on this rank, no connection was lost, so the message begins with `FAILED`.
     """
@@ -380,7 +381,7 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 
 def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
-    """Return the rows [n, d] of every rank with `is_there`, on all ranks; n may differ between ranks."""
+    """Return, on every rank, the rows [n, d] of all ranks with `is_there`; n may differ between ranks."""
     n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
     padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
     padded[: len(own)] = own

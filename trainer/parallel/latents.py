@@ -65,7 +65,7 @@ class Latents:
 
 
 def shard_latents(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return each rank's latents, as ascending, interleaved indices; the numbers of latents are as in `shares`."""
+    """Return the indices of each rank's latents, ascending and interleaved, with counts in proportion to `shares`."""
     counts = apportion(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
     parts: tuple[Tensor, ...] = places.argsort(stable=True).argsort().split(counts)

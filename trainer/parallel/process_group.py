@@ -21,7 +21,7 @@ from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
 # The time limit for ranks to meet, and for each exchange unless the caller allows more time.
 TIMEOUT = timedelta(minutes=10)
-# The time limit for ranks to disconnect after a run.
+# The time limit in seconds for ranks to disconnect after a run.
 CLOSES_WITHIN_S = 10.0
 CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"

@@ -19,11 +19,11 @@ PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
 # The work is divided again only if some rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# A late rank is explained by slow data above this share of time spent waiting for data, or by a busy CPU core below
-# this share of the core.
+# Slow data is reported as the cause if a rank spends more than this share of its time waiting for data, and a busy CPU
+# core if the rank gets less than this share of the core.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
-# A late rank is explained by its amount of work above this multiple of an even share.
+# The amount of work is reported as the cause if it exceeds this multiple of an even share.
 MUCH_WORK = 1.1
 
 

@@ -19,7 +19,7 @@ from trainer.parallel.waiting import Waiting
 
 # The number of bytes that a rank writes for other ranks at a time, small enough to stay in a cache.
 SLOT_BYTES = 2**21
-# Tensors with fewer values are packed and summed together.
+# Tensors with fewer values than this are packed and summed together.
 SMALL = 2**14
 
 
@@ -32,7 +32,7 @@ class SharedRanks(Processes):
     def __init__(self, size: int, index: int, waiting: Waiting, line: ProcessBarrier, memory: mmap.mmap) -> None:
         super().__init__(size, index, waiting)
         self._line = line
-        # Use two areas in turn: before a rank writes to an area again, it meets the others after they have read it.
+        # Use two areas in turn: a rank writes to an area again only after all ranks have read the area.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._n_times = 0
 

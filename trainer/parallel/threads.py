@@ -21,7 +21,7 @@ class Meeting:
     """Lets `size` threads exchange objects; a thread that fails calls `abort` to release the others."""
 
     def __init__(self, size: int, timeout_s: float | None = None) -> None:
-        # Use two tables in turn: before a thread writes to a table again, it meets the others after they have read it.
+        # Use two tables in turn: a thread writes to a table again only after all threads have read the table.
         self._tables: list[list[Any]] = [[None] * size for _ in range(2)]
         self._n_times = [0] * size
         self._barrier = threading.Barrier(size, timeout=timeout_s)

@@ -19,7 +19,7 @@ class Waits(Protocol):
 
 
 class Waiting(Protocol):
-    """Sums the time spent inside `measure`."""
+    """Measures the total time spent in `with measure()` blocks."""
 
     def measure(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -65,7 +65,7 @@ class CudaWaiting:
         begin.record()
         yield
         end.record()
-        # Do this at every step, so that events do not accumulate over a long log interval.
+        # Also process completed events at every step, so that events do not accumulate over a long log interval.
         self._since.add(begin, end)
 
     def take(self) -> Waits:

@@ -1,6 +1,6 @@
 """Lists the GPUs that PyTorch can use, in a separate process.
 
-Listing them creates a CUDA context of about 500 MB, which must not stay in a process that only starts ranks.
+Listing GPUs creates a CUDA context of about 500 MB, which must not stay in a process that only starts ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def torch_vendor() -> str:
-    """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`, or ""."""
+    """Return the name in `VENDORS` of the vendor whose GPUs PyTorch can use here, or ""."""
     return vendor_of_build(vendors_here())
 
 
@@ -107,7 +107,7 @@ def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor
 
 
 def uuids_on_the_bus(vendor: Vendor, root: Path = Path("/")) -> list[str]:
-    """Return the UUIDs of all GPUs in PCI bus order; none if the kernel driver does not list them."""
+    """Return the UUIDs of all GPUs in PCI bus order, or [] if the kernel driver does not list them."""
     files = root.glob(vendor.uuid_files) if vendor.uuid_files else ()
     uuids = []
     for file in sorted(files, key=lambda file: (len(file.parent.name), file.parent.name)):

@@ -76,7 +76,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _command_of_parent() -> list[str]:
-    """Return the parent's command line, which is the user's command; the rank's own only names a spec file."""
+    """Return the parent's command line, which is the user's command; a rank's command line only names a spec file."""
     raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")]
 

@@ -39,7 +39,7 @@ from trainer.contract.store.rows import Event
 POLL_S = 0.2
 # The time in seconds within which a rank must notice a lost peer and exit.
 END_AFTER_FAILURE_S = 5.0
-# tqdm's default format takes 60 columns in addition to the bar.
+# A short format, since tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
@@ -95,7 +95,7 @@ def running_spec(run_dir: Path) -> RankSpec:
 
 
 def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
-    """Ask the ranks of an attempt to stop, or to cool down and finish early."""
+    """Write a file that requests the ranks of an attempt to stop, or to cool down and finish early."""
     paths = RunPaths(run_dir)
     private_folder(paths.attempt(attempt))
     refuse_link(paths.attempt(attempt))
@@ -111,7 +111,7 @@ class Foreground:
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()
-        # Timestamp of the newest event that this process has seen.
+        # The timestamp of the newest event that this process has seen.
         self._seen_until = self._began
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 

@@ -177,7 +177,7 @@ def patience_s(job: JobConfig, world_size: int) -> float:
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
-    """Return a heartbeat for the step at which the run begins; None if the checkpoint cannot be read."""
+    """Return a heartbeat for the step at which the run begins, or None if the checkpoint cannot be read."""
     with contextlib.suppress(Exception):
         at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
         return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
@@ -208,7 +208,7 @@ def _compile(world: World, spec: RankSpec, job: JobConfig, progress: RunProgress
     """Compile and try all kernels before the first step, with a heartbeat for each.
 
     The first time on a machine this takes one or two minutes, and without heartbeats the run would appear to hang. The
-    first step compiles some more kernels for its tensor sizes.
+    first step compiles a few more kernels for its tensor sizes.
     """
     from trainer.parallel.same_kernels import agree
     from trainer.runtime.triton_kernels import report_compiling
