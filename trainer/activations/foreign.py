@@ -77,7 +77,7 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
     begin = _offset_in_file(value)
     _, n_bytes = max((member for member in members if member[0] <= begin), default=(0, 0))
     if (value.storage_offset() + value.numel()) * value.itemsize > n_bytes:
-        raise NotRowsError("its tensor is larger than what the file holds; copy it again")
+        raise NotRowsError("its tensor is larger than the file; copy it again")
     return RowRange(begin, n_rows, d_in, _dtype_of(value))
 
 
@@ -129,7 +129,7 @@ def _offset_in_file(tensor: Tensor) -> int:
             first, end = (int(bound, 16) for bound in span.split(b"-"))
             if first <= place < end and inode != b"0":
                 return place - first + int(offset, 16)
-    raise NotRowsError(f"its tensor is not stored as it is; {_SAVE_AGAIN}")
+    raise NotRowsError(f"its tensor cannot be mapped from the file; {_SAVE_AGAIN}")
 
 
 def _rows_of_arrow(file: str) -> list[RowRange]:

@@ -212,7 +212,7 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
         ends = content[begin : begin + size * (shard.n_tokens + 1)].view(f"<i{size}")
         if ends[0] != 0 or (np.diff(ends) != shard.d_in).any():
             raise JobFileError(
-                [Problem(field, f"{shard.file} has lists that differ in length; leave the odd ones out")]
+                [Problem(field, f"{shard.file} has lists that differ in length; leave out lists of another length")]
             )
     dtype = np.dtype(_DTYPES[shard.dtype][0])
     n_bytes = shard.n_tokens * shard.d_in * dtype.itemsize

@@ -133,7 +133,7 @@ class Checkpoints:
             return
         spare = self._spare(target)
         if free + sum(_size(folder) for folder in spare) < needed:
-            reason = "it takes {}, and {} are free".format(*distinct_sizes(needed, free))
+            reason = "it needs {}, but only {} are free".format(*distinct_sizes(needed, free))
             raise not_written(target, reason, errno.ENOSPC)
         for folder in spare:
             _remove(folder)
@@ -211,7 +211,7 @@ def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[N
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it holds no {error.args[0]}"
+        return f"it contains no {error.args[0]}"
     return sentence(error).strip().partition("\n")[0] or type(error).__name__
 
 

@@ -97,7 +97,7 @@ class Cards:
             return "info", f"report card{of_label}: {summary(card)}", error_of_all(card)
         except Exception as error:
             level = "info" if isinstance(error, StopAsked) else "warning"
-            return level, f"no report card{of_label}: {first_line(error)}; `sae-train eval` makes it", None
+            return level, f"no report card{of_label}: {first_line(error)}; `sae-train eval` writes it", None
 
     def _write_one(self, folder: Path, label: str) -> Card:
         device = self._parallel.device

@@ -89,12 +89,13 @@ def evaluate(
         }
         for flag, is_given in of_runs.items():
             if is_given:
-                raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
+                raise UsageError(f"{flag}: requires the folder of a run, but {path} contains an SAE")
         with Progress("evaluating"):
             cards = cards_in(path.absolute(), _device(device), data, targets, given, allows_code=allows_code)
             return [_written(*one) for one in cards]
     if data and RunPaths(path).job_file.exists():
-        raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which is measured on its own data")
+        message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
+        raise UsageError(f"--data: {message}")
     if data:
         # This raises an error that names the missing files.
         in_folder(path)

@@ -24,7 +24,7 @@ _HUGE = "it creates a huge number or text"
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
     """Return the token ids of a chat; raise `UserError` if its template is missing, fails or takes too long."""
     if tokenizer.chat_template is None:
-        raise UserError("text.column: holds chats, but the model's tokenizer has no template for them")
+        raise UserError("text.column: contains chats, but the model's tokenizer has no chat template")
     _bound_templates()
     try:
         with ended_after(_LIMIT_S):

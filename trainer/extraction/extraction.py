@@ -211,7 +211,7 @@ class Extraction:
         """Raise `UsageError` if the dtype of the stored rows differs from the dtype on the current device."""
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
-            was = f"the shards in {self._output} hold {self._state.dtype}, and this device gives {dtype}"
+            was = f"the shards in {self._output} contain {self._state.dtype}, but this device computes in {dtype}"
             raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
 
     def _read(self) -> bool:
@@ -371,7 +371,7 @@ class Extraction:
         needed = self._share * self._blocks.row_bytes(rows)
         free = free_bytes(self._output)
         if needed > free:
-            raise not_written(self._output, "it takes {}, and {} are free".format(*distinct_sizes(needed, free)))
+            raise not_written(self._output, "it needs {}, but only {} are free".format(*distinct_sizes(needed, free)))
 
     def _complete(self) -> None:
         """Write the last shard of this process.
@@ -400,7 +400,7 @@ class Extraction:
         if self._peers.size > 1:
             self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
         if not self._state.n_stored:
-            raise UserError("text.path: the text gives no rows; give more text")
+            raise UserError("text.path: the text yields no rows; give more text")
         self._describe()
         self._state.is_finished = True
         write_state(self._output, self._state)

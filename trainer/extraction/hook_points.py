@@ -214,5 +214,5 @@ def rows_of(tensor: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """
     n = shape[0] * shape[1]
     if tensor.shape[:2] != shape and (tensor.ndim != 2 or len(tensor) != n):
-        raise ValueError(f"gives a tensor of shape {list(tensor.shape)} for {list(shape)} tokens")
+        raise ValueError(f"outputs a tensor of shape {list(tensor.shape)} for {list(shape)} tokens")
     return torch.index_select(tensor.reshape(n, -1), 0, places.to(tensor.device))

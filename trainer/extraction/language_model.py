@@ -189,7 +189,8 @@ class LanguageModel:
 
     def _require_known(self, ids: Ids) -> None:
         if unknown := ids[(ids < 0) | (ids >= self._n_ids)].tolist():
-            raise UserError(f"text.column: holds the token id {unknown[0]}; the model has ids 0 to {self._n_ids - 1}")
+            known = f"the model has ids 0 to {self._n_ids - 1}"
+            raise UserError(f"text.column: contains the token id {unknown[0]}; {known}")
 
     def _forward(self, batch: ContextBatch, *, packed: bool) -> Tensor:
         """Return the model's output [n_contexts, n_tokens, d] for a batch; a packed batch has no padding."""
@@ -363,7 +364,7 @@ def _reason(settings: Model, error: Exception) -> str:
     if "gguf" in text and isinstance(error, ImportError):
         return f"{shown} is a GGUF file, which needs `pip install gguf`"
     if not Path(settings.path).exists() and isinstance(error, OSError):
-        return f"there is no file {shown}, and the hub cannot give it: {first_line(causes[-1])}"
+        return f"there is no file {shown}, and it cannot be loaded from the hub: {first_line(causes[-1])}"
     if "ignore_mismatched_sizes" in text:
         return f"{shown} cannot be loaded: its weights do not have the shapes in its config.json; download it again"
     if isinstance(error, LookupError | TypeError | AttributeError):

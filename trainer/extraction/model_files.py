@@ -56,7 +56,7 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
     for name, value in _facts(config):
         asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)
         if asks_for_code and not allows_code:
-            wants = f"its configuration asks for code of the hub ({name} = {show(value)})"
+            wants = f"its configuration requires code from the hub ({name} = {show(value)})"
             raise UserError(f"{wants}; remove that, or set model.remote_code = true if you trust who wrote it")
         if not _COUNTS.fullmatch(name) or not isinstance(value, int):
             continue
@@ -65,7 +65,7 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
         if value > most:
             raise UserError(f"its configuration has {name} = {value:,}, but no model has more than {most:,}")
         if not is_expert and 0 < n_weights < value:
-            files = f"its files hold {n_weights:,} weights"
+            files = f"its files contain {n_weights:,} weights"
             raise UserError(f"its configuration has {name} = {value:,}, but {files}; download the model again")
 
 

@@ -52,7 +52,7 @@ class Tokenizer:
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
         if not bare or start is None:
-            raise UserError("model.path: the tokenizer next to it splits no text; add its tokenizer.json")
+            raise UserError("model.path: the tokenizer in its folder cannot tokenize text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
         # The number of texts whose unpaired surrogates were replaced.

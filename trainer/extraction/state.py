@@ -139,5 +139,5 @@ def _refuse_other_users(job: ExtractJob) -> None:
     """Raise `UsageError` if a hook's folder contains unknown shards, since readers would mix them with the new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
-            message = f"{folder} holds other shards; choose another folder or delete them"
+            message = f"{folder} contains other shards; choose another folder or delete them"
             raise UsageError(f"extract.output: {message}")

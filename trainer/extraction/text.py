@@ -78,7 +78,7 @@ def _files(root: Path) -> list[Path]:
         return [root]
     files = sorted(file for file in root.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
     if not files:
-        raise UserError(f"text.path: {root} holds no file that ends in {', '.join(TEXT_SUFFIXES)}")
+        raise UserError(f"text.path: {root} contains no file that ends in {', '.join(TEXT_SUFFIXES)}")
     return files
 
 
@@ -118,7 +118,7 @@ def _whole_json(stream: BinaryIO, file: Path) -> bytes:
     content = stream.read(_LARGEST_JSON + 1)
     if len(content) > _LARGEST_JSON:
         raise UserError(
-            f"text.path: {file} is larger than {_LARGEST_JSON >> 20} MiB; write a row on each line of a .jsonl"
+            f"text.path: {file} is larger than {_LARGEST_JSON >> 20} MiB; write one row per line in a .jsonl file"
         )
     return content
 
@@ -294,5 +294,5 @@ def _unfilled(ids: list[int], mask: Any, place: str) -> list[int]:
     if mask is None:
         return ids
     if not isinstance(mask, list) or len(mask) != len(ids):
-        raise UserError(f"text.column: {MASK} of {place} has not a number for each of its {len(ids)} token ids")
+        raise UserError(f"text.column: {MASK} of {place} does not have a number for each of its {len(ids)} token ids")
     return [one for one, counts in zip(ids, mask, strict=True) if counts]

@@ -134,7 +134,7 @@ def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
     if own["data_ms"] > MUCH_DATA * (own["busy_ms"] + own["data_ms"]):
         return f"it waits {own['data_ms']:.0f} ms of each step for data"
     if own["foreign_bytes"] > MUCH_MEMORY:
-        return f"another process is on its GPU, with {gibibytes(own['foreign_bytes'])}"
+        return f"another process uses its GPU and occupies {gibibytes(own['foreign_bytes'])}"
     if 0 < own["core_share"] < LITTLE_CORE:
         return f"another process uses its core, and its share of the core is {own['core_share']:.0%}"
     if work > MUCH_WORK / len(totals["busy_ms"]):

@@ -131,7 +131,7 @@ def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str,
 def test_lists_of_different_length_are_refused_even_if_the_average_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]))
     message = problem(tmp_path, lambda folder: Shards(path=str(folder)))
-    assert message == f"{file} has lists that differ in length; leave the odd ones out"
+    assert message == f"{file} has lists that differ in length; leave out lists of another length"
 
 
 def test_batches_of_different_width_are_refused(tmp_path: Path) -> None:

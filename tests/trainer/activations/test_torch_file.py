@@ -144,7 +144,7 @@ REAL = members_of(saved(rows(3, 4)))
     [
         (packed({"a.txt": b"x"}), "it is a zip, but not from torch.save"),
         (packed(REAL, zipfile.ZIP_DEFLATED), "it is compressed"),
-        (packed(REAL | {DATA: b"short"}), "its tensor is larger than what the file holds"),
+        (packed(REAL | {DATA: b"short"}), "its tensor is larger than the file"),
         (packed({name: x for name, x in REAL.items() if name != DATA}), "it is damaged, or holds more than tensors"),
         (
             packed({name: b"big" if "byteorder" in name else x for name, x in REAL.items()}),

@@ -251,7 +251,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 def test_a_full_disk_gives_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         require_previous_checkpoint_only(
-            in_loaded_process(save_until_full, disk, 0, 0), "it takes 4 MiB, and 1 MiB are free"
+            in_loaded_process(save_until_full, disk, 0, 0), "it needs 4 MiB, but only 1 MiB are free"
         )
 
 

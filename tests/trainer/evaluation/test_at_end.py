@@ -88,7 +88,7 @@ def test_a_stop_or_a_failure_skips_the_card_without_failing_the_run(
     weights.write_bytes(b"")
     cards_of(trainer, job, kept).write()
     (_, _, stopped), (_, level, failed) = kept.events
-    assert stopped == "no report card: a stop was requested; `sae-train eval` makes it"
+    assert stopped == "no report card: a stop was requested; `sae-train eval` writes it"
     assert level == "warning"
     assert "is not a whole safetensors file" in failed
     assert kept.place == ("finished", 20)

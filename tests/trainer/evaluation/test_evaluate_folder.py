@@ -156,7 +156,7 @@ def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path
     assert main(["eval", alone]) == 2
     assert "does not belong to a run; give a folder of activations to measure on" in capsys.readouterr().err
     assert main(["eval", alone, "--best", "--data", "x"]) == 2
-    assert "--best: takes the folder of a run" in capsys.readouterr().err
+    assert "--best: requires the folder of a run" in capsys.readouterr().err
     assert main(["eval", alone, "--data", str(tmp_path / "none")]) == 2
     assert "data.path" in capsys.readouterr().err
     narrow = tmp_path / "narrow"
@@ -216,9 +216,9 @@ def test_untrusted_text_is_escaped_in_the_model_card(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--model", "auto"), "--model: takes the folder of a run, and "),
-        (("--contexts", "5"), "--contexts: takes the folder of a run, and "),
-        (("--best",), "--best: takes the folder of a run, and "),
+        (("--model", "auto"), "--model: requires the folder of a run, but "),
+        (("--contexts", "5"), "--contexts: requires the folder of a run, but "),
+        (("--best",), "--best: requires the folder of a run, but "),
         (("--tokens", "64"), "--tokens: needs --model; give both, or leave it out"),
     ],
 )

@@ -30,7 +30,7 @@ def refusal(tokenizer: Any, template: str | None) -> str:
 
 
 def test_a_missing_chat_template_or_its_refusal_is_one_sentence(tokenizer) -> None:
-    expected = "text.column: holds chats, but the model's tokenizer has no template for them"
+    expected = "text.column: contains chats, but the model's tokenizer has no chat template"
     assert refusal(tokenizer, None) == expected
     expected = "text.column: the model's chat template refuses a chat: roles must alternate; remove it"
     assert refusal(tokenizer, "{{ raise_exception('roles must alternate') }}") == expected

@@ -295,7 +295,7 @@ def test_a_text_that_ends_early_gives_all_its_rows(make: Make) -> None:
 
 def test_a_text_without_rows_is_refused_and_may_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match=r"^text.path: the text gives no rows; give more text$"):
+    with pytest.raises(UserError, match=r"^text.path: the text yields no rows; give more text$"):
         run(make(text=empty))
     assert run(make()).state == "finished"
 
@@ -325,9 +325,8 @@ def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) 
     file = Path(job.extract.output) / STATE
     # The stored state names the dtype that a GPU would have used.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
-    with pytest.raises(
-        UsageError, match=r"^extract.output: the shards in .* hold bfloat16, and this device gives float32; continue"
-    ):
+    was = r"^extract.output: the shards in .* contain bfloat16, but this device computes in float32; continue"
+    with pytest.raises(UsageError, match=was):
         run(job)
 
 
@@ -341,7 +340,7 @@ def test_shards_of_other_origin_are_not_mixed_with_ours(make: Make) -> None:
     job = make()
     job.folder("mlp_out.0").mkdir(parents=True)
     save_file({"activations": torch.zeros(2, 2)}, job.folder("mlp_out.0") / "shard-00007.safetensors")
-    shown = f"extract.output: {job.folder('mlp_out.0')} holds other shards; choose another folder or delete"
+    shown = f"extract.output: {job.folder('mlp_out.0')} contains other shards; choose another folder or delete"
     assert refusal(job).startswith(shown)
 
 

@@ -198,5 +198,5 @@ def test_heads_of_a_token_form_one_row_and_other_shapes_are_refused() -> None:
     heads = torch.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
     assert torch.equal(rows_of(heads, torch.tensor([4]), (2, 3)), heads[1, 1].reshape(1, 8))
     assert torch.equal(rows_of(heads.reshape(6, 8), torch.tensor([4]), (2, 3)), heads[1, 1].reshape(1, 8))
-    with pytest.raises(ValueError, match=r"gives a tensor of shape \[2, 2, 3, 4\] for \[2, 3\] tokens"):
+    with pytest.raises(ValueError, match=r"outputs a tensor of shape \[2, 2, 3, 4\] for \[2, 3\] tokens"):
         rows_of(heads.transpose(1, 2), torch.tensor([4]), (2, 3))

@@ -156,16 +156,16 @@ def test_remote_code_is_not_run_by_default(copy) -> None:
     ("settings", "sentence"),
     [
         ({"n_layer": 10**7}, "n_layer = 10,000,000, but no model has more than 2,048"),
-        ({"n_layer": 900}, "n_layer = 900, but its files hold "),
+        ({"n_layer": 900}, "n_layer = 900, but its files contain "),
         ({"text_config": {"num_local_experts": 10**6}}, "text_config.num_local_experts = 1,000,000, but no model has"),
         ({"layer_types": ["full"] * 10_000}, "layer_types = 10,000, but no model has"),
         (
             {"attn_implementation": "org/kernel"},
-            'asks for code of the hub (attn_implementation = "org/kernel"); remove',
+            'requires code from the hub (attn_implementation = "org/kernel"); remove',
         ),
-        ({"_attn_implementation": {"vision": "org/k"}}, "asks for code of the hub (_attn_implementation"),
-        ({"_experts_implementation": "org/kernel"}, "asks for code of the hub (_experts_implementation"),
-        ({"use_kernels": True}, "asks for code of the hub (use_kernels = true)"),
+        ({"_attn_implementation": {"vision": "org/k"}}, "requires code from the hub (_attn_implementation"),
+        ({"_experts_implementation": "org/kernel"}, "requires code from the hub (_experts_implementation"),
+        ({"use_kernels": True}, "requires code from the hub (use_kernels = true)"),
     ],
 )
 def test_an_excessive_configuration_is_refused_before_building_the_model(copy, settings, sentence) -> None:
@@ -225,7 +225,7 @@ def test_the_weights_of_a_model_in_several_files_are_counted(copy) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"W_dec": torch.zeros(2, 2)}, folder / "sae.safetensors")
     edit(folder / "config.json", n_layer=900)
-    with pytest.raises(UserError, match=rf"n_layer = 900, but its files hold {len(names)} weights"):
+    with pytest.raises(UserError, match=rf"n_layer = 900, but its files contain {len(names)} weights"):
         load(folder)
 
 
@@ -279,13 +279,14 @@ def test_unknown_token_ids_are_refused(tiny) -> None:
     model = load(tiny("gpt2"))
     for unknown in (300, -100):
         ids = np.array([[5, unknown, 7]])
-        with pytest.raises(UserError, match=f"^text.column: holds the token id {unknown}; the model has ids 0 to 299$"):
+        sentence = f"^text.column: contains the token id {unknown}; the model has ids 0 to 299$"
+        with pytest.raises(UserError, match=sentence):
             rows_of(model, ContextBatch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
 
 
 def test_modules_without_a_row_per_token_or_that_do_not_run_are_refused(tiny) -> None:
     batch = ContextBatch(np.arange(5, 13)[None], np.arange(8)[None], np.zeros((1, 8), np.int64))
-    shape = r"^model.hooks: pooler gives a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
+    shape = r"^model.hooks: pooler outputs a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
     with pytest.raises(UserError, match=shape):
         rows_of(load(tiny("bert"), "pooler"), batch)
     with pytest.raises(UserError, match=r"^model.hooks: h.0.attn.attn_dropout does not run in a forward pass; choose"):

@@ -268,12 +268,12 @@ def test_an_error_of_one_model_is_raised_once_after_the_rows_before_it(
     def failing(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         rows = read(self, batch, places)
         if torch.equal(rows[0][0], first_of_fourth):
-            raise UserError("text.column: holds the token id 7")
+            raise UserError("text.column: contains the token id 7")
         return rows
 
     monkeypatch.setattr(LanguageModel, "rows", failing)
     assert_same([several.next_rows() for _ in range(3)], whole[:3])
-    with pytest.raises(UserError, match="holds the token id 7"):
+    with pytest.raises(UserError, match="contains the token id 7"):
         several.next_rows()
     assert several.next_rows() is None
     monkeypatch.setattr(LanguageModel, "rows", read)

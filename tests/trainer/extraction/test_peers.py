@@ -147,7 +147,7 @@ def test_an_extraction_continues_only_with_the_same_number_of_ranks(make: Make, 
 
 def test_a_text_without_rows_is_refused_by_the_first_rank(make: Make, tmp_path: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match="the text gives no row"):
+    with pytest.raises(UserError, match="the text yields no row"):
         run_ranks(make(text=empty), 2, tmp_path / "meet")
 
 

@@ -128,7 +128,7 @@ def test_padding_ids_are_dropped(tmp_path: Path) -> None:
     for file in (lines_of(tmp_path / "a.jsonl", *rows), tmp_path / "a.parquet"):
         assert read(file) == read(file, column="input_ids") == [[5, 6], [7]]
     with pytest.raises(
-        UserError, match=r"^text.column: attention_mask of row 0 of .* has not a number for each of its"
+        UserError, match=r"^text.column: attention_mask of row 0 of .* does not have a number for each of its"
     ):
         read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6], "attention_mask": [1]}))
 
@@ -253,7 +253,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^text.path: there is nothing at {tmp_path}/none$"):
         read(tmp_path / "none")
     write(tmp_path / "picture.png", b"\xff")
-    with pytest.raises(UserError, match=rf"^text.path: {tmp_path} holds no file that ends in .txt, "):
+    with pytest.raises(UserError, match=rf"^text.path: {tmp_path} contains no file that ends in .txt, "):
         read(tmp_path)
 
 

@@ -46,7 +46,7 @@ def test_a_persistently_slow_rank_is_reported_once_and_again_when_it_keeps_up() 
     ("own", "said"),
     [
         ({"data_ms": [0, 9]}, "waits 9 ms of each step for data"),
-        ({"foreign_bytes": [0, 3e9]}, "another process is on its GPU, with 2.8 GiB"),
+        ({"foreign_bytes": [0, 3e9]}, "another process uses its GPU and occupies 2.8 GiB"),
         ({"core_share": [1.0, 0.5]}, "another process uses its core, and its share of the core is 50%"),
         ({}, "its device is slower or throttled"),
     ],
