@@ -59,23 +59,27 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=100_000, help="rows to extract and train on")
+    parser.add_argument("--tokens", type=int, default=100_000, help="number of rows to extract and train on")
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 20])
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="in a forward pass")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="number of tokens in a forward pass")
     parser.add_argument("--architecture", choices=tuple(RECIPES), default="topk")
     parser.add_argument("--d-sae", type=int, default=4608)
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--held-out", type=int, default=4096, help="rows to judge on")
-    parser.add_argument("--spliced-tokens", type=int, default=4096, help="that the model reads with an SAE in it")
-    parser.add_argument("--sets", type=int, default=12, help="sets of labelled texts to train probes on")
-    parser.add_argument("--speed-tokens", type=int, default=32_768, help="to measure each reader with; 0: none")
+    parser.add_argument("--held-out", type=int, default=4096, help="number of held-out rows")
+    parser.add_argument("--spliced-tokens", type=int, default=4096, help="number of tokens to splice an SAE into")
+    parser.add_argument("--sets", type=int, default=12, help="number of data sets of labelled texts for probes")
+    parser.add_argument(
+        "--speed-tokens", type=int, default=32_768, help="number of tokens for each reader, or 0 to skip"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--text", type=Path, help="a .jsonl with a column `text`; default Python's own reference")
-    parser.add_argument("--folder", type=Path, help="where files are kept while it runs; default a temporary folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all figures")
+    parser.add_argument("--text", type=Path, help=".jsonl file with a column `text`; default: the Python reference")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for temporary files; default: the system's temporary folder"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     return parser.parse_args()
 
 
@@ -232,7 +236,7 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     """Print the results as tables."""
     shape = f"d_sae {options.d_sae:,}, k {options.k}, {options.steps:,} steps of {options.batch:,} rows"
     console = Console(width=150)
-    console.print(filled("what the model's rows are like", DATA, map(data_row, *zip(*per_layer(result), strict=True))))
+    console.print(filled("statistics of the model's rows", DATA, map(data_row, *zip(*per_layer(result), strict=True))))
     title = f"{options.architecture}: {shape}"
     console.print(filled(title, QUALITY, [row for layer, told in per_layer(result) for row in quality(layer, told)]))
     if readers := result["readers"]:

@@ -23,11 +23,11 @@ ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", default="cpu:2", help="like launch.gpus, with a number")
+    parser.add_argument("--gpus", default="cpu:2", help="devices in the format of launch.gpus, with a number")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     device, _, ranks = options.gpus.partition(":")
-    table = Table(title=f"a step on {options.gpus}, expected and measured")
+    table = Table(title=f"expected and measured time of a step on {options.gpus}")
     for name in ("d_in", "d_sae", "k", "tokens", "architecture", "mode", "expected ms", "measured ms", "ratio"):
         table.add_column(name, justify="left" if name in ("architecture", "mode") else "right")
     runs = [(shape, "topk", mode, ranks) for shape in SHAPES for mode in ("ddp", "tensor")]

@@ -38,50 +38,64 @@ class Fault(msgspec.Struct, frozen=True):
 
 ALONE = {"n_ranks": 1}
 FAULTS = {
-    "launcher": Fault("sae-tui launch: kill -9 during and after; job continues", "to its end", kills.launcher_killed),
-    "terminal": Fault("its terminal is closed (SIGHUP); the job continues", "to its end", kills.terminal_closed),
-    "supervisor": Fault(
-        "supervisor: kill -9; saved, lost, nothing held, resumed alike", "until gone", kills.supervisor_killed
+    "launcher": Fault(
+        "kill -9 of `sae-tui launch` during and after it; the job continues", "to its end", kills.launcher_killed
     ),
-    "rank-0": Fault("rank 0: kill -9; named, restarted, same bits", "to training", kills.rank_killed, {"rank": 0}),
-    "rank-1": Fault("rank 1: kill -9; named, restarted, same bits", "to training", kills.rank_killed, {"rank": 1}),
-    "raises": Fault("a shard is missing and comes back; restarted to the end", "to restart", kills.rank_raises),
-    "not-finite": Fault("activations that are NaN; reported, not restarted", "to its end", kills.rank_finds_nan),
-    "memory": Fault("rank 1: killed by the kernel for memory; not restarted", "to its end", kills.rank_out_of_memory),
-    "halted-0": Fault("rank 0: SIGSTOP; stalled, stacks, restarted", "to restart", hangs.rank_halted, {"rank": 0}),
-    "halted-1": Fault("rank 1: SIGSTOP; stalled, stacks, restarted", "to restart", hangs.rank_halted, {"rank": 1}),
-    "halted-saving": Fault("rank 1: SIGSTOP right after a save", "to restart", hangs.rank_halted_after_saving),
-    "random": Fault("any of two ranks and supervisor, or all: kill -9", "until gone", kills.killed_at_random),
+    "terminal": Fault("the terminal is closed (SIGHUP); the job continues", "to its end", kills.terminal_closed),
+    "supervisor": Fault(
+        "kill -9 of the supervisor; the job is saved and lost, and resumes", "until gone", kills.supervisor_killed
+    ),
+    "rank-0": Fault(
+        "kill -9 of rank 0; the job restarts and is bit-identical", "to training", kills.rank_killed, {"rank": 0}
+    ),
+    "rank-1": Fault(
+        "kill -9 of rank 1; the job restarts and is bit-identical", "to training", kills.rank_killed, {"rank": 1}
+    ),
+    "raises": Fault("a shard is missing for a while; the job restarts", "to restart", kills.rank_raises),
+    "not-finite": Fault("activations are NaN; this is reported without restarts", "to its end", kills.rank_finds_nan),
+    "memory": Fault("the kernel kills rank 1 for memory; no restart", "to its end", kills.rank_out_of_memory),
+    "halted-0": Fault(
+        "SIGSTOP of rank 0; reported with stacks, restarted", "to restart", hangs.rank_halted, {"rank": 0}
+    ),
+    "halted-1": Fault(
+        "SIGSTOP of rank 1; reported with stacks, restarted", "to restart", hangs.rank_halted, {"rank": 1}
+    ),
+    "halted-saving": Fault("SIGSTOP of rank 1 right after a save", "to restart", hangs.rank_halted_after_saving),
+    "random": Fault("kill -9 of a rank, the supervisor or all", "until gone", kills.killed_at_random),
     "random-single": Fault(
-        "the same of a job on one process", "until gone", kills.killed_at_random, {"n_ranks": 1}
+        "kill -9 of a process of a job with one rank", "until gone", kills.killed_at_random, {"n_ranks": 1}
     ),
     "random-saving": Fault(
-        "the same while it saves after every step", "until gone", kills.killed_at_random,
+        "kill -9 of a job that saves after every step", "until gone", kills.killed_at_random,
         {"n_ranks": 1, "checkpoint_every": 1},
     ),
-    "stop-starting": Fault("stop in the first 3 s", "to its end", stops.stop_in_start),
-    "stop-evaluating": Fault("stop during an evaluation", "to its end", stops.stop_in_evaluation),
-    "stop-saving": Fault("stop during a checkpoint", "to its end", stops.stop_in_checkpoint),
-    "stop-reading": Fault("stop between all of these", "to its end", stops.stop_while_reading),
-    "two": Fault("two jobs in one second; both train", "to their end", kills.two_at_once),
-    "restarted": Fault("the machine restarts; lost, no other process signalled", "to mend", clock.machine_restarted),
-    "queue": Fault("the same with queued jobs; places kept, continues", "to the queue", clock.queue_restarted),
-    "renamed": Fault("killed, and the machine has another name; lost, resumed", "until gone", clock.renamed),
-    "pids": Fault("pids belong to other processes; lost, not signalled", "to mend", clock.pids_reused),
-    "power": Fault("the power is cut with queued jobs; the next command continues", "to the queue", hosts.power_cut),
-    "name": Fault("a running host gets another name; one queue, stoppable", "to new name", hosts.renamed_running),
-    "container": Fault("a container is made again; repaired, resumed here", "of repair", hosts.made_again),
-    "hosts": Fault("two hosts on one folder; own GPUs, own jobs", "to all ends", hosts.two_on_one_folder),
-    "upgrade": Fault("the package is replaced while jobs wait; all finish", "to all ends", queues.upgraded),
-    "head": Fault("SIGSTOP at the head of the queue; passed over, then first", "GPU is free", queues.head_halted),
-    "gpu": Fault("one of two GPUs hangs; named, the other is used", "of `gpus`", queues.gpu_hangs),
-    "driver": Fault("the driver hangs while jobs wait; said, starts after it", "to a start", queues.driver_hangs),
-    "proc": Fault("reads of /proc hang in the app; it says so, and keys work", "to the stop", hangs.processes_hang),
-    "disk": Fault("the data folder hangs under job and app; same bits", "to a step", hangs.disk_hangs, ALONE),
-    "clock-steps": Fault("the clock is set a day ahead and back; same bits", "to both ends", clock.clock_steps, ALONE),
-    "clock": Fault("the clock goes back an hour; crash restarts, order kept", "to restart", clock.clock_set_back),
+    "stop-starting": Fault("the job is stopped in the first 3 s", "to its end", stops.stop_in_start),
+    "stop-evaluating": Fault("the job is stopped during an evaluation", "to its end", stops.stop_in_evaluation),
+    "stop-saving": Fault("the job is stopped during a checkpoint", "to its end", stops.stop_in_checkpoint),
+    "stop-reading": Fault("the job is stopped at another time", "to its end", stops.stop_while_reading),
+    "two": Fault("two jobs are launched in one second; both train", "to their end", kills.two_at_once),
+    "restarted": Fault(
+        "the machine restarts; jobs are lost, other pids not signalled", "to mend", clock.machine_restarted
+    ),
+    "queue": Fault("the machine restarts; the queue keeps its order", "to the queue", clock.queue_restarted),
+    "renamed": Fault("the machine is renamed after a kill; the job resumes", "until gone", clock.renamed),
+    "pids": Fault("pids are reused; jobs are lost, and no process is signalled", "to mend", clock.pids_reused),
+    "power": Fault("the power fails; the next command continues the queue", "to the queue", hosts.power_cut),
+    "name": Fault("a running host is renamed; its jobs can be stopped", "to new name", hosts.renamed_running),
+    "container": Fault("a container is recreated; jobs are repaired and resume", "of repair", hosts.made_again),
+    "hosts": Fault("two hosts share a folder but not GPUs or jobs", "to all ends", hosts.two_on_one_folder),
+    "upgrade": Fault("the package is replaced while jobs wait; all jobs finish", "to all ends", queues.upgraded),
+    "head": Fault("SIGSTOP of the first job in the queue; it is skipped", "GPU is free", queues.head_halted),
+    "gpu": Fault("one of two GPUs hangs; the other GPU is used", "of `gpus`", queues.gpu_hangs),
+    "driver": Fault("the driver hangs while jobs wait; they start later", "to a start", queues.driver_hangs),
+    "proc": Fault("reads of /proc hang in the app; keys still work", "to the stop", hangs.processes_hang),
+    "disk": Fault("the data folder hangs; the job is bit-identical", "to a step", hangs.disk_hangs, ALONE),
+    "clock-steps": Fault(
+        "the clock is set ahead and back a day; the job is bit-identical", "to both ends", clock.clock_steps, ALONE
+    ),
+    "clock": Fault("the clock goes back an hour; crashed jobs restart", "to restart", clock.clock_set_back),
     "clock-orphans": Fault(
-        "the same while ranks are orphans; ended all the same", "until gone", clock.orphans_while_clock_is_set_back
+        "the clock goes back while ranks are orphans; they exit", "until gone", clock.orphans_while_clock_is_set_back
     ),
 }  # fmt: skip
 
@@ -91,12 +105,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--list", action="store_true", help="the names of the faults")
+    parser.add_argument("--list", action="store_true", help="print the names of the faults")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{name:<18} {fault.what}" for name, fault in FAULTS.items()))
         return
-    _print_row("fault", "what is done; what must hold", "held", "median s", "worst s")
+    _print_row("fault", "fault; guarantee [meaning of the seconds]", "held", "median s", "worst s")
     with tempfile.TemporaryDirectory(prefix="sae-tui-faults-") as folder:
         references: dict[int, Result] = {}
         for name in options.only:

@@ -100,9 +100,11 @@ class Ran(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_day.json"))
-    parser.add_argument("--gpus", default="auto:1", help="one GPU, or cpu; default the first")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts whose names begin so")
-    parser.add_argument("--record", type=Path, nargs="?", const=gpu_days.FILE, help=f"add to {gpu_days.FILE.name}")
+    parser.add_argument("--gpus", default="auto:1", help="one GPU, or cpu; default: the first GPU")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run only parts whose names start with one of these")
+    parser.add_argument(
+        "--record", type=Path, nargs="?", const=gpu_days.FILE, help=f"add the results to {gpu_days.FILE.name}"
+    )
     options = parser.parse_args()
     try:
         one_gpu = pinned_to(options.gpus)
@@ -123,7 +125,7 @@ def main() -> int:
         gpu_days.record(options.record, gpu_days.entry_of({name: ran._asdict() for name, ran in report.items()}))
     counts = {state: sum(ran.state == state for ran in report.values()) for state in (OK, WRONG, NOT_RUN)}
     words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    print(f"{words}; all answers are in {options.out}")
+    print(f"{words}; all results are in {options.out}")
     return 1 if counts[WRONG] else 0
 
 
@@ -144,7 +146,7 @@ def run_within(part: Part, left_s: float) -> Ran:
         return Ran(NOT_RUN, why="no time was left")
     ran = run(part._replace(limit_s=min(part.limit_s, left_s)))
     if ran.state == WRONG and left_s < part.limit_s and ran.seconds >= left_s:
-        return ran._replace(state=NOT_RUN, why=f"the {left_s:.0f} s that were left were not enough")
+        return ran._replace(state=NOT_RUN, why=f"the {left_s:.0f} s that were left did not suffice")
     return ran
 
 
@@ -305,7 +307,7 @@ def summary(part: Part, ran: Ran) -> str:
         return word(ran.answer) if word else ""
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         # A failing summary, for example because a tool is missing, must not end the run.
-        return f"its answer has no summary ({type(error).__name__}: {error})"
+        return f"its result has no summary ({type(error).__name__}: {error})"
 
 
 def wrong_words(part: Part, ran: Ran) -> str:
@@ -320,7 +322,7 @@ def wrong_words(part: Part, ran: Ran) -> str:
 
 def case_words(answer: str) -> str:
     found = re.search(r"(\d+) passed", answer)
-    return f"{found[1] if found else 0} cases right"
+    return f"{found[1] if found else 0} cases passed"
 
 
 def step_words(answer: list[dict[str, Any]]) -> str:
@@ -343,27 +345,27 @@ def rank_words(answer: dict[str, Any]) -> str:
     one = answer["fvu"]["one"]
     off = max(abs(fvu / one[kind] - 1) for of_kind in answer["fvu"].values() for kind, fvu in of_kind.items())
     n_waits = sum(sum(places.values()) for places in answer["waits"].values())
-    return f"FVU {off:.0e} off that of one GPU; {n_waits} waits of a host in a step of {len(answer['waits'])} modes"
+    return f"FVU differs by {off:.0e} from one GPU; {n_waits} host waits in a step of {len(answer['waits'])} modes"
 
 
 def shared_words(answer: dict[str, Any]) -> str:
     off = max(abs(case["fvu"] / case["one"] - 1) for case in answer["cases"])
-    return f"{len(answer['cases'])} trainings on two ranks, FVU at most {off:.0e} off that of one; no host waits"
+    return f"{len(answer['cases'])} runs on two ranks, whose FVU differs by at most {off:.0e} from one; no host waits"
 
 
 def driver_words(answer: dict[str, Any]) -> str:
-    others = "CUDA and nvidia-smi have" if answer["nvidia_smi"] else "CUDA has"
+    others = "CUDA and nvidia-smi" if answer["nvidia_smi"] else "CUDA"
     state = answer["state"][0] if answer["state"] else {}
     clocks = "; ".join(
         f"{name} {state[name]}" for name in ("driver_version", "clocks.sm", "power.limit") if name in state
     )
-    return f"{len(answer['cards'])} GPUs, as {others} them; torch {answer['torch']}{clocks and '; '}{clocks}"
+    return f"{len(answer['cards'])} GPUs, as in {others}; torch {answer['torch']}{clocks and '; '}{clocks}"
 
 
 def job_words(answer: dict[str, Any]) -> str:
     seconds = answer["seconds"]
     return (
-        f"{answer['steps']} steps, equal to the bit; {seconds['plain']:.0f} s plain, {seconds['graphs']:.0f} and "
+        f"{answer['steps']} steps, bit-identical; {seconds['plain']:.0f} s plain, {seconds['graphs']:.0f} and "
         f"{seconds['resumed']:.0f} s with graphs; {answer['replayed']} steps replayed"
     )
 
@@ -371,7 +373,7 @@ def job_words(answer: dict[str, Any]) -> str:
 def nccl_words(answer: dict[str, Any]) -> str:
     memory = f", {answer['memory_bytes'] / 2**20:.0f} MiB" if "memory_bytes" in answer else ""
     graphs = f" and {answer['in_graphs']} in a graph" if "in_graphs" in answer else ", none in a graph"
-    return f"{answer['plain']} exchanges right{graphs}{memory}"
+    return f"{answer['plain']} correct exchanges{graphs}{memory}"
 
 
 def failure_words(answer: dict[str, Any]) -> str:

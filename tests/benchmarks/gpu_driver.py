@@ -104,13 +104,13 @@ def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> li
     MIG slices may be missing, since CUDA lists only one of them.
     """
     totals = {gpu["uuid"]: gpu["memory_total"] for gpu in gpus if gpu["healthy"]}
-    unknown = [f"CUDA has {uuid}, and the app has not" for uuid in by_cuda if uuid not in totals]
-    missing = [f"the app has {uuid}, and CUDA has not" for uuid in totals if uuid not in by_cuda and not is_slice(uuid)]
+    unknown = [f"CUDA has {uuid}, but the app does not" for uuid in by_cuda if uuid not in totals]
+    missing = [uuid for uuid in totals if uuid not in by_cuda and not is_slice(uuid)]
     return (
         unknown
-        + missing
+        + [f"the app has {uuid}, but CUDA does not" for uuid in missing]
         + [
-            f"{uuid} has {totals[uuid]:,} bytes for the app and {of_cuda:,} for CUDA"
+            f"{uuid} has {totals[uuid]:,} bytes in the app and {of_cuda:,} in CUDA"
             for uuid, of_cuda in by_cuda.items()
             if totals.get(uuid) and not LEAST_OF_CUDA * totals[uuid] <= of_cuda <= totals[uuid]
         ]
@@ -128,13 +128,13 @@ def differs_from_tool(gpus: list[dict[str, Any]], before: dict[str, Memory], aft
         if is_slice(uuid) or not uuid.startswith("GPU-"):
             continue
         if uuid not in after or uuid not in before:
-            wrong.append(f"the app has {uuid}, and nvidia-smi has not")
+            wrong.append(f"the app has {uuid}, but nvidia-smi does not")
             continue
         if None not in (total, after[uuid].total) and abs(total - after[uuid].total) > MIB:
-            wrong.append(f"{uuid} has {total:,} bytes for the app and {after[uuid].total:,} for nvidia-smi")
+            wrong.append(f"{uuid} has {total:,} bytes in the app and {after[uuid].total:,} in nvidia-smi")
         uses = [before[uuid].used, after[uuid].used]
         if None not in (used, *uses) and not min(uses) - NEAR_USED <= used <= max(uses) + NEAR_USED:
-            wrong.append(f"{used:,} bytes of {uuid} are in use for the app and {uses[1]:,} for nvidia-smi")
+            wrong.append(f"{used:,} bytes of {uuid} are in use in the app and {uses[1]:,} in nvidia-smi")
     return wrong
 
 

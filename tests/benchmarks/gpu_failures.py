@@ -113,20 +113,24 @@ def lost_memory() -> list[str]:
     del block
     torch.cuda.empty_cache()
     grown = torch.cuda.memory_reserved() - before
-    return [f"{grown / MIB:.0f} MiB stay reserved after the broken capture"] if grown > 64 * MIB else []
+    return [f"{grown / MIB:.0f} MiB remain reserved after the failed capture"] if grown > 64 * MIB else []
 
 
 def device_assert() -> dict[str, Any]:
     """Return the message that a user would see after a device-side assert, which is raised in another process."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
-        return {"wrong": ["the child did not fail"]}
+        return {"wrong": ["the child process did not fail"]}
     error = done.stderr.strip().splitlines() or [""]
     sentence = next((line for line in error if "CUDA error" in line or "device-side" in line), error[-1])
     found = remedy(sentence)
     is_blamed = found is not None and found.kind in ("version", "driver")
     kind = found.kind if found else None
-    return {"said": sentence[:300], "kind": kind, "wrong": ["the PyTorch build is blamed"] if is_blamed else []}
+    return {
+        "said": sentence[:300],
+        "kind": kind,
+        "wrong": ["the remedy names the PyTorch build as the cause"] if is_blamed else [],
+    }
 
 
 def sanitized() -> dict[str, Any]:
@@ -173,7 +177,7 @@ def bytes_by_driver() -> tuple[int, str]:
         if own:
             return own[0] * MIB, "nvidia-smi, this process"
     free, total = torch.cuda.mem_get_info()
-    return total - free, "CUDA, the whole GPU"
+    return total - free, "CUDA, the entire GPU"
 
 
 if __name__ == "__main__":

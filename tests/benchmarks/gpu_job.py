@@ -123,7 +123,7 @@ def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
     curves = [curve_of(spec, "heldout_fvu") for spec in (one, other)]
     # The curve of the run that was stopped has one more point.
     is_alike = curves[0] and curves[0].items() <= curves[1].items()
-    return differing, [] if is_alike else ["the curve of held-out FVU"]
+    return differing, [] if is_alike else ["the curve of the held-out FVU"]
 
 
 def equal(name: str, tensors: list[dict[str, torch.Tensor]]) -> bool:

@@ -139,7 +139,7 @@ def result_of(
         returned = exchange(group, tensor)
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
-    return "ok" if torch.equal(returned.reshape(shape), values(dtype, shape, device)) else "other values came back"
+    return "ok" if torch.equal(returned.reshape(shape), values(dtype, shape, device)) else "wrong values were received"
 
 
 def in_graphs(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
@@ -161,7 +161,7 @@ def replayed(exchange: Exchange, group: DistributedGroup, dtype: torch.dtype, de
             source.copy_(expected)
             graph.replay()
         torch.cuda.synchronize()
-        return "ok" if torch.equal(returned.reshape(-1), expected) else "other values came back"
+        return "ok" if torch.equal(returned.reshape(-1), expected) else "wrong values were received"
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     finally:

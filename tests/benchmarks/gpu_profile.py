@@ -46,7 +46,9 @@ WARM_UP, N_TIMED, N_PROFILED = 10, 20, 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=[f"{shape}:{kind}" for shape in "BA" for kind in KINDS])
-    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N longest of each case")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="also print the N slowest kernels of each case"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

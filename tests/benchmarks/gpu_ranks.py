@@ -39,9 +39,9 @@ NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-5}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gpus", help="like auto:2, or cpu:2")
+    parser.add_argument("gpus", help="devices, such as auto:2 or cpu:2")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["ddp", "tensor"])
-    parser.add_argument("--uneven", action="store_true", help="another share for each rank")
+    parser.add_argument("--uneven", action="store_true", help="give each rank a different share")
     options = parser.parse_args()
     word, (n_ranks, uuids) = options.gpus.partition(":")[0], parse_target(options.gpus)
     fvus = {"one": trained(shared(f"{word}:1", n_ranks, 1, {"mode": "single"}))}

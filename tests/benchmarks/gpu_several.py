@@ -35,7 +35,7 @@ STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gpus", help="like auto:2, or cpu:2")
+    parser.add_argument("gpus", help="devices, such as auto:2 or cpu:2")
     parser.add_argument("what", choices=["memory", "profile", "killed"])
     parser.add_argument("--mode", default="tensor")
     options = parser.parse_args()
@@ -90,12 +90,12 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
         )
         try:
             if not (victim := last_rank(process, out)):
-                return {"wrong": [f"no rank made a step within {STARTED_S:.0f} s"]}
+                return {"wrong": [f"no rank completed a step within {STARTED_S:.0f} s"]}
             os.kill(victim, signal.SIGKILL)
             began = time.monotonic()
             words = process.communicate(timeout=ENDED_S)[1].strip()
         except subprocess.TimeoutExpired:
-            return {"wrong": [f"the other ranks still ran {ENDED_S:.0f} s after one was killed"]}
+            return {"wrong": [f"the other ranks were still running {ENDED_S:.0f} s after one was killed"]}
         finally:
             process.kill()
     wrong = [] if process.returncode and "rank" in words else [f"it ended with {process.returncode}: {words[-200:]}"]

@@ -78,7 +78,7 @@ def run_ranks(device: str) -> dict[str, Any]:
             for rank in ranks:
                 rank.kill()
         if any(rank.returncode for rank in ranks):
-            sys.exit("\n".join(error[-2000:] for error in errors if error) or "a rank ended without a word")
+            sys.exit("\n".join(error[-2000:] for error in errors if error) or "a rank failed without a message")
         return dict(json.loads(place.with_name("found.json").read_text()))
 
 

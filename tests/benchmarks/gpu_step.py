@@ -28,7 +28,9 @@ HEADER = "| | ops | launches | GB | passes | update | GPU ms | host ms | step ms
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="the N longest operations of each")
+    parser.add_argument(
+        "--top", type=int, default=0, metavar="N", help="also print the N slowest operations of each step"
+    )
     args = parser.parse_args()
     print(HEADER, "|" + "---|" * 10, sep="\n")
     for architecture in args.architectures:

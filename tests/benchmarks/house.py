@@ -2,9 +2,9 @@
 
 python tests/benchmarks/house.py [CHECKOUT]
 
-The rooms of a folder are its files and direct subfolders. The number of floors is the length of the longest chain of
-imports between rooms, including imports for type checkers. An arrow is a pair of rooms in which one imports the other;
-an arrow back up is part of a cycle.
+The modules of a folder are its files and direct subfolders. The number of layers is the length of the longest chain of
+imports between modules, including imports for type checkers. The number of imports is the number of pairs of modules in
+which one module imports the other. An import that is part of a cycle is cyclic.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main(root: Path) -> None:
     for package in PACKAGES:
         files = sorted((root / package).rglob("*.py"))
         print(f"{package}: {', '.join(f'{value} {name}' for name, value in sizes(files).items())}")
-    print(f"\n{'folder':20} {'rooms':>6} {'floors':>6} {'arrows':>6} {'back up':>7}")
+    print(f"\n{'folder':20} {'modules':>7} {'layers':>6} {'imports':>7} {'cyclic':>6}")
     for folder in FOLDERS:
         if (root / folder).is_dir():
             capacities, floors, arrows, back = plan(root, folder)
-            print(f"{folder:20} {capacities:6} {floors:6} {arrows:6} {back:7}")
+            print(f"{folder:20} {capacities:7} {floors:6} {arrows:7} {back:6}")
 
 
 def sizes(files: list[Path]) -> dict[str, object]:
@@ -55,13 +55,13 @@ def sizes(files: list[Path]) -> dict[str, object]:
         "files": len(files),
         "lines": sum(lines),
         "lines in the median file": int(statistics.median(lines)),
-        "in the longest": max(lines),
+        "lines in the longest file": max(lines),
         "functions": len(functions),
-        "lines in the median one": int(statistics.median(lengths)),
-        "in the 90th percentile": lengths[len(lengths) * 9 // 10],
-        "in the longest function": lengths[-1],
+        "lines in the median function": int(statistics.median(lengths)),
+        "lines at the 90th percentile": lengths[len(lengths) * 9 // 10],
+        "lines in the longest function": lengths[-1],
         "docstrings": len(docs),
-        "that begin with no verb": sum(
+        "docstrings that do not start with a verb": sum(
             bool(re.match(r"(The|A|An|What|Whether|Of|How|Where|Those)\b", doc)) for doc in docs
         ),
         f"variables called {' or '.join(PLAIN_NAMES)}": len(plain),
@@ -75,7 +75,7 @@ def _assigned(function: Function) -> Iterator[str]:
 
 
 def plan(root: Path, folder: str) -> tuple[int, int, int, int]:
-    """Return the numbers of rooms, floors, arrows and arrows back up in a folder."""
+    """Return the numbers of modules, layers, imports and cyclic imports in a folder."""
     package = folder.replace("/", ".")
     capacities = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
     imports: dict[str, set[str]] = {capacity: set() for capacity in capacities}
@@ -107,7 +107,7 @@ def _is_room(path: Path) -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the rooms of a package that a file imports, including imports only for type checkers."""
+    """Yield the modules of a package that a file imports, including imports only for type checkers."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--d-in", type=int, default=768)
-    parser.add_argument("--folder", type=Path, help="where the shards are written; default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the shards; default: a temporary folder")
     parser.add_argument("--formats", default=",".join(WRITERS))
     options = parser.parse_args()
     title = f"{options.rows:,} rows of {options.d_in} in fp32, {torch.get_num_threads()} threads; GB/s"

@@ -244,7 +244,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--svg", type=Path, help="a file for the curves")
+    parser.add_argument("--svg", type=Path, help="write the curves to this SVG file")
     return parser.parse_args()
 
 

@@ -118,7 +118,7 @@ def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
         if program:
             found.append(Monitor(name, [program, *argv[1:]], shows))
         else:
-            print(f"{name} is not installed; --{name} says where it is")
+            print(f"{name} is not installed; set its path with --{name}")
     return found
 
 

@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("job", type=Path, metavar="JOB.toml")
     parser.add_argument("hook")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--sets", type=int, default=24, help="of labelled texts")
+    parser.add_argument("--sets", type=int, default=24, help="number of data sets of labelled texts")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
@@ -71,7 +71,7 @@ def table(found: dict[str, Probing], hook: str) -> Table:
     title = f"{hook}: AUC over {first.n_sets} sets, {first.n_seeds} splits; all activations: {with_error(dense)}"
     drawn = Table("SAE", title=title)
     for k in KS:
-        for name in (f"k = {k}", "after the first"):
+        for name in (f"k = {k}", "difference from the first"):
             drawn.add_column(name, justify="right")
     for name, probing in found.items():
         cells = []

@@ -151,17 +151,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", type=Path)
     parser.add_argument("--peers", nargs="+", default=list(peers.RECIPES), choices=list(peers.RECIPES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--tokens", type=int, help="rows to train on, in place of --steps")
-    parser.add_argument("--every", type=int, default=25, help="steps between two measurements")
+    parser.add_argument("--tokens", type=int, help="number of rows to train on, instead of --steps")
+    parser.add_argument("--every", type=int, default=25, help="number of steps between two measurements")
     parser.add_argument("--d-sae", type=int, default=3072)
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep curves here and reuse the curves of peers")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each SAE that is trained")
-    parser.add_argument("--again", action="store_true", help="run peers even if their curves are there")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="store curves here, and reuse the curves of peers")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="save each trained SAE here")
+    parser.add_argument("--again", action="store_true", help="run peers even if their curves are stored")
     return parser.parse_args()
 
 
@@ -269,7 +269,7 @@ def evaluate(reconstruct: Any, x: Tensor) -> tuple[float, float, Tensor]:
 
 
 def table(results: list[Result]) -> Table:
-    shown = Table("recipe", "version", title="held-out FVU after the same tokens, and time to the best peer's")
+    shown = Table("recipe", "version", title="held-out FVU after the same tokens, and time to the best peer's FVU")
     for heading in ("FVU", "L0", "FVU at k", "never fired", "CPU s", "wall s", "s to best peer", "× faster"):
         shown.add_column(heading, justify="right")
     for result in results:

@@ -109,7 +109,7 @@ def expected_bytes(mode: str, d_sae: int, options: argparse.Namespace) -> float:
 
 
 def table(found: dict[int, dict[str, dict[str, float]]], options: argparse.Namespace) -> Table:
-    title = f"{options.ranks} ranks of one thread against one, d_in {D_IN}, k {K}, {options.batch:,} tokens per step"
+    title = f"{options.ranks} ranks with one thread each, d_in {D_IN}, k {K}, {options.batch:,} tokens per step"
     made = Table(title=title)
     for name in ("d_sae", "mode", "tokens/s", "× one rank", "MB per rank and step", "× expected"):
         made.add_column(name, justify="left" if name == "mode" else "right")

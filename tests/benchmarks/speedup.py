@@ -91,7 +91,7 @@ def main() -> None:
 
 def show(shape: Shape, gpu: str) -> None:
     """Print the speed-ups of all modes on this GPU."""
-    title = f"times one {gpu}: d_in {shape.d_in}, d_sae {shape.d_sae}, k {shape.k}, {shape.batch} tokens"
+    title = f"speed-up over one {gpu}: d_in {shape.d_in}, d_sae {shape.d_sae}, k {shape.k}, {shape.batch} tokens"
     table = Table(title=title)
     for name in ("step", "mode", *(f"{count} GPUs" for count in COUNTS[1:])):
         table.add_column(name, justify="left" if name in ("step", "mode") else "right")

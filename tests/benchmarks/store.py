@@ -36,7 +36,7 @@ from trainer.reporting.progress import StoredProgress
 
 SERIES = tuple(f"metric_{number}" for number in range(10))
 REPEATS = 20
-PEER = "whole run read as JSON, as trackio does"
+PEER = "reading the entire run as JSON, as trackio does"
 # A program that locks the store for 0.3 s out of every 0.5 s.
 LOCKER = """
 import sqlite3, sys, time
@@ -58,8 +58,8 @@ def main() -> None:
     options = parser.parse_args()
     title = f"{len(SERIES) * options.steps:,} rows in a run, {options.runs:,} runs, ms"
     table = Table(title=title)
-    for name in ("what", "p50", "p99", "wanted", "p99 of it"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+    for name in ("operation", "p50", "p99", "target", "p99 of target"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder))
         job_id = record_runs(data, options.runs)
@@ -72,7 +72,7 @@ def main() -> None:
     console = Console(width=120)
     console.print(table)
     if peers := timings.get(PEER):
-        ratio = peers[0][0] / statistics.median(timings["its refresh with 200 new rows"][0])
+        ratio = peers[0][0] / statistics.median(timings["refreshing a job with 200 new rows"][0])
         console.print(f"the peer's refresh takes {ratio:,.0f} times as long", highlight=False)
 
 
@@ -137,10 +137,10 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
     with contextlib.closing(SeriesReader(path)) as series:
         charts = [timed(lambda: series.history(SERIES[0], most=500)) for _ in range(REPEATS)]
     return {
-        "a job opened": (first, None),
-        "its refresh with 200 new rows": (later, 20.0),
-        "its refresh where nothing is new": (idle, None),
-        "whole history of one series": (charts, 50.0),
+        "opening a job": (first, None),
+        "refreshing a job with 200 new rows": (later, 20.0),
+        "refreshing a job without new rows": (idle, None),
+        "reading the entire history of a series": (charts, 50.0),
     }
 
 
@@ -155,7 +155,7 @@ def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | No
         for step in range(REPEATS):
             control.update(job_id, step=step)
             changed.append(timed(reader.poll))
-    return {"list of runs opened": (first, 100.0), "list where one has changed": (changed, 100.0)}
+    return {"opening the list of jobs": (first, 100.0), "refreshing the list after a change": (changed, 100.0)}
 
 
 def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
@@ -173,7 +173,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
             times.append(timed(lambda step=step: report(progress, step)))
         locker.kill()
     progress.close()
-    return {"report of a step while the store is sometimes locked": (times, 0.1)}
+    return {"reporting a step while the store is sometimes locked": (times, 0.1)}
 
 
 def report(progress: StoredProgress, step: int) -> None:

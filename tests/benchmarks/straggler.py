@@ -34,13 +34,13 @@ def main() -> None:
     parser.add_argument("--burners", type=int, default=1)
     parser.add_argument("--d-sae", type=int, default=3072)
     options = parser.parse_args()
-    table = Table(title=f"{options.mode}, tokens/s of two ranks while {options.burners} burner(s) slow rank 1")
+    table = Table(title=f"{options.mode}, tokens/s of two ranks while {options.burners} processes slow down rank 1")
     for name in ("shares", "before", "slowed", "of before", "after"):
         table.add_column(name, justify="right")
     events = []
     for rebalance in (False, True):
         before, slowed, after, messages = measured(options, rebalance=rebalance)
-        word = "follow speed" if rebalance else "fixed"
+        word = "adjusted" if rebalance else "fixed"
         table.add_row(word, f"{before:,.0f}", f"{slowed:,.0f}", f"{slowed / before:.0%}", f"{after:,.0f}")
         events += [f"{word}: {line}" for line in messages]
     console = Console(width=120)

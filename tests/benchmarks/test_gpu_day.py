@@ -60,10 +60,10 @@ def test_a_run_on_a_cpu_prints_and_records_each_part(tmp_path: Path) -> None:
     assert of_case.split()[0] == case["case"]
     assert f"{case['of_floor']:.0%} of the floor; first step {case['first_step_s']:.1f} s" in of_case
     assert f" {len(found['driver']['answer']['cards'])} GPUs" in of_driver
-    assert of_nccl.endswith(" exchanges right, none in a graph")
+    assert of_nccl.endswith(" correct exchanges, none in a graph")
     assert "compute-sanitizer: needs a GPU" in of_failures
-    assert of_kernels.endswith(" 18 cases right")
-    assert end == f"5 ok; all answers are in {out}"
+    assert of_kernels.endswith(" 18 cases passed")
+    assert end == f"5 ok; all results are in {out}"
     (day,) = json.loads(days.read_text())
     assert day["steps"].keys() == {"C:topk:dead"}
     assert {part["state"] for part in day["parts"].values()} == {"ok"}
@@ -200,7 +200,7 @@ def test_the_apps_gpus_are_compared_with_cuda(gpus: list[Any], by_cuda: dict[str
         (gpu(used=GIB + 60 * MIB), ""),
         (gpu(used=2 * GIB), "of GPU-a are in use"),
         (gpu(total=80 * GIB + 2 * MIB), "GPU-a has "),
-        (gpu("GPU-b"), "nvidia-smi has not"),
+        (gpu("GPU-b"), "nvidia-smi does not"),
         (gpu("MIG-b"), ""),
         (gpu(total=None, used=None), ""),
     ],

@@ -67,12 +67,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help=".safetensors file with `activations` [n_tokens, d_in]")
     parser.add_argument("--peers", nargs="+", default=list(peers.RECIPES), choices=list(peers.RECIPES), metavar="NAME")
-    parser.add_argument("--d-in", type=int, default=384, help="of synthetic rows")
+    parser.add_argument("--d-in", type=int, default=384, help="width of synthetic rows")
     parser.add_argument("--d-sae", type=int, default=3072)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--steps", type=int, default=110)
-    parser.add_argument("--round", type=int, default=11, help="steps in a row of one recipe")
+    parser.add_argument("--round", type=int, default=11, help="number of steps in a round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
@@ -127,7 +127,7 @@ def take_turns(workers: dict[str, Worker], options: argparse.Namespace) -> dict[
             try:
                 answer = workers[name].ask(question)
             except (EOFError, BrokenPipeError) as failure:
-                print(f"{name}: left out, {failure}", file=sys.stderr)
+                print(f"{name} is left out: {failure}", file=sys.stderr)
                 workers.pop(name).close()
                 continue
             if question == "round":
@@ -276,7 +276,7 @@ def reset_peak(device: str) -> int:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        print("the peak of memory may be that of importing", file=sys.stderr)
+        print("the peak memory may have occurred during imports", file=sys.stderr)
     return status_bytes("VmRSS") or 0
 
 

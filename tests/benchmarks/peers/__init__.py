@@ -52,5 +52,5 @@ def available(names: list[str]) -> list[str]:
     lacking = {name: RECIPES[name].missing() for name in names}
     for name, lack in lacking.items():
         if lack:
-            print(f"{name}: left out, {lack}", file=sys.stderr)
+            print(f"{name} is left out: {lack}", file=sys.stderr)
     return [name for name in names if not lacking[name]]

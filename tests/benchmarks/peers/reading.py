@@ -59,7 +59,7 @@ class Reader(ABC):
 
 
 class Ours(Reader):
-    name, does = "ours", "all hooks, rows chosen, shards written"
+    name, does = "ours", "reads all hooks, selects rows and writes shards"
 
     def __init__(self, asked: Asked, folder: Path) -> None:
         from trainer.contract.settings.extract import ExtractJob
@@ -82,7 +82,7 @@ class Ours(Reader):
 
 
 class Plain(Reader):
-    name, does = "transformers", "all hooks, nothing chosen or written, tokenised before"
+    name, does = "transformers", "reads all hooks, without tokenising, selecting or writing"
 
     def __init__(self, asked: Asked, folder: Path) -> None:
         import transformers
@@ -110,7 +110,7 @@ class Plain(Reader):
 class SaeLensRunner(Reader):
     """`CacheActivationsRunner`, which reads one hook at a time. Its buffer is as large as the text."""
 
-    name, does = "SAELens cache_activations_runner", "one hook, written as Arrow"
+    name, does = "SAELens cache_activations_runner", "reads one hook and writes Arrow files"
 
     def __init__(self, asked: Asked, folder: Path) -> None:
         from datasets import Dataset
@@ -146,7 +146,7 @@ class SaeLensRunner(Reader):
 class SaeLensStore(SaeLensRunner):
     """`ActivationsStore`, which SAELens uses for training, but without its mixing of batches."""
 
-    name, does = "SAELens ActivationsStore", "one hook, nothing written"
+    name, does = "SAELens ActivationsStore", "reads one hook without writing"
 
     def read(self) -> int:
         n_read = 0
