@@ -87,7 +87,7 @@ def test_a_different_fvu_on_several_ranks_and_waiting_hosts_are_reported() -> No
 
 
 @pytest.mark.slow
-def test_a_stopped_and_resumed_job_ends_with_the_same_bits() -> None:
+def test_a_stopped_and_resumed_job_is_bit_identical_to_an_uninterrupted_job() -> None:
     argv = [sys.executable, str(SCRIPT.with_name("gpu_job.py")), "--gpus", "cpu", "--steps", "30"]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -115,7 +115,7 @@ def test_the_most_important_parts_run_first_and_peers_last(tmp_path: Path) -> No
     assert names[-1] == "peers"
 
 
-def test_several_gpus_get_their_own_parts_and_the_modes_for_their_number() -> None:
+def test_several_gpus_run_additional_parts_and_the_modes_that_they_allow() -> None:
     names = [part.name for part in several("auto", 3)]
     assert names[:3] == ["bus", "bench B topk ddp", "bench B topk tensor"]
     of_four = {part.name: part.argv for part in several("auto", 4)}
@@ -124,7 +124,7 @@ def test_several_gpus_get_their_own_parts_and_the_modes_for_their_number() -> No
     assert not list(several("auto", 1))
 
 
-def test_all_cases_run_on_a_gpu_and_none_in_the_interpreter() -> None:
+def test_all_kernel_cases_run_on_the_gpu_and_not_in_the_interpreter() -> None:
     part = kernels(on_cpu=False)
     files = [Path(word) for word in part.argv if word.endswith("_cases.py")]
     assert len(files) > 8
@@ -149,13 +149,13 @@ def test_a_part_runs_only_if_time_is_left_and_fails_beyond_its_limit(left_s: flo
     assert ("left" in summary(part, ran)) == (state == NOT_RUN)
 
 
-def test_a_missing_program_is_not_run_and_the_reason_is_given() -> None:
+def test_a_part_whose_program_is_missing_is_not_run_and_says_why() -> None:
     ran = run(Part("bus", ["/no/such/program"], 1.0))
     assert ran.state == NOT_RUN
     assert "could not be started" in ran.why
 
 
-def test_an_answer_without_the_expected_figures_still_has_a_summary_line() -> None:
+def test_a_result_without_the_expected_values_still_has_a_summary() -> None:
     assert "no summary" in summary(Part("nccl", [], 1.0), Ran(OK, answer={}))
 
 
@@ -168,7 +168,7 @@ def test_an_answer_without_the_expected_figures_still_has_a_summary_line() -> No
         ("bus", "", "the last line"),
     ],
 )
-def test_errors_are_shown_in_the_table(name: str, answer: Any, words: str) -> None:
+def test_the_summary_of_a_failed_part_shows_its_errors(name: str, answer: Any, words: str) -> None:
     assert summary(Part(name, [], 1.0), Ran(WRONG, 1.0, answer, "a line\nthe last line\n")) == words
 
 
@@ -244,7 +244,7 @@ def day(gpu: str, commit: str, step_ms: float = 1.5) -> dict[str, Any]:
     )
 
 
-def test_a_new_day_replaces_the_one_of_the_same_gpu_and_commit(tmp_path: Path) -> None:
+def test_a_new_entry_replaces_the_entry_of_the_same_gpu_and_commit(tmp_path: Path) -> None:
     file = tmp_path / "days.json"
     for entry in (day("H100", "a"), day("H200", "a"), day("H100", "b"), day("H100", "a", 1.25)):
         gpu_days.record(file, entry)
@@ -252,7 +252,7 @@ def test_a_new_day_replaces_the_one_of_the_same_gpu_and_commit(tmp_path: Path) -
     assert kept == [("H200", "a", 1.5), ("H100", "b", 1.5), ("H100", "a", 1.25)]
 
 
-def test_the_table_has_each_gpus_newest_day_and_omits_missing_figures() -> None:
+def test_the_table_has_the_newest_entry_of_each_gpu_and_omits_missing_values() -> None:
     table = gpu_days.table([day("H100", "a"), day("H200", "a"), day("H100", "b", 1.25)])
     words = "topk with AuxK, d_in 768, 24,576 latents"
     assert f"| H100 | {words} | 1.25 | 6.00 | 40% | 1.00 |  |  |" in table
@@ -261,6 +261,6 @@ def test_the_table_has_each_gpus_newest_day_and_omits_missing_figures() -> None:
     assert "parts 3 ok, 1 not run; ddp on 1: 1.25 ms" in table
 
 
-def test_the_page_has_the_table_of_the_recorded_days() -> None:
+def test_the_performance_page_has_the_table_of_the_recorded_entries() -> None:
     page = gpu_days.PAGE.read_text()
     assert page == gpu_days.page_with(page, gpu_days.read(gpu_days.FILE)), "tests/benchmarks/gpu_days.py --write"
