@@ -2,7 +2,7 @@
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
-`trainer bench` measures every shape. It first measures the speeds of the ranks, as a run does at its start.
+`trainer bench` measures every shape. At its start, `trainer bench` measures the speeds of the ranks, like a run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/gpu_checks.py first|products|curves|rest [--gpus auto:1|cpu]
 
-It prints JSON like the self-test: the device, the number of checks, and the `failed` checks. It exits with 1 if any
-check failed.
+The script prints JSON like the self-test: the device, the number of checks, and the `failed` checks. The exit code is 1
+if any check failed.
 """
 
 from __future__ import annotations

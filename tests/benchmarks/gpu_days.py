@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-It prints the table, which has the latest entry of each GPU model. With `--write`, it replaces the table in the page.
+The script prints the table, which has the latest entry of each GPU model. `--write` replaces the table in the page.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/gpu_driver.py
 
-It prints JSON: the GPUs as the app, CUDA and nvidia-smi report them, and a list of errors, `wrong`. It exits with 1 if
-there are any errors. Without nvidia-smi, it compares only with CUDA or its equivalent.
+The script prints JSON: the GPUs as the app, CUDA and nvidia-smi report them, and a list of errors, `wrong`. The exit
+code is 1 if there are errors. Without nvidia-smi, the app is compared only with CUDA or its equivalent.
 """
 
 from __future__ import annotations

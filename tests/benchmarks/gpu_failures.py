@@ -4,8 +4,8 @@
 
 The checks are: running out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's
 compute-sanitizer on test cases of Triton kernels; the bytes that PyTorch reserves for steps, compared with nvidia-smi's
-value for the process. It prints JSON: the results of each check, or why it was `not_run`, and a list of errors,
-`wrong`. It exits with 1 if there are any errors.
+value for the process. The script prints JSON: the results of each check, or why the check was `not_run`, and a list of
+errors, `wrong`. The exit code is 1 if there are errors.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_job.py [--gpus auto:1|cpu] [--steps 1500]
 
-The job trains on stored rows, logs, evaluates and saves checkpoints. It runs once without graphs. Then it runs with
-graphs, is stopped after a third of its steps, and is resumed to the end. The script prints JSON: the duration of each
-attempt in seconds, the number of replayed steps, and a list of errors, `wrong`. It exits with 1 if there are errors. On
-a CPU, recorded steps are run again instead of replayed.
+The job trains on stored rows, logs, evaluates and saves checkpoints. The job runs once without graphs and once with
+graphs. With graphs, the job is stopped after a third of its steps and resumed to the end. The script prints JSON: the
+duration of each attempt in seconds, the number of replayed steps, and a list of errors, `wrong`. The exit code is 1 if
+there are errors. On a CPU, recorded steps are run again instead of replayed.
 """
 
 from __future__ import annotations

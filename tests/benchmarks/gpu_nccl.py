@@ -3,9 +3,9 @@
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
 A single rank receives the data that it sends. This finds wrong values, dtypes that NCCL rejects and exchanges that a
-graph cannot contain, without a second GPU. It prints JSON: the number of correct exchanges, the memory and time that
-NCCL takes to connect, and a list of errors, `wrong`. It exits with 1 if there are any errors. On a CPU, it uses gloo
-instead of NCCL, and no graph.
+graph cannot contain, without a second GPU. The script prints JSON: the number of correct exchanges, the memory and time
+that NCCL takes to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU, the script
+uses gloo instead of NCCL, and no graph.
 """
 
 from __future__ import annotations

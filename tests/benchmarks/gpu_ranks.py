@@ -4,7 +4,7 @@
 
 A job trains SAEs of three kinds with the command that users run: on one GPU, and in each mode on all GPUs. The number
 of latents is not divisible by 3, 4 or 8. The script prints JSON: the last FVU of each SAE, the places in the code where
-rank 0's host waited in a step, and a list of errors, `wrong`. It exits with 1 if there are any errors. Waits are not
+rank 0's host waited in a step, and a list of errors, `wrong`. The exit code is 1 if there are errors. Waits are not
 treated as errors.
 """
 

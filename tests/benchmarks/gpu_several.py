@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_several.py auto:2|cpu:2 memory|profile|killed [--mode tensor]
 
-It prints JSON with a list of errors, `wrong`, and exits with 1 if there are any. CPU processes do not use NCCL.
+The script prints JSON with a list of errors, `wrong`; the exit code is 1 if there are errors. CPU processes do not use
+NCCL.
 """
 
 from __future__ import annotations

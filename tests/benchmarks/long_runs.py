@@ -149,7 +149,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, FVUS = 360, 260, 48, 36, (0.125, 0.19)
 def curves(results: list[dict[str, Any]]) -> str:
     """Return an SVG of the FVU against the number of steps, with a panel for each hook and a curve for each recipe.
 
-    It includes only SAEs with 1,536 latents.
+    Only SAEs with 1,536 latents are included.
     """
     hooks, parts = sorted({one["hook"] for one in results}, reverse=True), []
     for column, hook in enumerate(hooks):

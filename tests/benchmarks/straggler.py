@@ -3,8 +3,8 @@
     python tests/benchmarks/straggler.py [--mode ddp] [--seconds 15] [--burners 1] [--d-sae 3072]
 
 Two CPU ranks are each pinned to a core. After a while, `--burners` busy processes are pinned to the core of rank 1;
-later, they are killed. This is measured once with fixed shares and once with shares that are adjusted to the speeds of
-the ranks. Run this benchmark on two cores without other work.
+later, they are killed. The throughput is measured once with fixed shares and once with shares that are adjusted to the
+speeds of the ranks. Run this benchmark on two cores without other work.
 """
 
 from __future__ import annotations

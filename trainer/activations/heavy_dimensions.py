@@ -69,8 +69,8 @@ def named(numbers: Sequence[int], d: int) -> str:
 def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
     """Return the factors, fp32 [d], of the dimensions of rows [n, d]: at most 1, and 0 to leave a dimension out.
 
-    Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance. This
-    leaves ordinary dimensions unscaled, and the factor is continuous at the limit.
+    Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance.
+    Dimensions within this limit are not scaled, and the factor is continuous at the limit.
     """
     scales = torch.ones(rows.shape[1], dtype=torch.float64, device=rows.device)
     if data.scale_dimensions == "auto":

@@ -1,8 +1,8 @@
 """Leaves out rows that an SAE should not learn from, and counts them.
 
-These are non-finite rows, rows with a far larger norm than the others, such as first tokens of texts, and optionally
-zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes more to an SAE's loss
-than the other 255 rows together. A single NaN makes the total loss NaN.
+The rows to leave out are non-finite rows, rows with a far larger norm than the others, such as first tokens of texts,
+and optionally zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes more
+to an SAE's loss than the other 255 rows together. A single NaN makes the total loss NaN.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Permutation:
     """A seeded bijection of 0 .. n - 1, computed by a Feistel network on pairs of numbers.
 
     The method is from "Ciphers with arbitrary finite domains" (Black & Rogaway 2002). Each position is split into two
-    halves, and each round adds a hash of one half to the other. There are slightly more than n pairs, so an image of n
+    halves, and each round adds a hash of one half to the other. There are slightly more pairs than n, so an image of n
     or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and would have to be
     computed at every start, which takes 8 GB and many seconds for a billion rows.
     """

@@ -134,7 +134,7 @@ class _Mapped:
         self._are_several = len(sets) > 1
         dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and torch.float64 not in dtypes else torch.float32
-        # The same rows as tensors, for reading with all threads.
+        # The rows of `_mapped` as tensors, for reading with all threads.
         self._tensors: list[Tensor] = []
 
     def read_by_all_threads(self) -> None:

@@ -9,7 +9,7 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# The number of neighbouring rows that are held out together. They are treated as one text if texts are unknown.
+# The number of neighbouring rows that are held out together, and treated as one text if texts are unknown.
 BLOCK = 128
 # The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
@@ -22,7 +22,7 @@ N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
-    """There are too few texts, or they are too long, to hold out complete texts; the message contains the numbers."""
+    """Complete texts cannot be held out, since there are too few texts or they are too long."""
 
 
 class Split:

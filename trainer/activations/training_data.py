@@ -38,7 +38,7 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample. OpenAI initialises b_dec with the same number of rows. They take 300 MB at d_in 2304.
+# The number of rows in a sample, which take 300 MB at d_in 2304. OpenAI initialises b_dec with the same number of rows.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "

@@ -31,7 +31,7 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The maximum number of rows on which an SAE is measured. This is also the default maximum number of held-out rows.
+# The maximum number of rows on which an SAE is measured, which is the default maximum number of held-out rows.
 MOST_ROWS = 32_768
 # The minimum number of training tokens per row that an SAE is measured on. Measuring takes a third as long per row as
 # training.

@@ -97,7 +97,7 @@ def evaluate(
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
         raise UsageError(f"--data: {message}")
     if data:
-        # This raises an error that names the missing files.
+        # If the folder contains no SAE, `in_folder` raises an error that names the missing files.
         in_folder(path)
     if model not in (None, "auto"):
         refuse_code(to_table(load_as(ExtractJob, model)), allows=allows_code)

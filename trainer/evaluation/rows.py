@@ -128,7 +128,7 @@ class EvaluationRows:
         Store the sums as `sums`, to compare SAEs that were measured on the same rows.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
-        # First renumber labels from 0, so that the hash does not depend on text numbers.
+        # Hash the labels after renumbering them from 0, so that the hash does not depend on text numbers.
         self._digest.update(labels.astype(np.int64).tobytes())
         of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
         places = np.arange(len(of_texts.error))

@@ -170,9 +170,9 @@ class PatchedSums:
 class SplicedModel:
     """A language model with its unembedding; its rows at one hook can be replaced during a forward pass.
 
-    New rows are computed from the rows at `hook`. They replace the rows at `hook_out` if given, otherwise the rows at
-    `hook`. If the model does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is set,
-    sets `has_loss` to False.
+    New rows are computed from the rows at `hook`. The new rows replace the rows at `hook_out` if given, otherwise the
+    rows at `hook`. If the model does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is
+    set, sets `has_loss` to False.
     """
 
     def __init__(

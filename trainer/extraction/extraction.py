@@ -219,7 +219,7 @@ class Extraction:
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Do not check before the first batch, since a resumed extraction must still add it to `left_out`.
+                # Check only after a batch, since a resumed extraction must first add its first batch to `left_out`.
                 if self._n_missing <= 0:
                     return True
         self._note_written()

@@ -170,7 +170,8 @@ class LanguageModel:
     def replacing(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
         """Replace the tensor at the last hook by `change(read, written)` whenever the model runs in the `with` block.
 
-        `written` is the tensor at the last hook, and `read` is the tensor at the first hook. Both may be the same hook.
+        `written` is the tensor at the last hook, and `read` is the tensor at the first hook. The first and the last
+        hook may be the same.
         """
         first, last = self.points[0], self.points[-1]
         taken: dict[int, Tensor] = {}

@@ -32,8 +32,8 @@ class Tokens(NamedTuple):
 class ContextBatch(NamedTuple):
     """A batch of contexts, as arrays of int64 [n_contexts, n_tokens].
 
-    `positions` restarts at 0 in each piece of a document, and `documents` contains document numbers. Both have the
-    value `PADDING` at padding tokens.
+    `positions` restarts at 0 in each piece of a document, and `documents` contains document numbers. `positions` and
+    `documents` have the value `PADDING` at padding tokens.
     """
 
     ids: Ids

@@ -19,7 +19,7 @@ class ReadAhead(Generic[T]):
     """Iterates over items that a thread prepares, up to `AHEAD` of them in advance.
 
     An error in the thread is raised after all earlier items have been returned. The thread exits after the last item,
-    on `close`, or when this object is deleted. It is a daemon thread, so it does not keep the process alive.
+    on `close`, or when this object is deleted. The thread is a daemon, so it does not keep the process alive.
     """
 
     def __init__(self, items: Iterator[T]) -> None:

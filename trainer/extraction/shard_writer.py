@@ -266,7 +266,7 @@ def _write(
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
     """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    Both are derived from the file that safetensors writes for one row.
+    The names and the header are derived from the file that safetensors writes for one row.
     """
     small = save({name: one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])

@@ -92,7 +92,7 @@ def folded(ending: Unembedding) -> Tensor:
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     """Return the weight [d] of a norm, and whether the norm subtracts the mean.
 
-    Both are measured, since norm classes name their parameters differently. A norm scales a row of mean 0, multiplies
+    The norm is probed, since norm classes name their parameters differently. A norm scales a row of mean 0, multiplies
     it by the weight and adds the bias. The bias cancels in the difference between the outputs for a row and its
     negative.
     """

@@ -124,7 +124,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], capacity: list[float] | 
 
 
 def _capacity(settled: Settled, free: Sequence[int]) -> list[float] | None:
-    """Return the fraction of all latents that fits into each rank's memory; None if every rank has all latents."""
+    """Return the fraction of all latents that fits into each rank's memory, or None if every rank has all latents."""
     n_columns = settled.work.latent_ranks
     beside = memory.outside_pytorch(settled.held)
     whole = n_columns * max(1, settled.needs_bytes - beside)

@@ -35,7 +35,7 @@ def measure(world: World, precision: str) -> list[Speeds]:
     """Measure every rank and return one `Speeds` per rank, the same list on all ranks.
 
     The bus speed is the slowest of all ranks. `precision` must be resolved. A rank with too little memory for the full
-    measurement is marked as not measured. Its speeds come from a smaller measurement or are assumed.
+    measurement is marked as not measured. The speeds of such a rank come from a smaller measurement or are assumed.
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":

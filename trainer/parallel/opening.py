@@ -93,7 +93,7 @@ def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) ->
             readers = [f"read {rank}" for rank in range(group.size)]
             _poll(lambda: store.check(readers), READ_WITHIN_S)
         elif first_has_store:
-            # This raises once rank 0 has ended.
+            # `store.check` raises an error once rank 0 has ended.
             _poll(lambda: store.check(["closed"]), 2 * READ_WITHIN_S)
 
 

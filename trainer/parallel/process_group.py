@@ -123,7 +123,7 @@ def _disconnect() -> None:
 def open_shared_memory(
     store: dist.Store, device: torch.device, size: int, index: int, time: Waiting, patience: timedelta
 ) -> SharedRanks | None:
-    """Return a group that exchanges CPU tensors through shared memory; None on GPUs or on several machines.
+    """Return a group that exchanges CPU tensors through shared memory, or None on GPUs or on several machines.
 
     All ranks have to call this.
     """
@@ -147,8 +147,8 @@ def join(
 
     Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, they meet through
     torchrun's environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than
-    `patience`. On GPUs, `on_hang` is called if the first exchanges hang. Ranks that restart afterwards need a new name,
-    `attempt`, to meet again.
+    `patience`. On GPUs, `on_hang` is called if the first exchanges hang. If ranks restart after a hang, `attempt` must
+    be a new name.
     """
     if world_size == 1:
         return World(device)

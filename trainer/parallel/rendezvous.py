@@ -145,7 +145,7 @@ def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[sock
         try:
             yield porter.submit(_accept_all, door, n_others)
         finally:
-            # This stops the wait for missing ranks.
+            # Shutting down the socket stops the wait for missing ranks.
             door.shutdown(socket.SHUT_RDWR)
 
 

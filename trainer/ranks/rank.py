@@ -203,8 +203,8 @@ def _hold_signals() -> None:
     """Block `STOP_SIGNALS`, since a thread waits for them; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # This must run before torch starts threads, which inherit the mask. A signal to an unmasked thread would kill the
-    # process.
+    # Block the signals before torch starts threads, which inherit the mask. A signal to an unmasked thread would kill
+    # the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 

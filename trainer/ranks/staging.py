@@ -28,8 +28,8 @@ def is_staged() -> bool:
 def restart(give_up: Callable[[str], object], *, on_one_host: bool = True) -> None:
     """Restart this process with the variables in `STAGED`; call `give_up` if that would not help or is impossible.
 
-    The process keeps its pid, its parent and its inherited files. Its threads and their pending GPU operations are
-    gone.
+    The process keeps its pid, its parent and its inherited files. All other threads and their pending GPU operations
+    are lost.
     """
     if is_staged() or all(os.environ.get(name) == value for name, value in STAGED.items()):
         give_up(HOPELESS if on_one_host else HOPELESS + OVER_NETWORK)

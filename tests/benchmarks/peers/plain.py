@@ -10,7 +10,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class PlainSparse(Recipe):
-    """A simple sparse loop: tied unit rows, b_dec at the mean, Adam with the published learning rate.
+    """A simple sparse loop: tied initial weights with unit rows, b_dec at the mean, Adam at the published rate.
 
     Only the product in the encoder is dense. Weight gradients are computed from active latents only.
     """
@@ -70,7 +70,7 @@ class PlainSparse(Recipe):
 
 
 class PlainDense(PlainSparse):
-    """The same loop with autograd through a dense decoder."""
+    """A simple dense loop, which is `PlainSparse` with autograd through a dense decoder."""
 
     name = "plain dense loop"
 

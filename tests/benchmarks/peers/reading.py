@@ -108,7 +108,7 @@ class Plain(Reader):
 
 
 class SaeLensRunner(Reader):
-    """`CacheActivationsRunner`, which reads one hook at a time. Its buffer is as large as the text."""
+    """`CacheActivationsRunner`, which reads one hook at a time, with a buffer that is as large as the text."""
 
     name, does = "SAELens cache_activations_runner", "reads one hook and writes Arrow files"
 
