@@ -43,8 +43,8 @@ TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tu
 # The d_in, d_sae, k and number of tokens of the shapes in gpu_profile.py, and of a small shape for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# The kinds of SAE that are timed first for each shape, and all kinds. With `dead`, some latents are dead, so that AuxK
-# is active.
+# For each shape, the kinds of SAE that are timed first; then, all kinds of SAE. With `dead`, some latents are dead, so
+# that AuxK is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",

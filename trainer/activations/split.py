@@ -47,7 +47,7 @@ class Split:
     ) -> None:
         n_first = n_tokens if n_first is None else n_first
         self.hold_out = hold_out
-        # The number of held-out texts; 0 if texts are unknown.
+        # The number of held-out texts, or 0 if texts are unknown.
         self.n_texts = 0
         if hold_out == "texts" and n_held_out:
             assert texts is not None

@@ -163,7 +163,7 @@ class TrainingData(ABC):
         return msgspec.UNSET
 
     def held_out_key(self) -> str:
-        """Return a short text that identifies the held-out rows; "" for a stream."""
+        """Return a short text that identifies the held-out rows, or "" for a stream."""
         return ""
 
 

@@ -362,9 +362,9 @@ def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
 def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     """Return the tokens that each decoder direction promotes and suppresses most (the logit lens), and their logits.
 
-    The method is from nostalgebraist 2020, "interpreting GPT: the logit lens". As in SAEDashboard and Neuronpedia, it
-    is applied to decoder directions: W_dec @ W_U. Here W_U includes the weight of the model's final norm, like
-    `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
+    The logit lens is from nostalgebraist 2020, "interpreting GPT: the logit lens". As in SAEDashboard and Neuronpedia,
+    the logit lens is applied to decoder directions: W_dec @ W_U. Here W_U includes the weight of the model's final
+    norm, like `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
 
     `trainer.contract.runs.features` reads tensors with the same names. `w_dec` [d_sae, d_model] contains the
     directions, and `w_u` [d_model, n_ids] maps them to logits.

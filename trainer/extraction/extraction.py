@@ -165,7 +165,7 @@ class Extraction:
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
-        # The number of rows that this process keeps in place of processes whose text has ended; None until known.
+        # The number of rows that this process keeps in place of processes whose text has ended, or None until known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 

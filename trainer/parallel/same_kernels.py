@@ -27,8 +27,8 @@ def agree(
 
     Ranks with `compiles` go first, because ranks that compiled at the same time would each occupy the host's cores for
     a minute and write the same files. A rank that lacks a kernel would be several times slower, and all others would
-    wait for it. Without ZeRO, its replica would also round differently. `report` is called with one sentence for each
-    cause of failure.
+    wait for this rank. Without ZeRO, replicas with and without a kernel would also round differently. `report` is
+    called with one sentence for each cause of failure.
     """
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:

@@ -78,10 +78,10 @@ def devices_again(
 
 
 def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
-    """Return the number of ranks and the UUIDs of their GPUs, empty for CPU processes.
+    """Return the number of ranks and the UUIDs of their GPUs, or no UUIDs for CPU processes.
 
-    `asked` has the format of launch.gpus: "auto:2", "cpu:2" or "0,1".
-    Raise `UsageError` if it is invalid or names a missing GPU.
+    `asked` has the format of launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if `asked` is invalid or names
+    a missing GPU.
     """
     word, _, count = asked.partition(":")
     gpus = [] if word == "cpu" else visible_gpus()

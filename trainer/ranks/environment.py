@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the training packages and torch's CUDA or ROCm; None for missing packages."""
+    """Return the version, or None if missing, of Python, each training package, and torch's CUDA and ROCm."""
     import torch
 
     by_name = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}

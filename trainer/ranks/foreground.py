@@ -225,7 +225,7 @@ class Foreground:
                     complain(f"{printable_lines(event.message)}\n")
 
     def _events(self, after: float) -> list[Event]:
-        """Return the events recorded after a time; none if the store cannot be read."""
+        """Return the events recorded after a time, or [] if the store cannot be read."""
         with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(self._paths.metrics_db)) as reader:
             return [event for event in reader.events() if event.timestamp > after]
         return []

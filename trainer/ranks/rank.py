@@ -249,7 +249,7 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
 
 
 def _is_gone(first: Path | None) -> bool:
-    """Return whether the process of rank 0 is known to have ended; False if it runs on another host."""
+    """Return whether rank 0's process is known to have ended, which is False for a process on another host."""
     process = read_json(first, ProcessRef) if first else None
     return process is not None and process.is_gone
 
