@@ -39,7 +39,7 @@ class Fault(msgspec.Struct, frozen=True):
 ALONE = {"n_ranks": 1}
 FAULTS = {
     "launcher": Fault(
-        "kill -9 of `sae-tui launch` during and after it; the job continues", "to its end", kills.launcher_killed
+        "kill -9 of `sae-tui launch`, early or late; the job continues", "to its end", kills.launcher_killed
     ),
     "terminal": Fault("the terminal is closed (SIGHUP); the job continues", "to its end", kills.terminal_closed),
     "supervisor": Fault(

@@ -44,7 +44,7 @@ class Permutation:
         for number, key in enumerate(self._keys):
             width = self._widths[number % 2]
             changed += _below(other ^ key, width)
-            # Reduce modulo the width: a negative difference would wrap around to a huge number, so `minimum` ignores it.
+            # Reduce modulo the width: a negative difference wraps around to a huge number, which `minimum` ignores.
             np.minimum(changed, changed - width, out=changed)
             changed, other = other, changed
         changed *= self._widths[1]
