@@ -1,4 +1,4 @@
-"""Monitors GPUs: sources, sampler, ring buffers and history. This package contains no UI code."""
+"""Reads GPUs, samples them regularly and stores their history. This package contains no UI code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SEVERAL = "sae_tui.gpu.several:Several"
-# Sources without real GPUs. The entries are strings, so that listing the names imports nothing.
+# Sources that do not read real GPUs. The values are strings, so that listing the names does not import the classes.
 _STAND_INS = {"simulated": "sae_tui.gpu.simulated:Simulated", "none": "sae_tui.gpu.none:NoGpus"}
 
 
@@ -44,9 +44,10 @@ def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
 
 
 def resolve(name: str) -> str:
-    """Return the vendor for "auto", or "auto" itself if the drivers of several vendors are installed.
+    """Resolve "auto" to the vendor whose driver is installed; return "auto" if several vendors' drivers are installed.
 
-    Without any driver, return the first vendor; its source then reports what is missing. Return other names unchanged.
+    If no driver is installed, return the first supported vendor; its source then reports what is missing. Return any
+    other name unchanged.
     """
     if name != AUTO:
         return name
@@ -55,5 +56,5 @@ def resolve(name: str) -> str:
 
 
 def vendor_to_name(source_name: str) -> Vendor:
-    """Return the vendor to mention in messages about a source's GPUs; for simulated GPUs, the first vendor."""
+    """Return the vendor to mention in messages about a source's GPUs; for simulated GPUs, return the first one."""
     return VENDORS.get(source_name) or next(iter(VENDORS.values()))

@@ -12,12 +12,12 @@ from sae_tui.gpu.period import Period
 from sae_tui.gpu.sensors import Sensor
 
 Number = TypeVar("Number", int, float)
-HOTTEST_C = 100.0  # top of the temperature axis
+HOTTEST_C = 100.0  # the upper end of the temperature axis
 
 
 @dataclass(frozen=True, slots=True)
 class ContributingGpus:
-    """The number of GPUs that contribute to each quantity."""
+    """The number of GPUs that contribute to each total."""
 
     memory: int = 0
     utilization: int = 0
@@ -27,7 +27,11 @@ class ContributingGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate(GpuSummary):
-    """Totals over the healthy GPUs; `gpu_count` counts all GPUs, and `counted` the GPUs behind each quantity."""
+    """Totals over the healthy GPUs.
+
+    `gpu_count` is the number of all GPUs, including unhealthy ones. `counted` contains the number of GPUs that
+    contribute to each total.
+    """
 
     gpu_count: int
     total_power_limit_w: Annotated[float | None, Sensor("Sum of the power limits", public="total_power_limit")] = None
@@ -59,9 +63,10 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class CapacityShares:
-    """The share of the total capacity, 0 to 1, that all GPUs together used in each interval.
+    """The share (0 to 1) of the GPUs' total capacity that was in use in each interval.
 
-    The capacity includes only GPUs with a reading in the interval. None if there is no reading, or if one is missing.
+    Only GPUs that reported the value in the interval are included. A share is None if no GPU reported the value, or if
+    the reading of any GPU is missing.
     """
 
     memory: Sequence[float | None]
@@ -71,7 +76,7 @@ class CapacityShares:
 
 
 def shares(past: RecentHistory) -> CapacityShares:
-    """Return the combined history of all GPUs, interval by interval."""
+    """Return the share of their total capacity that all GPUs used in each interval of a history."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     quantities = zip(*rows, strict=True) if rows else ((),) * 4

@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI, whose module is loaded only by `open`."""
+"""Reads AMD GPUs through AMD SMI. Its Python module is loaded by `open`, not when this module is imported."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ ENERGY_EVERY = 10
 LARGEST_PID = 1 << 22  # Linux's limit
 MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
-# Above this, a power limit is in microwatts (ROCm 6 and 7); below it, in watts.
+# A power limit above this value is in microwatts, as reported by ROCm 6 and 7; a lower one is in watts.
 MOST_WATTS = 100_000
-# Partition modes that split a GPU; SPX means that it is not split.
+# Partition modes in which a GPU is split; in mode SPX, it is not split.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
 _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD GPUs of this machine, indexed like AMD SMI, which follows the PCI bus order."""
+    """All AMD GPUs of this machine, with AMD SMI's indices, which follow the order on the PCI bus."""
 
     name = "amdsmi"
     cuda = True
-    # The sources in this process that have the library open. AMD SMI does not count openings: the first close closes
-    # the library for all of them.
+    # The sources in this process that have the library open. AMD SMI does not count how often it was opened: the first
+    # call that closes the library closes it for all sources.
     _users: ClassVar[set[Amd]] = set()
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Amd:
 
     @property
     def _xgmi(self) -> int | None:
-        """AMD SMI's number for an XGMI link; both the number and the name of the constant depend on the version."""
+        """AMD SMI's code for an XGMI link; both the code and the name of the constant depend on the version."""
         for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
             if found := getattr(getattr(self._smi, group, None), name, None):
                 return int(found)
@@ -112,7 +112,10 @@ class Amd:
 
 
 class _AmdGpu:
-    """One GPU. Constants are read until a read succeeds; the power limit is read whenever the processes are."""
+    """One AMD GPU.
+
+    Values that never change are read only until a read succeeds. The power limit is read again with each process list.
+    """
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
         self._smi = smi
@@ -120,7 +123,7 @@ class _AmdGpu:
         self.handle = handle
         self.uuid: str | None = None
         self.name = _name(None)
-        self.is_stale = False  # True: the GPU can be read again only after the driver is reopened
+        self.is_stale = False  # True if the GPU can be read again only after the driver is reopened
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
         self._asic: Mapping[str, Any] | None = None
@@ -146,7 +149,7 @@ class _AmdGpu:
         return self._details.read()
 
     def _identify(self) -> Mapping[str, Any] | None:
-        """Return the identity of the GPU; retry until a read succeeds.
+        """Return the identity of the GPU, which is read only until a read succeeds.
 
         ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID that
         `amd-smi list` shows.
@@ -160,7 +163,7 @@ class _AmdGpu:
         return self._asic
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a sample, from four calls and up to seven more for values that rarely change."""
+        """Return the fields of a sample, using four driver calls and up to seven more for rarely changing values."""
         began = time.monotonic()
         busy = self._asking.get("utilization", "amdsmi_get_gpu_activity", self.handle)
         memory = self._asking.get("memory_used_bytes", "amdsmi_get_gpu_vram_usage", self.handle)
@@ -186,12 +189,12 @@ class _AmdGpu:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the fields of a GPU that cannot be read: a fault, or nothing if the GPU never supported any sensor."""
+        """Return the sample fields of a GPU that cannot be read: a fault, or none if it never supported any sensor."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        # Another GPU may respond next.
+        # Read the identity again, since another GPU may respond next.
         self._asic = None
         self.is_stale = self.is_stale or code in faults.STALE
         reason = faults.SILENT if code is None else faults.gpu(code)
@@ -206,7 +209,7 @@ class _AmdGpu:
         return self._power_limit_w
 
     def _split(self, again: bool) -> str:
-        """Return why a partition of a split GPU cannot be used; "" for a GPU that is not split.
+        """Return why a partition of a split GPU cannot be used; "" if the GPU is not split.
 
         If `again`, read the partition mode again, since `amd-smi set -C` may change it.
         """
@@ -216,9 +219,9 @@ class _AmdGpu:
         return faults.SPLIT % self._partition if self._partition in PARTITIONS else ""
 
     def _energy(self) -> float | None:
-        """Return the energy counter in joules with every `ENERGY_EVERY`th process list, otherwise None.
+        """Return the energy counter in joules at every `ENERGY_EVERY`th call; return None at all other calls.
 
-        No energy is lost in between, since the counter accumulates.
+        No energy is missed between two reads, since the counter is cumulative.
         """
         self._n_listed += 1
         return self._details.energy_j() if self._n_listed % ENERGY_EVERY == 1 else None
@@ -230,7 +233,7 @@ class _AmdGpu:
             return None
         found: dict[int, int | None] = {}
         for one in listed:
-            # ROCm 6.0 lists process handles, each of which requires a separate call.
+            # ROCm 6.0 returns a list of process handles, and each handle requires a separate call.
             each = one if isinstance(one, Mapping) else self._asking.ask(PROCESS, self.handle, one) or {}
             pid = int(each.get("pid", 0))
             if 0 < pid <= LARGEST_PID:
@@ -244,7 +247,7 @@ def _uuid(asic: Mapping[str, Any]) -> str | None:
 
 
 def _name(asic: Mapping[str, Any] | None) -> str:
-    """Return the product name; if AMD SMI does not know it, a name with the chip number."""
+    """Return the product name, or a name with the chip number if AMD SMI does not know the product."""
     name = printable(str((asic or {}).get("market_name", "")).strip())
     if not _is_told(name):
         return "AMD GPU"

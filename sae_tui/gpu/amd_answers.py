@@ -1,4 +1,4 @@
-"""Calls AMD SMI. In the dicts that it returns, "N/A" or a number with all bits set means "not supported"."""
+"""Calls AMD SMI. In the dicts that AMD SMI returns, "N/A" or a number with all bits set means "not supported"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNSUPPORTED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 class Asking:
-    """Calls functions of the module by name; records the fields that failed since `begin`, and the last error."""
+    """Calls AMD SMI functions by name; records the fields that have failed since `begin`, and the last error code."""
 
     def __init__(self, smi: ModuleType) -> None:
         self._smi: Any = smi
@@ -33,7 +33,7 @@ class Asking:
             if error.err_code not in faults.MISSING:
                 self.code = error.err_code
                 self.failed[field] = faults.sensor(error.err_code)
-        except (AttributeError, self._smi.AmdSmiException):  # another version, or other arguments
+        except (AttributeError, self._smi.AmdSmiException):  # a version without this function or these arguments
             pass
         except (UnicodeDecodeError, ValueError):  # text that is not UTF-8, a serial number that is not a number
             self.failed[field] = "unexpected answer"
@@ -45,7 +45,7 @@ class Asking:
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first entry of `keys` that is a number of at least `least`, or None."""
+    """Return the first value of these keys in `answer` that is a number of at least `least`; None if there is none."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

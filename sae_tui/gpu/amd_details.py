@@ -1,4 +1,7 @@
-"""The details of an AMD GPU: four calls with each process list, a dozen while the GPU's page is open."""
+"""Reads the details of an AMD GPU.
+
+This takes four driver calls with each process list, and a dozen while the GPU's page is open.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 _FAN_MOST = 255
 # The Python module reports only whether a limit throttles the GPU, not which one.
 LIMITED = "power, current or temperature limit reached"
-# The fields that an MI300 or later chip reports instead.
+# The throttling reason for each field in which MI300 and later chips report a throttling cause.
 VIOLATIONS = {
     "active_ppt_pwr": "power limit reached",
     "active_socket_thrm": THROTTLING[1],
@@ -40,7 +43,7 @@ class AmdDetails:
         self._slowdown_c: int | None = None
 
     def temperature_c(self, asking: Asking) -> float | None:
-        """Return the hot-spot temperature, by which the driver throttles, or else the edge temperature."""
+        """Return the hot-spot temperature, which makes the driver throttle; if unsupported, the edge temperature."""
         smi = self._smi
         current = smi.AmdSmiTemperatureMetric.CURRENT
         answer = asking.get("temperature_c", "amdsmi_get_temp_metric", self._handle, self._hottest, current)
@@ -51,9 +54,9 @@ class AmdDetails:
         return number({"temperature": answer}, "temperature", least=-273)
 
     def condition(self, *, whole: bool = True) -> Condition:
-        """Return the GPU's errors and, if `whole`, its clocks, using up to four calls.
+        """Return the GPU's memory errors and, if `whole`, also its clock, fan speed and throttling reasons.
 
-        The first call with `whole` also reads the slowdown temperature.
+        This takes up to four driver calls. The first call with `whole` also reads the slowdown temperature.
         """
         if not whole:
             return Condition(ecc_uncorrected=self._uncorrected())
@@ -73,7 +76,7 @@ class AmdDetails:
         return _whole(number(self._asking.ask("amdsmi_get_gpu_total_ecc_count", self._handle), "uncorrectable_count"))
 
     def energy_j(self) -> float | None:
-        """Return the energy since the driver was loaded; `counter_resolution` is in microjoules per count."""
+        """Return the energy in joules since the driver was loaded; `counter_resolution` is in microjoules per count."""
         answer = self._asking.ask("amdsmi_get_energy_count", self._handle)
         counted, step = number(answer, "energy_accumulator", "power"), number(answer, "counter_resolution")
         return None if counted is None or step is None else counted * step / 1e6
@@ -122,13 +125,13 @@ class AmdDetails:
         return None if speed is None else round(100 * min(speed, _FAN_MOST) / _FAN_MOST)
 
     def _slowed_by(self) -> tuple[str, ...] | None:
-        """Return the throttling reason that chips before MI300 report, empty if none; None for later chips."""
+        """Return the throttling reasons of a chip before MI300; None for later chips, which report them elsewhere."""
         metrics = self._asking.ask("amdsmi_get_gpu_metrics_info", self._handle) or {}
         held_back = metrics.get("indep_throttle_status", "N/A")
         return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()
 
     def _violations(self) -> tuple[str, ...] | None:
-        """Return the throttling reasons of an MI300 or later; the driver takes 0.1 s to measure them."""
+        """Return the throttling reasons of an MI300 or later chip; the driver takes 0.1 s to measure them."""
         answer = self._asking.ask("amdsmi_get_violation_status", self._handle) or {}
         if all(not isinstance(answer.get(name), bool) for name in VIOLATIONS):
             return None

@@ -67,7 +67,7 @@ def sensor(code: int) -> str:
 
 
 def source(code: int) -> SourceUnavailable:
-    """Return the error for a driver that can read no GPU, with a remedy."""
+    """Return the error, including a remedy, for a driver that cannot read any GPU."""
     other = (f"AMD SMI reports error {code}", "see `amd-smi list` and `sudo dmesg | grep amdgpu`")
     return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
 

@@ -17,7 +17,7 @@ from sae_tui.gpu import amd_faults as faults
 
 
 def load_amdsmi() -> ModuleType:
-    """Return the `amdsmi` module. ROCm's own comes first: another may use another version's structures.
+    """Return the `amdsmi` module, preferably ROCm's own, since the structures of other versions may differ.
 
     Raise `SourceUnavailable` if there is no module, or if it does not match the library.
     """
@@ -28,7 +28,7 @@ def load_amdsmi() -> ModuleType:
         raise faults.no_module()
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
-    # The module prints an error if it finds no library, which would corrupt the screen.
+    # Capture the error that the module prints if it does not find the library: it would corrupt the screen.
     words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):

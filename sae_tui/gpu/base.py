@@ -1,4 +1,7 @@
-"""The interface of GPU sources, and their immutable samples, in which `None` means "sensor not supported"."""
+"""The interface of GPU sources, and the immutable samples that they return.
+
+In a sample, `None` means "sensor not supported".
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# More memory than a desktop uses, and more than the 0.3 to 0.9 GB that older drivers report as used on an idle GPU.
+# If more memory than this is used but belongs to no listed process, an unlisted process uses the GPU. A desktop uses
+# less, and on an idle GPU, older drivers report only 0.3 to 0.9 GB as used.
 UNSEEN_BYTES = 1 << 30
-# The minimum memory of a process that computes on a GPU, which its CUDA context takes.
+# The minimum GPU memory of a computing process, which its CUDA context occupies.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
 # A desktop occasionally causes utilisation up to this percentage.
@@ -84,7 +88,7 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The clocks of a GPU, their limits, and the GPU's health, which are read together with its processes.
+    """The clocks of a GPU, the causes of throttling, and the GPU's health; they are read together with its processes.
 
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending` is True if memory rows await
     replacement, and `rows_failed` if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is the
@@ -112,7 +116,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """The most serious reason not to run jobs on the GPU, in full and in a few words; both empty if none."""
+        """The most serious reason not to run jobs on the GPU, as a long and a short text; both are empty if none."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -141,8 +145,8 @@ class GpuSample:
     """One reading of one GPU. `timestamp` is in seconds since the epoch.
 
     `healthy` is False for a GPU that cannot be read; `reason` gives the cause in one clause. `unusable` explains why
-    jobs cannot run on a GPU that can be read. `failed` names each field whose sensor raised an error or returned an
-    impossible value (which becomes None); it does not list sensors that the GPU lacks.
+    jobs cannot run on a GPU that can be read. `failed` maps each field whose sensor failed or returned an impossible
+    value to the reason. Impossible values become None. Sensors that the GPU lacks are not in `failed`.
     """
 
     index: FewAtOnce
@@ -152,8 +156,8 @@ class GpuSample:
     _: KW_ONLY
     memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
-    # The driver's own value, which excludes the memory that it reserves for itself; if unknown, total minus used
-    # memory.
+    # The free memory that the driver reports, which excludes the memory that the driver reserves for itself. If the
+    # driver does not report it, the total memory minus the used memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
     utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[
@@ -175,9 +179,9 @@ class GpuSample:
     vendor: str = ""
     # True if the GPU cannot be read because only other users may use it.
     withheld: bool = False
-    # When the GPU, which was readable before, became unreadable.
+    # The time at which the GPU became unreadable, if it was readable before.
     unread_since: Time | None = None
-    # True if the GPU uses host memory, as do other programs and the page cache.
+    # True if the GPU shares host memory with other programs and the page cache.
     is_memory_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -239,7 +243,10 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSummary:
-    """Sums and means over GPUs; None if no GPU has the sensor. Used and total memory cover the same GPUs."""
+    """Sums, means and maxima over several GPUs; a value is None if no GPU has the sensor.
+
+    Used and total memory are summed over the same GPUs.
+    """
 
     total_memory_used_bytes: Annotated[
         int | None, Sensor("Memory in use on all GPUs", public="total_memory_used")
@@ -252,17 +259,17 @@ class GpuSummary:
     total_power_w: Annotated[float | None, Sensor("Power draw of all GPUs", public="total_power_draw")] = None
 
 
-# The name in JSON of each sensor of a sample or its condition, by field.
+# Maps the field of each sensor in a sample or its condition to the sensor's name in JSON.
 PUBLIC = {name: one.public for kind in (GpuSample, Condition) for name, one in exported(kind).items()}
 
 
 def columns() -> tuple[Sensor, ...]:
-    """Return the sensors that are columns of a list of GPUs."""
+    """Return the sensors that are shown as columns in a list of GPUs."""
     return tuple(one for kind in (GpuSample, Condition) for one in exported(kind).values() if one.heading)
 
 
 def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
-    """Decode printed samples; skip GPUs that cannot be decoded."""
+    """Decode samples from a command's JSON output; skip samples that cannot be decoded."""
     samples = []
     for one in output:
         with contextlib.suppress(ValueError):
@@ -271,16 +278,17 @@ def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
 
 
 def is_identified(sample: GpuSample) -> bool:
-    """Return whether the UUID has been read or is known to be missing; until then it is a placeholder."""
+    """Return whether a sample has its final UUID: until the UUID has been read once, it is a placeholder."""
     return sample.failed.get("uuid") != "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """The connection between two GPUs: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None if unknown.
+    """The connection between two GPUs.
 
-    `obstacle` explains why they cannot read each other's memory; `peer_to_peer` is None if the driver does not report
-    it.
+    `path` is nvidia-smi's name for the path between the GPUs (PIX, PXB, PHB, NODE or SYS), or None if it is unknown.
+    `peer_to_peer` tells whether the GPUs can read each other's memory; it is None if the driver does not report this.
+    `obstacle` explains why the GPUs cannot read each other's memory.
     """
 
     first: int
@@ -292,7 +300,7 @@ class GpuPair:
 
 
 class DriverFault(NamedTuple):
-    """A fault of a vendor's driver that exists although its GPUs can be read, and the remedy."""
+    """A driver fault that exists although the driver can read the GPUs, and the remedy."""
 
     sentence: str
     remedy: str
@@ -300,10 +308,10 @@ class DriverFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Facts that do not change while the machine runs; `cuda` is the latest CUDA version that the driver supports.
+    """Facts about the driver and its GPUs that do not change while the machine runs.
 
-    `capabilities` and `nvlinks` (the number of active links) have one entry per GPU; `pairs` holds all pairs of
-    readable GPUs.
+    `cuda` is the latest CUDA version that the driver supports. `capabilities` and `nvlinks` (the number of active
+    links) have one entry per GPU. `pairs` contains all pairs of readable GPUs.
     """
 
     driver: str | None = None
@@ -315,9 +323,9 @@ class GpuFacts:
 
 
 class SourceUnavailable(Exception):
-    """No GPU can be read at all: `reason` explains why, and `remedy` how to fix it.
+    """Raised if no GPU can be read: `reason` explains why, and `remedy` explains how to fix it.
 
-    `is_broken` is True if something needs a repair, and False for a machine without GPUs.
+    `is_broken` is True if something must be repaired, and False if the machine has no GPUs.
     """
 
     def __init__(self, reason: str, remedy: str, *, is_broken: bool = False) -> None:
@@ -331,18 +339,18 @@ class GpuSource(Protocol):
     """A way to read GPUs. Every call may block forever; each GPU is read only from its own thread."""
 
     name: str
-    cuda: bool  # True if PyTorch runs on these GPUs as "cuda"; False if CPU processes stand in for them
+    cuda: bool  # True if PyTorch uses these GPUs as "cuda" devices; False if CPU processes simulate them
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable` on failure."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Read one GPU, including its processes if `processes`; on a fault return an unhealthy sample, never raise."""
+        """Read one GPU and, if `processes`, its processes; never raise, but return an unhealthy sample on a fault."""
         ...
 
     def facts(self) -> GpuFacts:
-        """Return versions and GPU connections; omit unknown facts."""
+        """Return the driver's versions and the connections between GPUs; omit unknown facts."""
         ...
 
     def close(self) -> None: ...

@@ -26,7 +26,10 @@ class SharesSource(Protocol):
     """A source that can also read the GPU utilisation of each process, on the GPU's own thread."""
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid, given the GPU's latest sample."""
+        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+
+        `sample` is the GPU's latest sample.
+        """
         ...
 
 
@@ -35,7 +38,7 @@ class MixedSource(Protocol):
     """A source with GPUs of several vendors."""
 
     def vendor(self, index: int) -> str:
-        """Return the name in `VENDORS` of a GPU's vendor, without reading the GPU."""
+        """Return the key of a GPU's vendor in `VENDORS`, without reading the GPU."""
         ...
 
 
@@ -46,7 +49,7 @@ def vendor_of(source: object, index: int) -> str:
 
 @runtime_checkable
 class RememberingSource(Protocol):
-    """A source whose driver buffers readings from before the first read."""
+    """A source whose driver has buffered readings before the app reads a GPU for the first time."""
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
         """Return the buffered readings of a GPU that has been read before, oldest first; may block like `sample`."""
@@ -55,10 +58,10 @@ class RememberingSource(Protocol):
 
 @runtime_checkable
 class HurriedSource(Protocol):
-    """A source that can cut short the current reads before it is closed."""
+    """A source that can shorten its current reads before it is closed."""
 
     def hurry(self) -> None:
-        """Make reads return without processes and condition; may be called from any thread."""
+        """Make all reads omit processes and condition from now on; may be called from any thread."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Values that are read only while the page of a GPU is open: clocks, links and faults.
 
-A waiting supervisor does not need this module, so it is imported only on demand.
+This module is imported only on demand, since a waiting supervisor does not need it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Instance:
 class GpuDetails:
     """A reading of a GPU's details and condition; `None` means "sensor not supported".
 
-    `energy_j` counts from the loading of the driver, and corrected memory errors count from the last reset. Percentages
-    of multiprocessors are means since the previous reading. `failed` lists the fields with impossible values, with the
-    reason for each.
+    `energy_j` is the energy since the driver was loaded, and `ecc_corrected` the number of corrected memory errors
+    since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists the fields
+    with impossible values, with the reason for each.
     """
 
     timestamp: float

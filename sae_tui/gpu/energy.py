@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# A power reading is valid for at most this long before and after it; a longer interval is a gap without data.
+# If two power readings are further apart than this, the energy used between them is unknown.
 LONGEST_GAP_S = 10.0
-# The largest GPU draws 1.2 kW; a counter that implies more than this limit was reset or is broken.
+# GPUs draw at most 1.2 kW, so a counter that implies more power than this limit was reset or is broken.
 MOST_W = 5000.0
 
 
 class EnergyReading(NamedTuple):
-    """A stored reading: seconds since the epoch, power, and the energy counter in J since the driver was loaded."""
+    """A stored reading: its time in seconds since the epoch, the power, and the energy since the driver was loaded."""
 
     timestamp: float
     power_w: float | None = None
@@ -19,7 +19,11 @@ class EnergyReading(NamedTuple):
 
 
 class Used(NamedTuple):
-    """The energy of an interval, and its seconds: elapsed, measured, and measured by the hardware counter."""
+    """The energy used in an interval, and the interval's duration.
+
+    `lasted_s` is the total duration, `known_s` the time with measurements, and `counted_s` the time that the hardware
+    counter covers.
+    """
 
     joules: float = 0.0
     lasted_s: float = 0.0
@@ -33,8 +37,9 @@ class Used(NamedTuple):
 class GpuMeter:
     """Measures the energy that one GPU has used since `begin`; readings must arrive in chronological order.
 
-    Between two counter readings, even across a gap, the energy is their difference. Otherwise it is the power
-    integrated by the trapezoidal rule, extended to `begin` and to the end if these are within `LONGEST_GAP_S`.
+    Between two readings of the energy counter, the energy is the difference of the readings, even across a gap.
+    Elsewhere, it is the power integrated by the trapezoidal rule. The first power reading also applies to the time
+    before it, and the last one to the time after it, up to `LONGEST_GAP_S` each.
     """
 
     def __init__(self, begin: float) -> None:
@@ -43,7 +48,7 @@ class GpuMeter:
         self._last: EnergyReading | None = None
         self._newest: float | None = None
         self._counter: EnergyReading | None = None
-        # The energy since the last counter reading; the next counter reading replaces it.
+        # The energy since the last counter reading, from power readings; the next counter reading replaces this value.
         self._pending = Used()
         self._settled = Used()
 
@@ -73,7 +78,7 @@ class GpuMeter:
         return total._replace(lasted_s=max(0.0, end - self._begin))
 
     def _area(self, reading: EnergyReading) -> Used:
-        """Return the power integrated since the last reading; zero for a gap."""
+        """Return the energy since the last power reading; zero if that reading is too old."""
         assert reading.power_w is not None
         seconds = reading.timestamp - (self._last.timestamp if self._last else self._begin)
         if seconds > LONGEST_GAP_S:

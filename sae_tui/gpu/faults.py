@@ -1,4 +1,4 @@
-"""Messages for faults that GPUs of any vendor can have; messages for one vendor are next to that vendor's source."""
+"""Messages for faults that GPUs of any vendor can have; messages for a single vendor are in separate modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the GPU history of a host. Only the process that holds a file lock writes it."""
+"""Writes `gpu.db`, the GPU history of a host. Only one process per host, which holds a file lock, writes to it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# A turn takes less than a second, plus up to 5 s of waiting for another writer.
+# After this time, a write to the store is reported as hanging. Normally, it takes less than a second, plus up to 5 s of
+# waiting for another writer.
 SILENT_AFTER_S = 30.0
-# Computed from the stored rows, so that a minute counts once even if two processes wrote it, or one wrote it twice.
+# The row of a minute is computed from the stored readings, so that each reading is included only once, even if two
+# processes write the same minute.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -43,8 +45,8 @@ HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > 
 class Recorder:
     """Stores the samples from the sampler's rings, if this process is the elected writer of its host.
 
-    It starts the sampler when elected, so that a standby process does not read the GPUs. If the store cannot be
-    written, sampling continues, `problem` explains why, and the rings are stored later.
+    The recorder starts the sampler only once its process is elected, so that a standby process does not read the GPUs.
+    If the store cannot be written to, `problem` explains why, sampling continues, and the rings are stored later.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # Start of the current turn, as a monotonic time.
+        # The monotonic time at which the current turn started; None between turns.
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -68,7 +70,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # The position in the ring after the last stored reading, by GPU index and UUID.
+        # Maps the index and UUID of each GPU to the position in its ring after the last stored reading.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -77,7 +79,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be stored, or how long the disk has not responded; None if there is no problem."""
+        """The reason why nothing can be stored, such as a disk that does not respond; None if there is no problem."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
@@ -85,7 +87,7 @@ class Recorder:
 
     @property
     def elected(self) -> bool:
-        """True if this process is the writer."""
+        """True if this process is the elected writer of its host."""
         return self._lock.held
 
     def _use(self, path: Path, retention: Retention) -> None:
@@ -117,7 +119,7 @@ class Recorder:
             return self._changed.wait_for(lambda: self._is_at_rest or not self._thread.is_alive(), timeout)
 
     def resume(self) -> None:
-        """Try again to become the writer."""
+        """Try again to become the writer of this host."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -189,7 +191,10 @@ class Recorder:
         return rows
 
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[RingReading]) -> list[RingReading]:
-        """Return the readings after the last stored one; if none is stored, all readings later than the stored rows."""
+        """Return the readings after the last one that is already stored.
+
+        If none of them is stored, return the readings that are later than all stored ones.
+        """
         times = [row.timestamp for row in rows]
         # The GPU may have had another index before.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
@@ -209,12 +214,12 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        # If the clock was set back, the readings are not in order.
+        # The readings are not in chronological order if the clock was set back.
         begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
     def _open(self) -> sqlite3.Connection:
-        """Open the store and forget which readings it contains, so that the next turn looks this up again."""
+        """Open the store; the next turn then determines again which readings the store contains."""
         self._stored = {}
         return open_writer(self._path, "gpu")
 
@@ -226,7 +231,7 @@ class Recorder:
         if self._path == self._own_path:
             return
         if self._own_path.exists():
-            # Another process of this host has switched since this one started.
+            # Another process of this host has switched to the separate file since this process started.
             self._file.close()
             self._use(self._own_path, self._upkeep.retention)
         elif self._path.exists():

@@ -24,16 +24,16 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# After this many seconds, another process has stored all samples that it took before this process began.
+# After this many seconds, another process has stored all samples that it took before this process started.
 STORED_BY_S = 6.0
-# Without a persistence daemon, the driver first initialises every GPU, which takes seconds each.
+# Without a persistence daemon, the driver first initialises the GPUs, which takes several seconds per GPU.
 OPENING_S = 15.0
-# Limits in seconds, so that a hanging driver or disk does not prevent the suspension of the app.
+# The time limit for a pause, so that a hanging driver or disk does not prevent the suspension of the app.
 _PAUSE_LIMIT_S = 3.0
 
 
 class Monitor:
-    """Samples all GPUs, keeps their history, and stores it if this process is the elected writer of its host."""
+    """Samples all GPUs and buffers their history; stores it if this process is the elected writer of its host."""
 
     def __init__(
         self,
@@ -53,13 +53,14 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # For the first and the final read of the store: the UUID, by index, of each GPU whose ring has been filled.
+        # For the first read of the store (False) and for the final one (True): a dict that maps the index of each GPU
+        # whose ring has been filled to its UUID.
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
     @property
     def problem(self) -> str:
-        """Why there are no GPUs, or why their history is not stored; empty if there is no problem."""
+        """The reason why there are no GPUs or why their history is not stored; empty if there is no problem."""
         if self._sampler.problem:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
@@ -77,7 +78,7 @@ class Monitor:
 
     @property
     def hidden(self) -> str:
-        """The number of GPUs shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; empty if all are shown."""
+        """Text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES` if some GPUs are hidden; empty if all GPUs are shown."""
         return count_visible(len(self.latest()), self._sampler.count, self.source_name)
 
     def start(self) -> None:
@@ -110,7 +111,7 @@ class Monitor:
         self._recorder.retain(retention)
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the latest sample of each visible GPU, by index."""
+        """Return the latest sample of each visible GPU, in index order."""
         return visible(self._sampler.latest(), self.source_name)
 
     def readings_s(self) -> dict[int, float]:
@@ -122,11 +123,14 @@ class Monitor:
         self._sampler.want_shares(wanted)
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid; empty if off or not yet sampled."""
+        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+
+        The dict is empty if the sampling of these percentages is off or has not yielded a result yet.
+        """
         return self._sampler.sm_percents(index)
 
     def look_at(self, index: int | None) -> None:
-        """Read the details of this GPU from now on; None stops reading details."""
+        """Start reading the details of this GPU regularly; if `index` is None, stop reading details."""
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
@@ -134,15 +138,16 @@ class Monitor:
         return self._sampler.details(index)
 
     def past(self, n: int) -> RecentHistory:
-        """Return the last `n` intervals of each visible GPU."""
+        """Return the readings of each visible GPU in the last `n` intervals."""
         rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self.interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
-        """Fill each ring from the store as soon as its GPU's UUID is known, since the history outlives the app.
+        """Fill the ring of each GPU with its stored history as soon as the GPU's UUID is known.
 
-        Read the store again after `STORED_BY_S`, to close the gap between the last batch of another process and the
-        first sample of this one. A GPU may appear much later or replace another one.
+        Read the store again after `STORED_BY_S`, to close the gap between the last batch that another process stored
+        and the first sample of this process. Repeat this until the monitor stops, since a GPU may appear much later or
+        replace another GPU.
         """
         begun, final = time.monotonic(), False
         while not self._stopped.wait(1.0 if final else 0.05):
@@ -151,7 +156,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # This thread must survive any store content.
+                # This thread must continue, whatever the store contains.
                 self._past_problem = f"the stored history of the GPUs cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

@@ -27,10 +27,10 @@ LARGEST_PID = 1 << 22  # Linux's limit; drivers 535.43 to 535.86 return pids lik
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
-# If an unlisted process uses a GPU, its process list is read every second, but its condition less often.
+# While an unlisted process uses a GPU, the GPU's process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# An upper limit on openings: the app opens the driver in only a few places.
+# More than the number of times that the app opens the driver in one process.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -40,8 +40,8 @@ POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagem
 ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # mJ; not supported before Volta
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
-# NVML's codes for the path between two GPUs, and for queries about a pair of GPUs; in pynvml, the first query constant
-# is a tuple by mistake.
+# NVML's codes for the path between two GPUs, and for queries about a pair of GPUs. The query codes are not taken from
+# pynvml, in which the first one is a tuple by mistake.
 PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 PEER_READ, PEER_NVLINK = 0, 2
 MOST_NVLINKS = 36
@@ -49,9 +49,9 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA GPUs of this machine, indexed like NVML, whose indices do not change when a GPU fails.
+    """All NVIDIA GPUs of this machine, with NVML's indices, which do not change when a GPU fails.
 
-    MIG slices are numbered after the last GPU.
+    The indices of MIG slices follow those of the GPUs.
     """
 
     name = "nvml"
@@ -126,7 +126,7 @@ class Nvml:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's result; None if this driver, pynvml or GPU does not support the call."""
+        """Return the result of an NVML function; None if the driver, pynvml or the GPU does not support it."""
         if None in arguments:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
@@ -143,7 +143,7 @@ class Nvml:
         return any(gpu.is_stale for gpu in self._gpus)
 
     def close(self) -> None:
-        """Close the driver. If it must be reopened, undo all openings by this process, since NVML counts them."""
+        """Close NVML. If the driver must be reopened, undo all `nvmlInit` calls of this process, which NVML counts."""
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
                 self._nvml.nvmlShutdown()
@@ -158,10 +158,11 @@ class _GpuFault(Exception):
 
 
 class _NvmlGpu:
-    """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can recover.
+    """One NVIDIA GPU.
 
-    UUID, power limit and MIG mode rarely change; they are read again whenever the processes are read. If `is_stale`,
-    the GPU can be read again only after the driver is reopened.
+    Values that never change are read once per handle. After a fault, a new handle is looked up, so that the GPU can
+    recover. UUID, power limit and MIG mode rarely change; they are read again only when the processes are read. If
+    `is_stale`, the GPU can be read again only after the driver is reopened.
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
@@ -174,7 +175,7 @@ class _NvmlGpu:
         self._nvml, self._has_slices = nvml, bool(slices)
         self._handle: Any = None
         self._static: dict[str, Any] = {}
-        # The last UUID and name that were read, kept while the GPU cannot be read.
+        # The last UUID and name that could be read; they are kept while the GPU cannot be read.
         self._identity: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
         self._failed: dict[str, str] = {}
@@ -201,24 +202,27 @@ class _NvmlGpu:
         )  # fmt: skip
 
     def details(self, sample: GpuSample) -> GpuDetails:
-        """Return the details of the GPU; empty if it cannot be read."""
+        """Return the details of the GPU; all of them are None if the GPU cannot be read."""
         from sae_tui.gpu.details import GpuDetails
 
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle)
 
     def sm_percents(self) -> Mapping[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid; empty if the GPU cannot be read."""
+        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+
+        The dict is empty if the GPU cannot be read.
+        """
         return {} if self._handle is None else self._details.sm_percents(self._handle)
 
     def buffered(self) -> tuple[RingReading, ...]:
-        """Return the readings that the driver has buffered; return none if the GPU cannot be read."""
+        """Return the readings that the driver has buffered; empty if the GPU cannot be read."""
         from sae_tui.gpu.nvml_buffer import buffered
 
         return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a healthy sample, from four calls and up to six more for values that rarely change.
+        """Return the fields of a healthy sample, using four driver calls and up to six more for rarely changing values.
 
         Raise `_GpuFault` if the GPU cannot be read.
         """
@@ -243,8 +247,8 @@ class _NvmlGpu:
         processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # The driver also reports memory and processes for the entire GPU, but they are counted only once, for its
-            # slices.
+            # For a split GPU, the driver also reports the memory and processes of the entire GPU. Omit them here, since
+            # the samples of the slices include them.
             **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
             "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,
@@ -265,7 +269,7 @@ class _NvmlGpu:
             self._static, self._condition_due = {}, 0.0
             self._handle = self._look_up()
         elif again:
-            # `nvidia-smi -pl` and `-mig` change the power limit and the MIG mode while the app runs.
+            # The commands `nvidia-smi -pl` and `-mig` may change the power limit and the MIG mode while the app runs.
             for field in ("power_limit_w", "mig", *(("uuid",) if time.monotonic() >= self._condition_due else ())):
                 self._static.pop(field, None)
         before = self._identity.get("uuid")
@@ -293,15 +297,15 @@ class _NvmlGpu:
         return self._condition
 
     def _memory_kind(self, memory: Any) -> MemoryKind:
-        """Return the kind of the GPU's memory, read once per GPU."""
+        """Return the kind of the GPU's memory, which is determined once per GPU."""
         if self._memory is None or self._memory.name != self._identity.get("name"):
             self._memory = MemoryKind.of(self._nvml, self._handle, self._identity.get("name"), memory)
         return self._memory
 
     def _energy(self) -> int | None:
-        """Return the energy counter in mJ with every `ENERGY_EVERY`th process list, otherwise None.
+        """Return the energy counter in mJ at every `ENERGY_EVERY`th call; return None at all other calls.
 
-        No energy is lost in between, since the counter accumulates.
+        No energy is missed between two reads, since the counter is cumulative.
         """
         self._n_listed += 1
         return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
@@ -323,7 +327,10 @@ class _NvmlGpu:
         return self._static[field]
 
     def _get(self, field: str, variants: Variants) -> Any:
-        """Return the result of the first variant that this driver supports; None if none is, or if the call fails."""
+        """Return the result of the first function in `variants` that this driver supports.
+
+        Return None if the driver supports no variant, or if the call fails.
+        """
         for position in range(self._variant.get(variants, 0), len(variants)):
             self._variant[variants] = position
             function, *arguments = variants[position]
@@ -347,14 +354,17 @@ class _NvmlGpu:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID, or a placeholder, which is listed in `failed` and cannot be used to pin a job."""
+        """Return the UUID or, if it is unknown, a placeholder, to which no job can be pinned.
+
+        Record a missing UUID in `failed`.
+        """
         uuid = text(self._identity.get("uuid"))
         if uuid is None:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._identity else "unknown")
         return uuid or f"GPU-index-{self.index}"
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the compute and graphics processes; a process in both lists counts once, with the same memory."""
+        """Return the compute and graphics processes; return a process that is in both lists only once."""
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
@@ -388,7 +398,7 @@ class _Slice(_NvmlGpu):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        # After a fault, another slice may have taken this index.
+        # After a fault, this index may belong to another slice.
         self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
@@ -406,7 +416,10 @@ class _Slice(_NvmlGpu):
 
 
 def _signed(degrees: int | None) -> int | None:
-    """Return the signed temperature, since NVML returns values below 0 as huge ones; None if all bits are set."""
+    """Return the signed temperature, since NVML returns temperatures below 0 as large unsigned numbers.
+
+    A value with all bits set is not a temperature, and is returned unchanged.
+    """
     is_negative = degrees is not None and 1 << 31 <= degrees < (1 << 32) - 1
     return degrees - (1 << 32) if degrees is not None and is_negative else degrees
 

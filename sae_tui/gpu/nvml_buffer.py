@@ -9,12 +9,12 @@ from typing import Any
 from sae_tui.gpu.ring import RingReading
 from sae_tui.gpu.sensors import PERCENT, WATTS, is_possible
 
-# NVML's sample types with the corresponding field of a reading, and the divisor and limits of the values.
+# NVML's sample types, each with the corresponding field of a reading, and the divisor and limits of its values.
 _KINDS = ((0, "power_w", 1000.0, WATTS), (1, "utilization", 1.0, PERCENT))
 
 
 def buffered(nvml: ModuleType, handle: Any) -> tuple[RingReading, ...]:
-    """Return the mean of each buffered second, oldest first; return none if the driver does not report samples."""
+    """Return the mean reading of each buffered second, oldest first; empty if the driver does not report samples."""
     by_second: dict[int, dict[str, list[float]]] = {}
     for kind, field, divisor, limits in _KINDS:
         with contextlib.suppress(nvml.NVMLError, AttributeError):
@@ -31,7 +31,7 @@ def buffered(nvml: ModuleType, handle: Any) -> tuple[RingReading, ...]:
 
 
 def _value(nvml: ModuleType, value_type: int, value: Any) -> float:
-    """Return a sample's value, from the union member that matches its type; -1 if the type is unknown."""
+    """Return a sample's value from the union member for its type; -1 if the type is unknown."""
     members = {
         nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
         nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",

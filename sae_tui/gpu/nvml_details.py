@@ -1,4 +1,7 @@
-"""The details of an NVIDIA GPU from NVML: five calls with each process list, two dozen while the GPU's page is open."""
+"""Reads the details of an NVIDIA GPU from NVML.
+
+This takes five driver calls with each process list, and two dozen while the GPU's page is open.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 _CRITICAL = 8  # event type
 _MOST_AT_ONCE = 100
-# NVIDIA's "XID Errors" lists about 150; these are the ones that occur in training.
+# NVIDIA's document "XID Errors" lists about 150 errors; these are the ones that occur in training.
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
@@ -55,7 +58,7 @@ def in_words(number: int) -> str:
 
 
 class XidListener:
-    """Listens for the errors of one GPU."""
+    """Listens for the Xid errors of one GPU."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -64,11 +67,11 @@ class XidListener:
         self._last: Xid | None = None
 
     def poll(self, handle: Any) -> Xid | None:
-        """Return the latest error since the first call, without waiting for one."""
+        """Return the latest error since the first call, or the latest fatal error if there was one, without waiting."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._listens_to is not handle:
                 self._listen(handle)
-            # Each call returns one event. Without an event NVML raises a timeout error, which ends the loop.
+            # Each call returns one event. If there is no event, NVML raises a timeout error, which ends the loop.
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 number = int(event.eventData)
@@ -88,15 +91,16 @@ class XidListener:
 
 
 _VERSION = 1
-# NVML's metric numbers, in the order of `Activity`.
+# NVML's metric numbers, in the order of the fields of `Activity`.
 _METRICS = (2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Percentages of busy multiprocessors, of the maximum number of warps, and of the time with busy tensor cores.
+    """The activity of a GPU in percent; unknown values are None.
 
-    A value is None if it is unknown.
+    `sm` is the share of multiprocessors that are busy, `occupancy` the number of active warps relative to the maximum,
+    and `tensor` the share of time in which the tensor cores are busy.
     """
 
     sm: float | None = None
@@ -112,7 +116,7 @@ class ActivityReader:
         self._samples: list[Any] | None = None
 
     def read(self, handle: Any) -> Activity:
-        """Return the activity since the last read; it is empty at the first read and on GPUs without support."""
+        """Return the activity since the last read; it is unknown at the first read and on GPUs without support."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._samples is None:
                 self._samples = []
@@ -158,7 +162,7 @@ _IDLE = 0x001
 # Memory errors and the compute mode rarely change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
-# The number of the field that holds the action required by the driver after an error, and its values; 0 means none.
+# The number of NVML's field for the action that the driver requires after an error, and the meaning of its values.
 _RECOVERY_FIELD = 230
 RECOVERIES: Mapping[int | None, str] = {
     0: "",
@@ -170,10 +174,10 @@ RECOVERIES: Mapping[int | None, str] = {
     6: "a reset of its PCIe bus",
     7: "a reboot of the machine",
 }
-# The union member that holds the value of a field, by the type of the value.
+# Maps the type of a field's value to the union member that contains the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
-_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere offer instead
+_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # the replacement on GPUs before Ampere
 
 
 class NvmlDetails:
@@ -185,11 +189,11 @@ class NvmlDetails:
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
         self._health, self._health_due = Condition(), 0.0
-        # Functions that this GPU does not support, and that are not called again.
+        # Functions that this GPU does not support. They are not called again.
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
-        """Return the GPU's health and, if `whole`, its clocks, using up to ten calls.
+        """Return the GPU's health and, if `whole`, also its clocks, using up to ten driver calls.
 
         The first call with `whole` also reads the slowdown temperature.
         """
@@ -222,7 +226,7 @@ class NvmlDetails:
         )
 
     def _read_field(self, handle: Any, field: int) -> int | None:
-        """Return the value of a field by its number; do not read a field again that the driver or the GPU lacks."""
+        """Return the value of the NVML field with this number; do not read an unsupported field again."""
         name = f"field {field}"
         if name in self._missing:
             return None
@@ -280,12 +284,12 @@ class NvmlDetails:
 
     @functools.cached_property
     def _versions(self) -> tuple[str | None, tuple[int, int] | None]:
-        """Return the driver's version, and the latest CUDA version that it supports."""
+        """The driver's version, and the latest CUDA version that the driver supports."""
         newest = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         return text(self._ask("nvmlSystemGetDriverVersion")), cuda_version(newest)
 
     def _instances(self, handle: Any) -> tuple[Instance, ...]:
-        """Return the slices of a GPU; return none if it is not split."""
+        """Return the slices of a GPU; empty if the GPU is not split."""
         from sae_tui.gpu.details import Instance
 
         parts = []
@@ -308,7 +312,7 @@ class NvmlDetails:
         return (*known, f"for an unknown reason ({unknown:#x})") if unknown else known
 
     def _pcie(self, handle: Any, direction: int) -> float | None:
-        """Return the bytes per second in one direction; NVML blocks for 20 ms while it counts them."""
+        """Return the PCI Express traffic in one direction, in bytes per second; NVML blocks for 20 ms to measure it."""
         kilobytes: int | None = self._ask("nvmlDeviceGetPcieThroughput", handle, direction)
         return None if kilobytes is None else kilobytes * 1024.0
 
@@ -317,14 +321,17 @@ class NvmlDetails:
         return None if states[0] is None else states.count(1)
 
     def sm_percents(self, handle: Any) -> dict[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid; omit impossible values."""
+        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+
+        Impossible values are omitted.
+        """
         samples = sorted(
             self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp
         )
         return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
 
     def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
-        """Return NVML's result; do not call a function again that the driver or the GPU lacks."""
+        """Return the result of an NVML function; do not call an unsupported function again."""
         if function in self._missing:
             return None
         try:
@@ -337,7 +344,7 @@ class NvmlDetails:
         return None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's result; None if this driver, pynvml or GPU does not support the call."""
+        """Return the result of an NVML function; None if the driver, pynvml or the GPU does not support it."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return getattr(self._nvml, function)(*arguments)
         return None

@@ -1,7 +1,7 @@
 """Messages for faults of an NVIDIA GPU, its sensors or the driver.
 
-NVIDIA's own two messages for the same code differ ("GPU requires restart" and "GPU requires reset"), and neither gives
-a remedy.
+NVIDIA's own messages are not used, since NVIDIA has two different messages for the same code ("GPU requires restart"
+and "GPU requires reset"), and neither contains a remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
 # Codes for a GPU that only other users may use.
 WITHHELD = frozenset({4, 17})
-# Messages for a code returned by the look-up of a GPU or by all of its sensors.
+# Messages for codes that the look-up of a GPU or all of its sensors return.
 CARD = {
     1: "the driver was unloaded",
     2: "the driver no longer knows this GPU",
@@ -89,7 +89,7 @@ def sensor(code: int) -> str:
 
 
 def _unsupported_vendors(drm: Path) -> list[str]:
-    """Return the unsupported manufacturers of this machine's GPUs; return none if one of its GPUs is from NVIDIA."""
+    """Return the unsupported manufacturers of this machine's GPUs; empty if one of its GPUs is from NVIDIA."""
     ids = set()
     for file in drm.glob("card*/device/vendor"):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def _unsupported_vendors(drm: Path) -> list[str]:
 
 
 def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
-    """Return the error for a machine without NVIDIA's library; mention any unsupported GPUs it has."""
+    """Return the error for a machine without NVIDIA's library; mention the machine's unsupported GPUs, if any."""
     reason, remedy = SOURCE[NO_LIBRARY]
     if makers := _unsupported_vendors(drm):
         remedy = f"the GPU here is made by {' and '.join(makers)}; only GPUs of NVIDIA and AMD are supported"
@@ -106,7 +106,7 @@ def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
 
 
 def source(code: int) -> SourceUnavailable:
-    """Return the error for a driver that can read no GPU, with a remedy."""
+    """Return the error, including a remedy, for a driver that cannot read any GPU."""
     if code == NO_LIBRARY:
         return no_library()
     other = (f"the NVIDIA driver reports error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")

@@ -18,10 +18,10 @@ _spellings = itertools.count(1)
 
 
 def load_pynvml() -> Any:
-    """Return the module; raise `SourceUnavailable` if it is missing, broken or a different module of that name."""
+    """Return the module pynvml; raise `SourceUnavailable` if it is missing, broken or another module of that name."""
     try:
         module = importlib.import_module("pynvml")
-    except Exception as error:  # another package of that name can fail in any way
+    except Exception as error:  # another package of that name may raise any exception
         raise faults.broken_pynvml(str(error)) from None
     if not hasattr(module, "nvmlMemory_v2"):
         raise faults.broken_pynvml("it does not come from nvidia-ml-py")
@@ -29,7 +29,7 @@ def load_pynvml() -> Any:
 
 
 def has_renewed(pynvml: Any) -> bool:
-    """Replace the loaded library with the installed one; return False if they are the same.
+    """Replace NVIDIA's loaded library with the installed one; return False if they are the same.
 
     A driver update replaces the file, but the library in memory does not match the new driver. The new file is loaded
     as a second library in this process. Call this only while the library is not initialised.
@@ -45,9 +45,9 @@ def has_renewed(pynvml: Any) -> bool:
 
 
 def _installed() -> Iterator[str]:
-    """Yield the library's path in each folder where this process found it, even if the file was replaced since."""
+    """Yield the library's path in each folder from which this process has loaded it, even if the file was replaced."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
-    # For a path that it has seen before, the loader returns the library in memory, so write the path differently.
+    # For a known path, the loader returns the library in memory, so use an equivalent path with another spelling.
     same = "./" * next(_spellings)
     yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})

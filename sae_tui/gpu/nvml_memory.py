@@ -1,6 +1,7 @@
-"""The memory of an NVIDIA GPU. GB10 and Jetson use the host's memory, and Grace shares its memory with the host.
+"""Determines the size and use of an NVIDIA GPU's memory.
 
-The page cache in such memory counts as free, since the kernel drops it as soon as a program needs memory.
+GB10 and Jetson use host memory, and the host also uses the memory of a Grace chip's GPU. Page cache in such shared
+memory is regarded as free, since the kernel drops it as soon as a program needs memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from trainer.contract.machine_memory import machine_memory
 
 # Version 1 of the call counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# Used for slices, since not every driver supports the newer call for them.
+# Slices use version 1 of the call, since not every driver supports the newer version for slices.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 # Chips without separate GPU memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
@@ -76,7 +77,7 @@ def _fields(used: int | None, free: int | None, total: int | None) -> dict[str, 
 
 
 def _cached_bytes(node: int | None) -> int:
-    """Return the bytes of page cache on a NUMA node that the kernel can drop; 0 if unknown."""
+    """Return the size in bytes of the page cache that the kernel can drop on a NUMA node; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (_NODES / f"node{node}" / "meminfo").read_text().splitlines()
         # The file contains lines like `Node 1 FilePages:  1234 kB`.

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# A time limit, so that a GPU that hangs in the driver does not prevent the others from being shown.
+# The search has a time limit, so that the other GPUs are shown even if one hangs in the driver.
 _LIMIT_S = 2.0
 
 
 class SliceLocation(NamedTuple):
-    """The location of a slice: NVML's index of its GPU, and its slice number. Slice numbers may have gaps."""
+    """The location of a slice: NVML's index of the GPU, and the number of the slice on it.
+
+    The numbers of a GPU's slices need not be consecutive.
+    """
 
     gpu: int
     number: int
@@ -25,7 +28,7 @@ class SliceLocation(NamedTuple):
 
 
 def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
-    """Return the slices of all GPUs that respond in time, in GPU order."""
+    """Return the locations of the slices of all GPUs that respond in time, in GPU order."""
     found: dict[int, list[SliceLocation]] = {}
 
     def ask(gpu: int) -> None:
@@ -41,7 +44,7 @@ def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
 
 
 def places_of(nvml: ModuleType, gpu: int) -> list[SliceLocation]:
-    """Return the slices of a GPU; may block, like any driver call."""
+    """Return the locations of a GPU's slices; may block, like any driver call."""
     return list(_slices_of(nvml, gpu))
 
 

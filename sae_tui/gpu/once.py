@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def on_thread(call: Callable[[], T]) -> Future[T]:
-    """Start a call that may never return on a new thread; return a future for its result."""
+    """Start `call`, which may never return, on a new thread; return a future for its result."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -35,7 +35,7 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def is_stuck() -> bool:
-    """Return whether a call of `on_thread` is still running, so that only `os._exit` reliably ends the process."""
+    """Return whether a call of `on_thread` is still running; if so, only `os._exit` is sure to end the process."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
@@ -66,7 +66,7 @@ def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tuple[GpuSample, ...]:
-    """Return one sample of each GPU, all read in parallel; a GPU that hangs gives an unhealthy sample."""
+    """Read all GPUs in parallel and return one sample of each; the sample of a GPU that hangs is unhealthy."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s
     return tuple(

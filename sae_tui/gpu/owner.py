@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# How long a result is cached, in seconds. Without the cache, each process on each GPU would cost 0.4 ms and a thread
+# The time for which an owner is cached. Without the cache, each process on each GPU would take 0.4 ms and a new thread
 # every second.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
@@ -25,7 +25,7 @@ _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
 def owner(pid: int) -> Owner:
-    """Return a process's user and command line; each is None if hidden (process ended, or outside the container)."""
+    """Return a process's user and command line, each None if unknown, for example because the process has ended."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):

@@ -1,6 +1,6 @@
 """Aligns the samples of all GPUs to a common grid of clock intervals.
 
-Otherwise a GPU that responds slowly would be drawn at a different time from the others.
+Without this grid, the readings of a GPU that responds slowly would be drawn later than those of the other GPUs.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from sae_tui.gpu.period import Period
 from sae_tui.gpu.ring import Ring, RingReading
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
 
-# A reading, `BLANK` if nothing is known, or None if a reading was due but is missing.
+# The value of an interval: a reading, `BLANK` if nothing is known, or None if a reading was due but is missing.
 Slot = RingReading | None
 BLANK = RingReading(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RecentHistory:
-    """The last intervals of each GPU by index, oldest first, and the last power limit that each GPU reported."""
+    """The readings of each GPU in the last intervals, oldest first, and the last power limit that each GPU reported."""
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
-    is_period: bool = False  # True if all of it is drawn, scaled to the available columns
+    is_period: bool = False  # True if the entire history is drawn, scaled to the available columns
 
     def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
-        """Return the last `n` values of a GPU, or all values of a period, latest last; a missing value is None."""
+        """Return the last `n` values of a GPU's field `name`, oldest first; return all values if this is a period.
+
+        Missing values are None.
+        """
         if self.is_period:
             return Period(slot and getattr(slot, name) for slot in self.slots[index])
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
 
 
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> RecentHistory:
-    """Return the last `n` intervals of these GPUs.
+    """Return the readings of these GPUs in the last `n` intervals.
 
-    The latest interval is the current one; it is the previous one if no GPU has a reading in the current one yet.
+    The last interval is the current one or, if no GPU has a reading in the current interval yet, the previous one.
     """
     rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)
@@ -61,12 +64,12 @@ def merge(
 
 
 def on_grid(newest_first: Iterable[RingReading], last: int, n: int, interval_s: float) -> list[Slot]:
-    """Return a GPU's readings in the `n` intervals up to `last`; the latest reading in an interval counts.
+    """Return a GPU's latest reading in each of the `n` intervals up to `last`.
 
-    A reading is repeated for as long as a GPU may be silent (`SILENT_AFTER_S`).
+    A reading is repeated in later intervals for as long as a GPU may be silent (`SILENT_AFTER_S`).
     """
     first = last - n + 1
-    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the read, and one for the sampler's cycle
+    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the read and one for the sampler's cycle
     slots: list[Slot] = [BLANK] * n
     after: tuple[int, RingReading] | None = None
     for reading in newest_first:
@@ -90,9 +93,9 @@ def _bridge(
     after: tuple[int, RingReading] | None,
     reach: int,
 ) -> None:
-    """Fill the intervals between two readings: repeat the first reading in a short gap, mark a longer one as None.
+    """Fill the intervals between two readings: repeat the first reading in a short gap, set a longer gap to None.
 
-    In a long gap, only the intervals near a reading are None; those in the middle remain `BLANK`.
+    In a long gap, only the intervals near a reading are set to None; those in the middle remain `BLANK`.
     """
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Period(tuple[float | None, ...]):
-    """Values over a period in equal steps, oldest first; unknown values are None."""
+    """Values at equal time steps over a period, oldest first; unknown values are None."""
 
     def in_columns(self, n: int) -> tuple[float | None, ...]:
         """Return at most `n` columns, each the mean of the known values in its part of the period."""

@@ -1,4 +1,4 @@
-"""The processes on the GPUs, with data from the operating system; read only while the process list is shown."""
+"""Reads the processes on the GPUs, with data from the operating system, while the process list is shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
 from trainer.contract.process import ProcessRef, in_container, parent_of
 
-# Patterns of the control groups that container programs and SLURM create, each with the program's name.
+# Patterns for the control groups that container programs and SLURM create, each with the name of the program.
 _GROUPS = (
     (re.compile(r"docker[-/]([0-9a-f]{12})[0-9a-f]{52}"), "docker"),
     (re.compile(r"libpod-([0-9a-f]{12})[0-9a-f]{52}"), "podman"),
@@ -37,9 +37,9 @@ class ProcessDetails:
     """A process on one or more GPUs; `started` is in seconds since the epoch.
 
     `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors that the process uses;
-    for several GPUs, the highest share. `identity` is None if the driver lists the process but it is not visible here:
-    it has ended, or its pid belongs to another container. `container` is empty if the app runs in the same one;
-    `ancestors` are its parent, grandparent and so on.
+    for several GPUs, it is the highest share. `identity` is None if the driver lists the process but it is not visible
+    here: it has ended, or its pid belongs to another container. `container` is empty if the app runs in the same
+    container. `ancestors` are the parent of the process, its grandparent and so on.
     """
 
     pid: int
@@ -66,7 +66,7 @@ class Ancestor:
 
 
 class ProcessReader:
-    """Reads the processes on GPUs and remembers them, since CPU usage is computed from two reads."""
+    """Reads the processes on GPUs. It remembers them between reads, since CPU usage is computed from two reads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _OsProcess] = {}
@@ -74,7 +74,10 @@ class ProcessReader:
     def read(
         self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
     ) -> tuple[ProcessDetails, ...]:
-        """Return each process once, sorted by GPU memory, largest first; `sm_percents` are by GPU index and pid."""
+        """Return each process once, largest GPU memory first.
+
+        `sm_percents` maps each GPU index to a dict that maps pids to percentages of multiprocessors.
+        """
         by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
         for sample in samples:
             for process in sample.processes or ():
@@ -84,7 +87,7 @@ class ProcessReader:
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     def _host(self, pid: int) -> _OsProcess | None:
-        """Return the known process, or a new one if the pid now belongs to another process."""
+        """Return the remembered process with this pid, or a new one if the pid now belongs to another process."""
         known = self._known.get(pid)
         return known if known is not None and known.identity.is_alive() else _OsProcess.of(pid)
 
@@ -96,7 +99,7 @@ class ProcessReader:
         shares = [sm_percents[index][pid] for index, _ in on_gpus if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
-        # The driver's pid is from another container, while in this one it belongs to another user's process.
+        # The driver's pid may belong to another container; in this one, a process of another user then has that pid.
         if host is not None and None is not listed.user != host.user:
             host = None
         return ProcessDetails(
@@ -111,7 +114,7 @@ class ProcessReader:
 
 
 class _OsProcess:
-    """Operating-system data of a process; constants are read only once."""
+    """The operating system's data about a process; values that never change are read only once."""
 
     def __init__(self, process: Any, identity: ProcessRef) -> None:
         self.identity = identity
@@ -123,7 +126,7 @@ class _OsProcess:
     @classmethod
     def of(cls, pid: int) -> _OsProcess | None:
         """Return the process that currently has this pid, or None."""
-        # Read the identity first, so that later reads cannot unnoticed belong to another process with the same pid.
+        # Read the identity first, to detect if later reads belong to another process with the same pid.
         identity = ProcessRef.of(pid)
         with _unless_gone():
             host = cls(_process(pid), identity) if identity else None
@@ -131,7 +134,7 @@ class _OsProcess:
         return None
 
     def now(self) -> dict[str, Any]:
-        """Return keyword arguments for `ProcessDetails`."""
+        """Return the current data of the process, as keyword arguments for `ProcessDetails`."""
         cpu = memory = started = None
         with _unless_gone(), self._process.oneshot():
             started, cpu = self._process.create_time(), self._process.cpu_percent()
@@ -178,13 +181,13 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job of a process; return "" if there is none or if the app runs in it too."""
+    """Return the container or cluster job in which a process runs; "" if there is none or if it is the app's own."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
 
 def _group(path: str) -> str:
-    """Return the container in a cgroup file, like `docker 3f2a91bc04de`, or ""."""
+    """Return the container named in a cgroup file, like `docker 3f2a91bc04de`; "" if there is none."""
     try:
         text = Path(path).read_text(errors="replace")[:65_536]
     except OSError:
@@ -195,7 +198,7 @@ def _group(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The working folder, program and environment of a process; empty if this user may not read them."""
+    """The working folder, program and environment of a process; all are empty if this user may not read them."""
 
     folder: str = ""
     program: str = ""
@@ -207,7 +210,7 @@ class Surroundings:
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read a process's folder, program and environment, which only its user and root may do.
+    """Read the working folder, program and environment of a process; only the process's user and root may read them.
 
     The result still contains secrets; `Surroundings.shown` hides them.
     """
@@ -243,8 +246,8 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     """Send a signal to exactly the process that was shown; return a message about the result.
 
     Raise `UserError` if the process has ended, belongs to another user or is not visible here. In a container, also
-    raise it if the process with this pid does not have the GPU driver open, since the driver then means another
-    process.
+    raise it if the process with this pid has not opened the GPU driver, since the pid that the driver reports then
+    belongs to a process in another container.
     """
     what = f"process {process.pid}"
     if process.identity is None:
@@ -265,7 +268,7 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 
 def _driver_files(source_name: str) -> frozenset[str]:
-    """Return the device files of the GPU drivers; return none for simulated GPUs."""
+    """Return the device files of the GPU drivers of a source; empty for simulated GPUs."""
     if source_name == "simulated":
         return frozenset()
     vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()

@@ -1,4 +1,7 @@
-"""`python -m sae_tui.gpu.read SOURCE`: prints each GPU once as JSON; a separate process, since a driver may hang."""
+"""Prints one sample of each GPU as JSON, with `python -m sae_tui.gpu.read SOURCE`.
+
+The GPUs are read in this separate process because a driver may hang.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# Seconds from the loss of a GPU to the first probe. The delay doubles after each probe, which takes 0.3 s of CPU time.
+# The first probe starts this many seconds after a GPU is lost. The delay doubles after each probe, since a probe takes
+# 0.3 s of CPU time.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 
@@ -25,8 +29,8 @@ PROBE_LIMIT_S = 30.0
 class Probe:
     """Checks in a separate process whether lost GPUs can be read again, for example after a reset.
 
-    Reopening the driver in this process interrupts the history of the other GPUs and may hang, so this happens only
-    after the probe has read a lost GPU.
+    The app's own process reopens the driver only after the probe has read a lost GPU, since reopening interrupts the
+    history of the other GPUs and may hang.
     """
 
     def __init__(self, source_name: str) -> None:
@@ -35,7 +39,7 @@ class Probe:
         self._due = self._pause_s = 0.0
 
     def finds(self, lost: Collection[int], now: float) -> bool:
-        """Return whether the latest probe could read one of these lost GPUs; never block."""
+        """Return whether the latest probe has read one of these lost GPUs; start a probe if it is due. Never block."""
         if not lost:
             self._due = 0.0
             return False
@@ -61,7 +65,7 @@ class Probe:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the samples of a source and return the exit code; `SOURCE` may end in `:COUNT` for simulated GPUs."""
+    """Print a sample of each GPU and return the exit code; `SOURCE` may end in `:COUNT` for simulated GPUs."""
     name, _, count = arguments[0].partition(":")
     try:
         source = load_source(name, **({"count": int(count)} if count else {}))

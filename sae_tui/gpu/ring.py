@@ -14,7 +14,7 @@ CAPACITY = 600
 
 
 class RingReading(NamedTuple):
-    """The fields of a sample that are kept in the history; None if the sensor did not respond."""
+    """The fields of a sample that are kept in the history; a field is None if its sensor did not respond."""
 
     timestamp: float
     utilization: float | None = None
@@ -48,7 +48,7 @@ class Readable(Protocol):
 
 
 class Ring:
-    """The latest samples of one GPU. Its lock is held only for microseconds."""
+    """A ring buffer of the latest samples of one GPU. It is thread-safe, and its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.power_limit_w: float | None = None  # from the latest sample that has it
@@ -78,9 +78,9 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
-        """Insert stored readings of a GPU, oldest first, before the live ones; replace any inserted earlier.
+        """Insert stored readings of a GPU, oldest first, before the live ones; replace those of an earlier call.
 
-        Keep only readings older than the first live one; insert none if another GPU now has this index.
+        Ignore readings that are not older than the first live one. Insert nothing if another GPU now has this index.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -95,19 +95,19 @@ class Ring:
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[RingReading]:
-        """Return up to `n` of the last readings, latest first."""
+        """Return up to `n` of the latest readings, newest first."""
         with self._lock:
             return list(islice(reversed(self._readings), n))
 
     def column(self, name: str, n: int = CAPACITY) -> list[float | None]:
-        """Return up to `n` of the last values of a field, latest last."""
+        """Return up to `n` of the latest values of a field, oldest first."""
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
     def since(self, position: int | None, uuid: str) -> tuple[list[RingReading], int]:
-        """Return the live readings after a position, oldest first, and the new position; None returns all readings.
+        """Return the live readings after a position, oldest first, and the new position.
 
-        Return no readings if the GPU at this index is not `uuid`. A position is a count of readings rather than a time,
-        since a clock may be set back.
+        If `position` is None, return all readings. Return no readings if the GPU at this index does not have this UUID.
+        A position is a count of readings rather than a time, since a clock may be set back.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -119,5 +119,5 @@ class Ring:
 
 
 def reading_of(of: Readable) -> RingReading:
-    """Return the reading for a sample."""
+    """Return the history fields of a sample as a reading."""
     return RingReading(of.timestamp, *(getattr(of, name, None) for name in RingReading._fields[1:]))

@@ -34,12 +34,12 @@ REOPEN_EVERY_S = 10.0
 # The minimum time between two openings of a driver that can be opened but does not recognise its GPUs.
 _REOPEN_AFTER_S = 5.0
 SILENT_AFTER_S = 5.0
-# If a read takes longer than this, the samples buffered by the driver are not read, which would take four more calls.
+# If a read takes longer than this, the samples that the driver has buffered are not read, since that takes more calls.
 _QUICK_S = 0.3
 
 
 class SamplerStatus(StrEnum):
-    """The state of the sampler; if UNAVAILABLE, `Sampler.problem` explains why."""
+    """The state of the sampler; in state UNAVAILABLE, `Sampler.problem` explains why."""
 
     OPENING = "opening"
     READY = "ready"
@@ -100,13 +100,13 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` can end the process."""
+        """Stop all threads; return False if one is stuck in the driver. Then only `os._exit` can end the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # The first thread is the source's; once it has ended, no further threads are added.
+        # The first thread is the one that starts the others. Once it has ended, no further threads are added.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -116,7 +116,7 @@ class Sampler:
     def pause(self, timeout: float) -> bool:
         """Close the driver until `resume` is called, since a GPU cannot be reset while its driver is open.
 
-        Return False if it is not closed within `timeout` seconds.
+        Return False if the driver is not closed within `timeout` seconds.
         """
         with self._changed:
             self._paused = True
@@ -135,12 +135,12 @@ class Sampler:
             self._changed.notify_all()
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the latest sample of each GPU, by index; an unhealthy one if the GPU has not responded for long."""
+        """Return the latest sample of each GPU in index order, or an unhealthy sample if the GPU no longer responds."""
         now = time.monotonic()
         return tuple(self._current(gpu, now) for gpu in self._gpus)
 
     def ring(self, index: int) -> Ring:
-        """Return the ring of a GPU; it may be requested and filled before the source is open."""
+        """Return the ring of a GPU; the ring may be requested and filled before the source is open."""
         if index not in self._rings:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
@@ -162,11 +162,14 @@ class Sampler:
             self._changed.notify_all()
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid; empty if off or not yet sampled."""
+        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+
+        The dict is empty if the sampling of these percentages is off or has not yielded a result yet.
+        """
         return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
 
     def look_at(self, index: int | None) -> None:
-        """Read the details of this GPU only, from now on; None stops reading details."""
+        """Start reading the details of this GPU regularly; if `index` is None, stop reading details."""
         if index == self._looked_at:
             return
         with self._changed:
@@ -205,7 +208,7 @@ class Sampler:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, SamplerStatus.UNAVAILABLE
             self._now_closed()
-            # Although the driver is broken, the GPUs still exist but cannot be read.
+            # If the driver is broken, keep the GPUs, but mark them as unreadable, since they still exist.
             self._gpus = tuple(self._unread(gpu, problem.reason) for gpu in self._gpus if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
@@ -232,7 +235,7 @@ class Sampler:
         return False
 
     def _must_reopen(self) -> bool:
-        """Return whether the driver has lost GPUs, has different GPUs now, or can read none of them."""
+        """Return whether the driver must be reopened: it has lost GPUs, has different GPUs now, or can read none."""
         now = time.monotonic()
         if now - self._opened < _REOPEN_AFTER_S:
             return False
@@ -260,13 +263,13 @@ class Sampler:
         self._now_closed()
 
     def _watch(self, gpu: _SampledGpu) -> None:
-        """Sample one GPU once per clock interval, without making up for missed intervals."""
+        """Sample one GPU once per clock interval; skip missed intervals."""
         index = gpu.sample.index
         deadline = processes_due = time.monotonic()
         while self._is_current(gpu):
-            # Tolerate half an interval, since sums of floats are not exact.
+            # Add half an interval, since sums of floats are not exact.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Identify a process as soon as it begins to use the GPU.
+            # Also list the processes if an unlisted one uses the GPU.
             due = due or gpu.sample.is_used_unseen
             try:
                 self._turn(gpu, due)
@@ -290,7 +293,7 @@ class Sampler:
             sample = _lost(gpu.sample, sample)
         if sample.uuid != gpu.sample.uuid:
             gpu.buffered = None  # another GPU has this index now
-        # Update the ring first, so that it never lags behind the latest sample after a change of GPU.
+        # Update the ring before the latest sample, so that the ring never contains an older GPU than the sample.
         gpu.ring.append(sample)
         gpu.sample, gpu.answered = sample, time.monotonic()
         gpu.took_s = gpu.answered - begun
@@ -301,7 +304,7 @@ class Sampler:
         gpu.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, gpu: _SampledGpu) -> bool:
-        """Return whether a GPU is still sampled, which ends when the sampler stops or the driver is reopened."""
+        """Return whether a GPU is still sampled: the sampler has not stopped, and the driver has not been reopened."""
         index = gpu.sample.index
         return not self._stopping and index < len(self._gpus) and self._gpus[index] is gpu
 
@@ -350,7 +353,7 @@ class Sampler:
         return _blank(gpu.sample, f"has not answered for {now - gpu.answered:.0f} s")
 
     def _is_silent(self, gpu: _SampledGpu, now: float) -> bool:
-        """Return whether the current read is taking too long; False for a GPU already known to be unreadable."""
+        """Return whether the current read of a GPU takes too long; False if the GPU is already unreadable."""
         if self._status is SamplerStatus.OPENING:
             return False
         waiting = gpu.sample.healthy or gpu.sample.reason == faults.NO_ANSWER_YET
@@ -363,7 +366,7 @@ class Sampler:
                 gpu.ring.append(sample)
 
     def _new_gpu(self, index: int, old: Sequence[_SampledGpu]) -> _SampledGpu:
-        """Return the initial state of a GPU: its state before the driver was reopened, or an unhealthy sample."""
+        """Return the initial state of a GPU, with its last sample from before the driver was reopened, if any."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _SampledGpu(old[index].sample, self.ring(index), time.monotonic())
@@ -378,7 +381,7 @@ class Sampler:
         return _SampledGpu(sample, gpu.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, gpu: _SampledGpu | None = None) -> None:
-        """Wait until the deadline, or less if the sampler stops or pauses, or the interval or the GPU requires it."""
+        """Wait until the deadline; return early if the sampler stops or pauses, or if its settings or GPUs change."""
         interval, was, shares = self._interval, self._looked_at, self._shares_wanted
         with self._changed:
             self._changed.wait_for(
@@ -401,15 +404,15 @@ class Sampler:
 
 
 def interval_of(timestamp: float, interval_s: float) -> int:
-    """Return the number of the clock interval that contains a time; it is the same for all GPUs, apps and hosts."""
+    """Return the number of the clock interval that contains a time; all GPUs, apps and hosts use the same numbers."""
     return math.floor(timestamp / interval_s)
 
 
 def until_next(now: float, interval_s: float) -> float:
-    """Return the seconds until the next clock interval has begun.
+    """Return the seconds until the next clock interval has started.
 
-    Add a tenth of an interval, so that a thread that wakes slightly early, or while the clock is being adjusted, is not
-    still in the previous interval.
+    Add a tenth of an interval, so that a thread that wakes slightly early, or while the clock is being adjusted, does
+    not wake in the previous interval.
     """
     return (interval_of(now, interval_s) + 1.1) * interval_s - now
 
@@ -421,7 +424,7 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Return an unhealthy sample whose `unread_since` is the time when a readable GPU became unreadable."""
+    """Set `unread_since` of an unhealthy sample to the time at which the previously readable GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 

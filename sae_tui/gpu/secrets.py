@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "…"
-# Variables whose values are harmless. All others are hidden, since a secret may have any name.
+# Variables whose values are harmless. The values of all others are hidden, since a secret may have any name.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"
@@ -22,13 +22,13 @@ _SECRET_WORD = re.compile(
     "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Prefixes of tokens that services issue.
+# Tokens with the prefixes that well-known services use.
 _TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN[\s\S]*")
-# Greedy, since a password may contain a slash, a space or an @.
+# The pattern is greedy, since a password may contain a slash, a space or an @.
 _IN_ADDRESS = re.compile(r"(\w://)[^\"']*@")
 _HOOK = re.compile(r"(hooks?\.[\w.-]+/)\S+", re.IGNORECASE)
 # A name and its value within a text, such as JSON, a query or a header.
@@ -48,7 +48,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
     "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
 }  # fmt: skip
-# These programs accept a password only directly after -p: the word after a separate -p is a database name.
+# These programs accept a password only directly after -p, without a space. A word after a space is a database name.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
 # Longer texts are truncated, since searching them would take seconds.
 _LONGEST = 4096
@@ -65,7 +65,7 @@ def is_harmless(name: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Mask everything in a text that looks like a secret; truncate long texts to keep this fast."""
+    """Mask everything in a text that looks like a secret; truncate long texts, since searching them is slow."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
@@ -104,7 +104,7 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def _secret_option(program: str, argument: str) -> str:
-    """Return the option at the start of an argument if its value is a secret for this program, otherwise ""."""
+    """Return the option at the start of an argument if this program's option has a secret value, otherwise ""."""
     for option in _OPTIONS.get(program, ()):
         if argument == option or argument.startswith(f"{option}=" if option.startswith("--") else option):
             return option

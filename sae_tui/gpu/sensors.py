@@ -1,7 +1,8 @@
-"""The sensors of a GPU: each is declared once, at a field of a reading, and all views and JSON output follow from that.
+"""The sensors of a GPU. Each is declared once, at a field of a reading; all views and the JSON output use this.
 
-Drivers sometimes return nonsense: all bits set, or a negative number as unsigned. Readings from all vendors are
-checked, since a single impossible value would spoil the sums, stores and plots of all GPUs.
+Drivers sometimes return impossible values, such as a number with all bits set, or a negative number as an unsigned one.
+The readings of all vendors are checked, since a single impossible value would make the sums, stored values and plots of
+all GPUs wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ JOULES = (0.0, 1e13)  # 10 kW for 30 years
 
 
 class Unit(NamedTuple):
-    """A unit, and the corresponding base unit of Prometheus, which is `times / per` of it."""
+    """A unit, and the corresponding base unit of Prometheus; one unit is `times / per` base units."""
 
     words: str
     base: str
@@ -32,7 +33,7 @@ class Unit(NamedTuple):
     per: float = 1
 
 
-# Units by the ending of the field name. Utilisation has no unit in its name.
+# Maps the ending of a field's name to the unit of the field. The name of the utilisation does not contain a unit.
 UNITS: Mapping[str, Unit] = {
     "utilization": Unit("%", "utilization_ratio", per=100),
     "percent": Unit("%", "ratio", per=100),
@@ -48,11 +49,11 @@ UNITS: Mapping[str, Unit] = {
 class Sensor:
     """The declaration of a measured value.
 
-    `words` describe it in the JSON reference and for Prometheus; a value without words is not exported. `public` is its
-    name in JSON, and `null` explains what null means there. `limits` are the lowest and the highest possible values,
-    inclusive. A sensor with a `heading` is a column of every list of GPUs, and also appears on the cards and in the
-    map; a narrow terminal drops the column with the highest `drop` first. A sensor with a `title` is an entry of a
-    `group` on the page of a GPU.
+    `words` describe the value in the JSON reference and for Prometheus; a value without words is not exported. `public`
+    is the value's name in JSON, and `null` explains the meaning of null there. `limits` are the lowest and the highest
+    possible values, inclusive. A sensor with a `heading` is a column in every list of GPUs, and also appears on the
+    cards and in the map; a narrow terminal omits the column with the highest `drop` first. A sensor with a `title` is
+    an entry in a `group` on the page of a GPU.
     """
 
     words: str = ""
@@ -77,7 +78,7 @@ class Sensor:
 
     @property
     def metric(self) -> str:
-        """The name for Prometheus."""
+        """The sensor's name for Prometheus."""
         stem, _, _ = self.name.rpartition("_")
         return "_".join(filter(None, (stem, self.unit.base))) if self.unit else self.name
 
@@ -92,7 +93,7 @@ _FOUND: dict[type[Any], Mapping[str, Sensor]] = {}
 
 
 def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
-    """Return the sensors of a class of readings, by field."""
+    """Return a dict that maps each field of a class of readings to its sensor."""
     if kind not in _FOUND:
         hints = get_type_hints(kind, include_extras=True)
         _FOUND[kind] = {
@@ -105,7 +106,7 @@ def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
 
 
 def exported(kind: type) -> Mapping[str, Sensor]:
-    """Return the sensors that JSON output contains, by field."""
+    """Return a dict that maps each field that is included in JSON output to its sensor."""
     return {name: one for name, one in sensors_of(kind).items() if one.words}
 
 
@@ -125,7 +126,7 @@ def is_possible(value: object, limits: Limits | None) -> bool:
 
 
 def drop_impossible(reading: Any) -> dict[str, str]:
-    """Set impossible fields of a reading to None; return the reason for each."""
+    """Set the fields with impossible values to None; return a dict that maps each of these fields to the reason."""
     sensors = sensors_of(type(reading))
     names = [name for name, one in sensors.items() if not is_possible(getattr(reading, name), one.limits)]
     failed = {name: _words(getattr(reading, name)) for name in names}

@@ -1,4 +1,4 @@
-"""A source for GPUs of several vendors in one machine, with consecutive indices for each vendor."""
+"""A source for a machine with GPUs of several vendors; the GPUs of each vendor have consecutive indices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# Shorter than the limit for opening this source, so that drivers that respond can still be used.
+# The time limit for opening the vendors' drivers. It is shorter than the limit for opening this source, so that the
+# drivers that respond can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 
 class Several:
     """Reads each vendor's GPUs through that vendor's source, and marks each sample with its vendor.
 
-    If one driver fails while another works, its GPUs are omitted, and its fault is listed in the facts.
+    If some drivers work and others fail, the GPUs of the failed drivers are omitted, and the facts list their faults.
     """
 
     name = AUTO
@@ -33,14 +34,14 @@ class Several:
     def __init__(self, sources: Sequence[GpuSource]) -> None:
         self.cuda = any(source.cuda for source in sources)
         self._sources = sources
-        # Each GPU's source, and its index there.
+        # The source of each GPU, and the index of the GPU in that source.
         self._gpus: list[tuple[GpuSource, int]] = []
         self._faults: list[SourceUnavailable] = []
 
     def open(self) -> int:
         gpus: list[tuple[GpuSource, int]] = []
         self._faults = []
-        # Open each source on a separate thread, so that a driver that never responds does not hide the others' GPUs.
+        # Open each source on a separate thread, so that a driver that never responds does not block the others.
         counts = [(source, on_thread(source.open)) for source in self._sources]
         deadline = time.monotonic() + LIMIT_S
         for source, count in counts:
@@ -86,7 +87,7 @@ class Several:
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
-        """Return the facts from all vendors, with the indices of this source."""
+        """Return the combined facts of all vendors, with the GPU indices of this source."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._gpus) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
         # If one vendor's GPUs work, missing software for another vendor is not a fault.

@@ -1,4 +1,4 @@
-"""Simulated GPUs for the demo, tests and screenshots; jobs on them are CPU processes."""
+"""Simulated GPUs for the demo, tests and screenshots; jobs on simulated GPUs run on the CPU."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 
 
 class Simulated:
-    """Simulates a machine with four GPUs, one of them in use by another user; larger counts repeat these four.
+    """Simulates a machine with four GPUs, one of them used by another user; a larger `count` repeats these four.
 
-    `occupied` returns the GPUs on which our jobs run now (UUID to pid and bytes); any thread may call it. All values of
-    a GPU follow from `occupied` and the clock.
+    `occupied` returns a dict that maps the UUID of each GPU on which one of our jobs runs to the job's pid and memory
+    in bytes; any thread may call it. All values of a GPU are computed from `occupied` and the clock.
     """
 
     name = "simulated"
@@ -87,12 +87,12 @@ class Simulated:
         return self._gpus[index].details(self._clock(), sample)
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Split the utilisation of the GPU equally between its processes."""
+        """Return percentages that split the GPU's utilisation equally between its processes."""
         pids = [process.pid for process in sample.processes or ()]
         return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
 
     def facts(self) -> GpuFacts:
-        """Return facts in which every four GPUs share a CPU socket, and the first two of these are linked by NVLink."""
+        """Return facts with groups of four GPUs on one CPU socket, and NVLink between the first two GPUs of a group."""
         n_gpus = len(self._gpus)
         pairs = tuple(starmap(_pair, combinations(range(n_gpus), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
@@ -120,7 +120,10 @@ def is_simulated(uuid: str) -> bool:
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Parse a text like "1:lost,2:no_power" into faults by index; raise `UserError` if it is invalid."""
+    """Parse a text like "1:lost,2:no_power" into a dict that maps GPU indices to faults.
+
+    Raise `UserError` if the text is invalid.
+    """
     fault_by_index: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         index, _, fault = part.partition(":")
@@ -161,7 +164,7 @@ class _SimulatedGpu:
         )  # fmt: skip
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
-        """Return details that are consistent with the sample."""
+        """Return details that match the utilisation in the sample."""
         from sae_tui.gpu.details import GpuDetails
 
         busy = (sample.utilization or 0) / 100
@@ -196,7 +199,7 @@ class _SimulatedGpu:
         return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
-        """Return a percentage: 0 when idle, slow waves between 80 and 95 when busy, near 97 for another user's job."""
+        """Return a percentage: 0 for an idle GPU, waves between 80 and 95 for our job, about 97 for another user's."""
         if not busy:
             return 0.0
         wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)
@@ -222,7 +225,7 @@ class _Heat:
 
 
 def _condition(busy: float) -> Condition:
-    """Return the condition of a GPU for a utilisation of `busy`, 0 to 1; from 0.98 up, it is at its power limit."""
+    """Return the condition of a GPU at a utilisation of `busy` (0 to 1); from 0.98, the power limit slows it down."""
     return Condition(
         sm_clock_mhz=round(1485 * busy) + 210,
         performance_state=2 if busy else 8,

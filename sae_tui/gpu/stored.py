@@ -1,4 +1,7 @@
-"""Reads `gpu.db`: samples and means per step of a GPU, identified by UUID since its index may change."""
+"""Reads the samples of GPUs, and their means per time step, from `gpu.db`.
+
+A GPU is identified by its UUID, since its index may change.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
-# History is read in windows of this many seconds. Each is read completely before its rows are yielded, since a
-# statement that stays open while a user pages through the output would prevent the truncation of the write-ahead log.
+# The history is read in windows of this many seconds. All rows of a window are read before the first is yielded, since
+# a statement that stays open while a user pages through the output would prevent the truncation of the write-ahead log.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_GPUS = 100_000
-# Rows further in the future, written while a clock was ahead, are not read.
+# Rows further in the future than this are not read; they were written while a clock was wrong.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The index is part of the primary key, since only one GPU has it at any time; the UUID identifies that GPU. A place is
-# an index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each place becomes a range of
-# the primary key.
+# The index is part of the primary key, since only one GPU has it at any time; the UUID identifies that GPU. Each row of
+# `places` is an index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each of these
+# rows becomes a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
     " json_extract(value, '$[2]') AS sample_end, json_extract(value, '$[3]') AS minute_begin,"
@@ -73,7 +76,10 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A row of the history: one sample, or the mean of several `samples` from `timestamp` on."""
+    """A row of the history: one sample, or the mean of several samples; `samples` is their number.
+
+    For a mean, `timestamp` is the time of the first possible sample.
+    """
 
     gpu_index: FewAtOnce
     timestamp: Time
@@ -93,14 +99,14 @@ STORED = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTotals(GpuSummary):
-    """One time step over all GPUs; `gpus_counted` is the number of GPUs with a sample."""
+    """The totals over all GPUs in one time step; `gpus_counted` is the number of GPUs with a sample."""
 
     timestamp: float
     gpus_counted: int
 
 
 def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]]:
-    """Return the samples of the last `seconds` for each GPU, by UUID, to fill the rings."""
+    """Return a dict that maps the UUID of each GPU to its samples of the last `seconds`."""
     if not path.exists():
         return {}
     now = time.time()
@@ -115,10 +121,10 @@ def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]
 def stored_samples(
     path: Path, host: str, begin: float, *, uuid: str | None = None, step_s: int | None = None
 ) -> Iterator[StoredSample]:
-    """Yield the history of one GPU, or of all, since `begin`, oldest first; minute means replace deleted samples.
+    """Yield the history of one GPU or of all GPUs since `begin`, oldest first; minute means replace deleted samples.
 
-    With `step_s`, yield the mean of each step; the first step may begin earlier. Only one hour, or one step, is in
-    memory at a time.
+    With `step_s`, yield the mean of each time step; the first step may start before `begin`. Only one hour of history,
+    or one longer step, is in memory at a time.
     """
     with explain_errors(path), closing(_open(path)) as db:
         oldest, newest = _span(db, host)
@@ -133,7 +139,7 @@ def stored_samples(
 
 
 def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
-    """Combine rows of all GPUs, in chronological order, into one row per step."""
+    """Combine the rows of all GPUs, which must be in chronological order, into one row per time step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         gpus = list(each)
         busy = _not_none(gpu.utilization for gpu in gpus)
@@ -154,10 +160,10 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """Return when a GPU's utilisation was last above `above` percent; return `after` if it has not been since then.
+    """Return the time at which a GPU's utilisation was last above `above` percent.
 
-    Return None if this is unknown: there is no history since then, none of the last minutes, or none of the
-    utilisation, which a slice does not report.
+    Return `after` if the utilisation has not been above that percentage since `after`. Return None if this is unknown:
+    no utilisation is stored since `after`, or none in the last three minutes. A slice does not report its utilisation.
     """
     if not path.exists():
         return None
@@ -172,9 +178,9 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
 def energy_readings(
     path: Path, host: str, gpus: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
 ) -> dict[str, list[EnergyReading]]:
-    """Return the energy readings of GPUs by UUID, from each GPU's time in `after` (exclusive) to `until`.
+    """Return a dict that maps the UUID of each GPU to its energy readings from its time in `after` to `until`.
 
-    `gpus` are pairs of index and UUID.
+    The time in `after` is excluded. `gpus` are pairs of index and UUID.
     """
     with explain_errors(path), closing(_open(path)) as db:
         return {
@@ -197,9 +203,10 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """Return as JSON the indices of one GPU (or any), each with its time ranges of samples and of minute means.
+    """Return the `places` of a query as JSON: GPU indices, each with its time ranges of samples and of minute means.
 
-    If both tables cover a time, samples are read; with `minutes`, minute means are read, which are sixty times fewer.
+    If `uuid` is given, include only the indices that this GPU has had. If both tables cover a time, read the samples;
+    with `minutes`, read the minute means, which are sixty times fewer.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []
@@ -216,7 +223,7 @@ def _places(
 
 
 def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
-    """Return the times of the oldest and the latest row; the latest is at most `AHEAD_S` in the future."""
+    """Return the times of the oldest and the latest row; ignore times more than `AHEAD_S` in the future."""
     host_indices = indices(db, host)
     tables = (("gpu_minutes", "minute", MINUTE_S), ("gpu_metrics", "timestamp", 1))
     oldest = [_end(db, host, i, "min", table, key, NEVER) * unit for table, key, unit in tables for i in host_indices]

@@ -1,4 +1,4 @@
-"""Deletes old rows of `gpu.db` and shrinks the file, in small batches."""
+"""Deletes old rows from `gpu.db` and shrinks the file, both in small batches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainer.contract.store.database import transaction
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# Pages freed in one minute are reused in the next, so only free pages beyond these limits are returned to the file
-# system.
+# Free pages are returned to the file system only if there are more of them than these limits, since the rows of the
+# next minute reuse free pages.
 SLACK, SLACK_PAGES = 0.1, 1000
-# Rewriting a file of this size takes a second and temporarily needs twice its size on disk.
+# Rewriting a file of this size takes a second and temporarily requires twice the size of the file on disk.
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# The smallest clock jump, and how long a jump is distrusted; the smallest gap without rows that counts as a jump, and
-# how much history must be stored after it.
+# The smallest clock jump, and the time for which the clock is distrusted after a jump.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
+# The smallest gap in the stored rows that is regarded as a jump, and the time that must be stored after the gap.
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
 
@@ -40,7 +40,7 @@ class Retention:
 
 
 class Upkeep:
-    """Deletes old rows once a minute and frees their space; only the process that writes the file uses it."""
+    """Deletes old rows once a minute and frees their disk space; used only by the process that writes the file."""
 
     def __init__(self, path: Path, host: str, retention: Retention) -> None:
         self._path = path
@@ -49,17 +49,17 @@ class Upkeep:
         self._begun = 0.0
         self._first = True
         self._made_anew = False
-        # Wall-clock time and time since boot when the wall clock was last trusted.
+        # The wall-clock time and the time since boot at the last moment at which the wall clock was trusted.
         self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
 
     @property
     def busy(self) -> bool:
-        """True if work remains for later turns."""
+        """True if a pass over the file has not been completed yet."""
         return self._work is not None
 
     def turn(self, db: sqlite3.Connection, now: float) -> None:
-        """Work for up to `TURN_S` (0.2 s), leaving the rest for later turns."""
+        """Delete and shrink for up to `TURN_S` (0.2 s); later turns continue from there."""
         if self._work is None or self._work[0] is not db:
             if abs(now - self._begun) < MINUTE_S:
                 return
@@ -74,13 +74,13 @@ class Upkeep:
     def _pieces(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
         first, self._first = self._first, False
         yield from self._delete(db, now)
-        if not first:  # keep the first minute of an app free from this work
+        if not first:  # do not slow down the first minute of the app
             yield from self._shrink(db)
 
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
-        """Delete old rows index by index, by primary-key range, since otherwise each pass would read the entire table.
+        """Delete old rows separately for each GPU index, as a range of the primary key, to avoid reading entire tables.
 
-        Delete only complete minutes, so that minute means and samples join without gaps or overlaps.
+        Delete only complete minutes, so that there is no gap or overlap between minute means and samples.
         """
         now = self._believable(db, now)
         raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
@@ -90,11 +90,11 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the reference time for ages: `now`, unless the clock has jumped ahead.
+        """Return the time from which the age of rows is computed: `now`, unless the clock has jumped ahead.
 
-        While this process runs, a comparison with the time since boot reveals a jump; the new time is accepted after a
-        day. A jump before the start looks like hours without stored rows; the new time is accepted once half an hour of
-        rows is stored after it.
+        A jump while this process runs is detected by comparison with the time since boot; the new time is accepted
+        after a day. A jump before the start is detected as a gap of hours in the stored rows; the new time is accepted
+        once half an hour of rows is stored after the gap.
         """
         boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         wall, at = self._clocks or (now, boot)
@@ -110,7 +110,7 @@ class Upkeep:
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int
     ) -> Iterator[None]:
-        """Delete rows in several transactions, since a single one would make the log as large as the deleted rows."""
+        """Delete rows in several transactions, since the log of a single one would be as large as the deleted rows."""
         rows = f"FROM {table} WHERE host = ? AND gpu_index = ? AND {key} < ?"
         far = f"SELECT {key} {rows} ORDER BY {key} LIMIT 1 OFFSET {BATCH_ROWS}"
         more = True
@@ -123,7 +123,7 @@ class Upkeep:
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Return free pages to the file system if there are more than will soon be reused."""
+        """Return free pages to the file system if there are more of them than will soon be reused."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)
@@ -162,7 +162,7 @@ def _empty_log(db: sqlite3.Connection) -> None:
 
 
 def _has_space(folder: Path, n_bytes: int) -> bool:
-    """Return whether the file's folder and SQLite's temporary folder each have enough space to rewrite it."""
+    """Return whether `folder` and SQLite's temporary folder each have enough space to rewrite `n_bytes`."""
     places = [os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp", "."]
     temporary = next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
     space = min(shutil.disk_usage(folder).free, shutil.disk_usage(temporary).free)

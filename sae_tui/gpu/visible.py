@@ -1,4 +1,4 @@
-"""Hides the GPUs that CUDA_VISIBLE_DEVICES, or another vendor's equivalent variable, excludes.
+"""Hides the GPUs that CUDA_VISIBLE_DEVICES, or the equivalent variable of another vendor, excludes.
 
 Hidden GPUs are sampled and stored, but not shown.
 """
@@ -15,7 +15,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 def visible(
     samples: Iterable[GpuSample], source_name: str, environ: Mapping[str, str] = os.environ
 ) -> tuple[GpuSample, ...]:
-    """Return the samples of the visible GPUs, by index; simulated GPUs are never hidden."""
+    """Return the samples of the visible GPUs; simulated GPUs are never hidden."""
     samples = tuple(samples)
     gpus = [(sample.index, sample.uuid, sample.vendor or source_name) for sample in samples]
     left = left_by(gpus, lambda vendor: vendor.visible_devices(environ))
@@ -23,9 +23,10 @@ def visible(
 
 
 def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
-    """Return the indices of the GPUs (index, UUID, vendor) that each vendor's variable leaves visible.
+    """Return the indices of the GPUs that remain visible; each GPU is a tuple of index, UUID and vendor.
 
-    A variable numbers the GPUs of its vendor from 0. GPUs without a vendor, such as simulated ones, remain visible.
+    `variable` returns the value of the vendor's variable, which numbers the GPUs of that vendor from 0. GPUs without a
+    vendor, such as simulated ones, remain visible.
     """
     by_vendor: dict[str, list[tuple[int, str]]] = {}
     for index, uuid, name in gpus:
@@ -44,7 +45,7 @@ def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], s
 
 
 def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:
-    """Return the number of GPUs shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
+    """Return text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if no GPU is hidden."""
     return f"{n_visible} of {n_gpus} GPUs, by {_variables(source_name)}" if n_visible < n_gpus else ""
 
 
@@ -59,8 +60,8 @@ def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.en
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the names of the variables that are set and can hide GPUs of this source, joined by "and".
 
-    A source with several vendors has the variables of all of them. If no variable is set, return the main variable of
-    the first vendor.
+    For a source with GPUs of several vendors, consider the variables of all vendors. If no variable is set, return the
+    main variable of the first vendor.
     """
     vendors = [VENDORS[source_name]] if source_name in VENDORS else list(VENDORS.values())
     names = dict.fromkeys(name for vendor in vendors for name in vendor.limits(environ))

@@ -1,4 +1,4 @@
-"""History in a given number of columns: a GPU's latest intervals, or a stored time span of one or all GPUs."""
+"""Reads history in a given number of columns: a GPU's latest intervals, or a stored time span of one or all GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _MINUTES_FROM_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Columns of `step_s` seconds each from `begin` on: for each field a value or None, and the job that ran then."""
+    """The history of a GPU in columns of `step_s` seconds each; the first column starts at `begin`.
+
+    `columns` maps each field to its value in each column, None if unknown. `jobs` contains the job that ran in each
+    column.
+    """
 
     begin: float
     step_s: float
@@ -39,7 +43,7 @@ class Window:
 
 
 def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job: int | None) -> Window:
-    """Return the latest `n` intervals of a GPU; `job` is the job that it currently runs."""
+    """Return the latest `n` intervals of a GPU; `job` is the job that currently runs on the GPU."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
     begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s
@@ -47,7 +51,7 @@ def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job:
 
 
 def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: float) -> Window:
-    """Return the last `span_s` seconds of a GPU from the store, in at most `n` columns; missing values are None.
+    """Return the stored history of a GPU in the last `span_s` seconds, in at most `n` columns; missing values are None.
 
     Raise `UserError` if the store cannot be read.
     """
@@ -66,7 +70,7 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
 def stored_past(
     path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float
 ) -> RecentHistory:
-    """Return the last `span_s` seconds of the GPUs in `samples` from the store, in at most `n` columns.
+    """Return the stored history of the GPUs in `samples` in the last `span_s` seconds, in at most `n` columns.
 
     Raise `UserError` if the store cannot be read.
     """

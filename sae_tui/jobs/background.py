@@ -1,4 +1,4 @@
-"""Runs a process in the background; its parent learns whether it started successfully."""
+"""Runs a process in the background; the parent process is informed whether it has started successfully."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainer.contract.process import take_back_signals
 
 
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
-    """Fork. In the parent, return 0 once `begin` has succeeded in the child, and 1 if it failed.
+    """Fork and call `begin` in the child. In the parent, return 0 once `begin` has succeeded, and 1 if it has failed.
 
-    The child calls the function that `begin` returned, then exits without returning. On an error, it writes the error
-    to stderr and exits with 1.
+    The child then calls the function that `begin` returned, and exits without returning. If an error occurs, the child
+    writes it to stderr and exits with 1.
     """
     take_back_signals()
     reading, writing = os.pipe()
@@ -35,6 +35,6 @@ def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        # A sampling thread that hangs in the driver would keep the process alive.
+        # Exit without waiting for threads, since one that hangs in the driver would keep the process alive.
         os._exit(code)
     return 0

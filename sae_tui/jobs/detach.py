@@ -1,4 +1,4 @@
-"""Starts a job's supervisor or evaluation on this host in a new session, so that it outlives app and terminal."""
+"""Starts a job's supervisor or evaluation on this host in a new session, so that it outlives the app and terminal."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class SlowStart(UserError):
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Start the supervisor of a job; return once it has registered itself in the job's row (0.1 s).
+    """Start the supervisor of a job; return once it has registered itself in the job's row, which takes 0.1 s.
 
-    Raise `UserError` if it does not start.
+    Raise `UserError` if the supervisor does not start.
     """
     start_detached([*command, str(data.root), str(job_id)], data.run(job_id).supervisor_log, "its supervisor")
 
 
 def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
-    """Start a background program that writes to a log; error messages begin with its name, `who`.
+    """Start a background program whose output is appended to a log; `who` is the program's name in error messages.
 
-    Raise `UserError` if it does not start. The process started here forks the actual program and exits, so that the
-    caller has no child to wait for, and the program can never get a controlling terminal.
+    Raise `UserError` if the program does not start. The process started here forks the actual program and exits, so
+    that the caller has no child to wait for, and the program can never get a controlling terminal.
     """
     outside = _scope_prefix()
     if outside:
@@ -52,10 +52,10 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
 
 
 def _scope_prefix() -> tuple[str, ...]:
-    """Return a command prefix for programs that must outlive the login session; () if impossible or unnecessary.
+    """Return a command prefix that makes a program outlive the login session; () if this is impossible or unnecessary.
 
-    The prefix starts the program in a scope of the user's service manager. Lingering keeps that manager running,
-    regardless of how logind treats the session.
+    The prefix starts the program in a scope of the user's service manager. If lingering is enabled, that manager keeps
+    running after the session has ended.
     """
     try:
         group = Path("/proc/self/cgroup").read_text()

@@ -24,7 +24,7 @@ from trainer.contract.store.states import DONE, JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
-# A reply to a request: a phrase that follows the job's number.
+# Returns the reply to a request, as a phrase that follows the job's number.
 Words = Callable[[Job], str]
 
 
@@ -41,14 +41,14 @@ def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
 
 
 def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
-    """Add and remove tags, each a single word; adding a tag twice or removing an absent one does nothing."""
+    """Add and remove tags; adding a tag that the job has, or removing one that it lacks, has no effect."""
     tags = tuple(sorted({*control.job(job_id).tags, *as_tags(add)} - {*as_tags(remove)}))
     has = f"the tag{'s' * (len(tags) > 1)} {', '.join(tags)}" if tags else "no tags"
     return _change(data, control, job_id, f"has {has}", tags=tags)
 
 
 def as_tags(words: Iterable[str]) -> tuple[str, ...]:
-    """Return each tag once, sorted; raise `UserError` if a word is not a valid tag."""
+    """Return the distinct tags in `words`, sorted; raise `UserError` if a word is not a valid tag."""
     return tuple(sorted({*map(_tag, words)}))
 
 
@@ -59,7 +59,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Set a job's priority in the queue (-100 to 100); a running job keeps it for when it is queued again."""
+    """Set a job's priority in the queue (-100 to 100); that of a running job applies if the job is queued again."""
     if not -100 <= priority <= 100:
         raise UserError(f"a priority is -100 to 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)
@@ -75,20 +75,20 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def release(data: DataDir, control: Control, job_id: int) -> str:
-    """Release a queued job that is held or paused; it still waits for GPUs and other jobs."""
+    """Release a queued job that is held or paused; the job still waits for GPUs and other jobs."""
     job = control.job(job_id)
     resumes = job.state.is_final and job.state not in DONE
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
-    # Otherwise a pause request that the supervisor has not seen yet would hold the job again.
+    # Answer a pause request that the supervisor has not read yet, since the request would hold the job again.
     control.answer(job_id, "pause")
     message = _release_message(job, is_held, describe_unfinished(data, control, job), data.run(job_id))
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
 
 
 def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
-    """Resume a paused training, which then cools down and ends as finished."""
+    """Resume a paused training, which then cools down and finishes."""
     job = control.job(job_id)
     if not kind_of(job.config).trains or not job.attempt:
         raise UserError(f"job {job_id} has no training to cool down yet; release it without --finish")
@@ -98,9 +98,9 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """Return a message about what a queued job does after its release.
+    """Return a message that tells what a queued job does after its release.
 
-    `other` is the clause about jobs that must finish first, or "".
+    `other` is a clause about the jobs that must finish first, or "" if there are none.
     """
     saved = newest_first(paths.checkpoints)
     starts = f"resumes from step {int(saved[0].name.removeprefix('step-'))}" if saved else "starts"
@@ -132,7 +132,7 @@ def stop(data: DataDir, job_id: int) -> str:
 
 
 def finish(data: DataDir, job_id: int) -> str:
-    """Ask a training to cool down and finish; raise `UserError` for a job that takes no more steps."""
+    """Ask a training to cool down and finish; raise `UserError` if the job cannot cool down."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if not kind_of(job.config).trains:
@@ -155,7 +155,7 @@ def finish(data: DataDir, job_id: int) -> str:
 
 
 def kill(data: DataDir, job_id: int) -> str:
-    """Ask a job's supervisor to stop its ranks with SIGTERM, and with SIGKILL 5 s later."""
+    """Ask a job's supervisor to stop the job's ranks with SIGTERM, and with SIGKILL 5 s later."""
     return _ask(
         data,
         job_id,
@@ -166,7 +166,7 @@ def kill(data: DataDir, job_id: int) -> str:
 
 
 def pause(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and return to the queue, held; its GPUs are free until it is released."""
+    """Ask a job to save and return to the queue, where it is held; until it is released, its GPUs are free."""
     return _ask(
         data,
         job_id,
@@ -189,8 +189,8 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 def _text(text: str, allowed: str = "") -> str:
     """Strip the whitespace around a text.
 
-    Raise `UserError` for control characters that are not in `allowed`, and for text that is not UTF-8, which a terminal
-    may send but the store cannot hold.
+    Raise `UserError` if the text contains control characters that are not in `allowed`, or if it is not valid UTF-8: a
+    terminal may send such text, but it cannot be stored.
     """
     if not is_utf8(text):
         raise UserError("names, tags and notes must be UTF-8; set the terminal's encoding to UTF-8")

@@ -1,4 +1,4 @@
-"""How a job ended, as stored in `exit.json` in the run folder, from which a damaged store can be repaired."""
+"""The record of how a job ended, `exit.json` in the run folder; a damaged store can be repaired from it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RankEnding(msgspec.Struct, frozen=True):
 
 
 class JobEnding(msgspec.Struct, frozen=True):
-    """The final state of a job, and its cause."""
+    """The final state of a job, and the cause of that state."""
 
     state: JobState
     ended: Time
     error: str | None = None
     output_path: str | None = None
     ranks: tuple[RankEnding, ...] = ()
-    # The rank whose failure stopped the others.
+    # The rank whose failure stopped the other ranks.
     first_failed: FewAtOnce | None = None
 
     def fields(self) -> dict[str, Any]:

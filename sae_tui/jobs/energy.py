@@ -1,4 +1,4 @@
-"""The energy of a job: the amount, the measured share, and the price and CO₂ according to the settings."""
+"""The energy that a job has used, with its cost and CO₂ emissions according to the settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# A smaller measured share is reported to the user; the last seconds of a job may not be stored yet when it ends.
+# A smaller measured share is reported to the user. It is below 1 since the readings of a job's last seconds may not be
+# stored yet when the job ends.
 WHOLE = 0.98
 
 
 class Energy(NamedTuple):
-    """The energy of a job; unknown values are None. `energy_share` is the share of the job's time that was measured."""
+    """The energy that a job has used; unknown values are None.
+
+    `energy_share` is the share of the job's time in which the energy was measured.
+    """
 
     energy_wh: float | None = None
     energy_share: float | None = None
@@ -75,8 +79,8 @@ _SAMPLES, _COUNTER = "power samples", "counter"
 
 
 def _source(counted: float) -> str:
-    """Return the source of the measurement; `counted` is the share of the measured time covered by the counter."""
-    # The last seconds before the end are always measured from samples.
+    """Return the source of the measurement; `counted` is the share of the measured time that the counter covers."""
+    # The energy of a job's last seconds is always computed from power samples.
     if counted > 0.9:
         return _COUNTER
     return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

@@ -1,6 +1,6 @@
-"""Checks whether another Python can train: runs it in a process with a time limit and reads its versions and packages.
+"""Checks whether another Python can train, by running it with a time limit and reading its versions and packages.
 
-The result is cached until the Python or one of its package folders changes.
+The result is cached until the Python executable or one of its package folders changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LIMIT_S = 60.0
 # A Python whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# Even Python 2 can run this until it has reported its version. It ends on its own, even if the app is gone.
+# A script that reports the properties of a Python. Python 2 can run it too, and reports its version. The alarm ends the
+# script even if the app has ended.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()
@@ -74,7 +75,7 @@ os._exit(0)
 
 
 class Torch(msgspec.Struct, frozen=True):
-    """An installed torch, the CUDA or ROCm version it was built for, and the number of GPUs it sees on this machine."""
+    """The version of an installed torch, the CUDA or ROCm version it was built for, and the number of GPUs it sees."""
 
     version: str
     cuda: str | None
@@ -83,7 +84,7 @@ class Torch(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime that torch was built for, like a vendor's `torch_runtime`."""
+        """The runtime that torch was built for, as named in a vendor's `torch_runtime`."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
@@ -94,7 +95,10 @@ class Torch(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The report of a Python: `trainer` is its sae-tui version, `settings` are those that its trainer supports."""
+    """The report of a Python about itself.
+
+    `trainer` is the version of its sae-tui package, and `settings` are the settings that its trainer supports.
+    """
 
     version: list[int]
     paths: list[str]
@@ -107,9 +111,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """The environment of a Python.
+    """The environment of a Python, as far as it is known.
 
-    `failure` explains why there is no report; `is_asked` means that the check is still running.
+    `failure` explains why there is no report; `is_asked` is True while the check is running.
     """
 
     python: str
@@ -119,7 +123,7 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Return text like `Python 3.12.1, sae-tui 0.2.0, torch 2.9.0+cu128, built for CUDA 12.8, sees 8 GPUs`."""
+        """Text like `Python 3.12.1, sae-tui 0.2.0, torch 2.9.0+cu128, built for CUDA 12.8, which sees 8 GPUs`."""
         if (answer := self.answer) is None:
             return printable(self.failure)
         trainer = f"{PACKAGE} {answer.trainer}" if answer.trainer else "no trainer"
@@ -128,7 +132,7 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def packages(self) -> OtherInterpreter:
-        """The installed packages, against which a job is checked."""
+        """The installed packages, which a job is checked against."""
         if (answer := self.answer) is None:
             return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
@@ -146,7 +150,7 @@ class Environment(msgspec.Struct, frozen=True):
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
         if answer.trainer_error:
             return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
-        # Imported here, since loading it takes as long as many a command.
+        # Import it only here, since this takes as long as an entire command.
         from importlib.metadata import version
 
         if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):
@@ -158,7 +162,7 @@ class Environment(msgspec.Struct, frozen=True):
         return ""
 
     def problems(self, job: AnyJob, *, wants_gpus: bool = False) -> list[Problem]:
-        """Return why this environment cannot run a job; if it can, return a warning if it sees no GPUs but should."""
+        """Return why this environment cannot run a job, or a warning if the job needs GPUs and its torch sees none."""
         if lack := self.lack():
             return [Problem(SETTING, lack)]
         assert self.answer is not None
@@ -188,7 +192,10 @@ def look(python: str, limit_s: float = LIMIT_S) -> Environment:
 
 
 def glance(python: str, then: Callable[[], object]) -> Environment:
-    """Return what is known about a Python now; if it must be checked first, call `then` from a thread afterwards."""
+    """Return what is known about a Python without waiting.
+
+    If the Python must be checked first, check it on a thread, and call `then` from this thread afterwards.
+    """
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -205,7 +212,10 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 
 @contextlib.contextmanager
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
-    """Check a job against the packages of the Python that it names, if any; yield the problems of that Python."""
+    """Check a job against the packages of the Python that it names, and yield the problems of that Python.
+
+    In the context, all checks of a job use these packages. If the job names no Python, yield no problems.
+    """
     if not (python := job.launch.python):
         yield []
         return
@@ -216,14 +226,14 @@ def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Prob
 
 @contextlib.contextmanager
 def required(job: AnyJob) -> Iterator[None]:
-    """Check a job like `judged_there`; raise `JobFileError` if its Python cannot train it."""
+    """Check a job as `judged_there` does; raise `JobFileError` if the job's Python cannot train it."""
     with judged_there(job) as problems:
         if wrong := errors(problems):
             raise JobFileError(wrong)
         yield
 
 
-# By path: the fingerprint of a Python, the time of the check, and the result.
+# Maps the path of each checked Python to its fingerprint, the time of the check, and the result.
 _SEEN: dict[str, tuple[object, float, Environment]] = {}
 _LOCKS: dict[str, threading.Lock] = {}
 
@@ -252,7 +262,7 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # Run it in a folder owned by root instead of using -P, which older versions do not have.
+    # Run the script in a folder owned by root, since older versions lack the option -P.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(
@@ -273,7 +283,7 @@ def _ask(path: str, limit_s: float) -> Environment:
 
 
 def _wrong_version(theirs: str, ours: str, install: str) -> str:
-    """Compare major and minor versions; app and trainer are compatible if these are equal."""
+    """Return why the trainer's version is incompatible with the app's; "" if the major and minor versions are equal."""
     wanted, has = _minor(ours), _minor(theirs)
     if has == wanted:
         return ""

@@ -1,4 +1,4 @@
-"""Finds the stored features of a job's SAEs (the texts on which their latents fire) and formats them."""
+"""Finds and formats the stored features of a job's SAEs: the texts on which the latents fire."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
-    """Return the feature files of a job's SAEs by label ("" for a single SAE); raise `UserError` if there are none."""
+    """Return a dict that maps the label of each SAE of a job ("" for a single SAE) to its feature file.
+
+    Raise `UserError` if there are no feature files.
+    """
     evaluate = f"`sae-tui eval {job_id}` finds its max-activating examples"
     return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data has token ids")
 
 
 def has_features(data: DataDir, job_id: int) -> bool:
-    """Return whether the job has a feature file."""
+    """Return whether a job has at least one feature file."""
     try:
         return bool(features_of_job(data, job_id))
     except UserError:
@@ -30,7 +33,10 @@ def has_features(data: DataDir, job_id: int) -> bool:
 
 
 def features_in(folder: Path) -> dict[str, Path]:
-    """Return the feature files of the SAEs in a folder or in a run's folder; raise `UserError` if there are none."""
+    """Return a dict that maps the label of each SAE in a folder to its feature file.
+
+    The folder may also be a run folder. Raise `UserError` if there are no feature files.
+    """
     place = folder / "sae" if os.path.isdir(folder / "sae") else folder
     return _files(place, f"{folder} has no {FEATURES}; `sae-train eval` of the run writes it")
 
@@ -45,9 +51,9 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 
 
 def search(features: Features, words: str) -> tuple[list[int], list[int]]:
-    """Return the latents that fire on these words, and the latents that merely have them in their examples.
+    """Return the latents that fire on these words, and the latents whose examples merely contain the words.
 
-    Raise `UserError` if there are none.
+    Raise `UserError` if there are no such latents.
     """
     found = features.search_apart(words)
     if any(found):
@@ -56,23 +62,23 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Return the numbers of dense and silent latents, like `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    """Return the numbers of dense and silent latents: `23 dense (on more than 10 % of the rows), 3 never fire`."""
     return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 
 def strongest_tokens(feature: Feature) -> str:
-    """Return the tokens that a latent fires on most, without repetition, the strongest first."""
+    """Return the tokens on which a latent fires most strongly, strongest first and without repetition."""
     tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
 
 
 def in_row(moved: Iterable[LogitChange]) -> str:
-    """Return the tokens that a latent promotes or suppresses, with their logits, in one line."""
+    """Return one line with the tokens that a latent promotes or suppresses, and the change of each token's logit."""
     return "  ".join(f"{readable(one.text).strip() or repr(one.text)} {one.logit:+.2f}" for one in moved)
 
 
 def readable(text: str) -> str:
-    """Return the text of a token without line breaks and tabs."""
+    """Return the text of a token with visible symbols for line breaks, and spaces for tabs."""
     return text.translate(_LINE_ENDS)
 
 

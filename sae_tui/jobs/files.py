@@ -21,7 +21,7 @@ def is_gone(folder: Path) -> bool:
 
 
 class LogFollower:
-    """Reads the lines appended to a log; starts over if the log is replaced or truncated."""
+    """Reads the lines that are appended to a log; starts again from the beginning if the log becomes shorter."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path

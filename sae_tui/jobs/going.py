@@ -1,4 +1,4 @@
-"""The running evaluations and their progress, each in a small file in the data folder's `evaluations`."""
+"""Stores the progress of each running evaluation in a small file in the folder `evaluations` of the data folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONGEST_WAIT = 200
 
 
 class Going(msgspec.Struct, frozen=True, kw_only=True):
-    """A running evaluation of a job: its parts, start, device, progress, and the reason why it waits."""
+    """A running evaluation of a job, with its parts, start, device, progress, and the reason why it waits."""
 
     job_id: JobId
     process: ProcessRef
@@ -49,7 +49,7 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The state as text, such as `evaluating 41 % · 3 min left · rows`, or why it is waiting."""
+        """The progress as text, such as `evaluating 41 % · 3 min left · rows`, or why the evaluation waits."""
         if self.waits_for:
             return f"evaluation waits: {self.waits_for}"
         share, left, stage = self.reached.words_apart
@@ -57,7 +57,7 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(data: DataDir, going: Going) -> None:
-    """Write the progress of an evaluation; raise `OSError` or `UserError` if that fails."""
+    """Write the progress of an evaluation; raise `OSError` or `UserError` if it cannot be written."""
     private_folder(data.evaluations)
     write_own(_file(data, going.job_id), msgspec.json.encode(going), durable=False)
 
@@ -76,43 +76,46 @@ def _file(data: DataDir, job_id: int) -> Path:
 
 
 class Evaluations:
-    """Tracks the evaluations in a data folder; `going` holds the running ones by job id."""
+    """Tracks the evaluations in a data folder; `going` maps job ids to running evaluations."""
 
     def __init__(self, data: DataDir) -> None:
         self.going: Mapping[int, Going] = {}
         self._folder = data.evaluations
 
     def poll(self) -> bool:
-        """Read the files and return whether anything changed. Never raises; takes microseconds without evaluations."""
+        """Read the files and return whether an evaluation has changed; never raise.
+
+        This takes microseconds if there are no evaluations.
+        """
         going = {one.job_id: _shown(one) for entry, one in _files(self._folder) if _is_going(entry, one)}
         changed, self.going = going != self.going, going
         return changed
 
 
 def left_behind(data: DataDir) -> list[int]:
-    """Return the jobs whose evaluation on this machine has ended without recording an outcome."""
+    """Return the ids of jobs whose evaluation on this machine has ended without recording an outcome."""
     return [one.job_id for entry, one in _files(data.evaluations) if _has_ended(data, entry, one)]
 
 
 def _has_ended(data: DataDir, entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether an evaluation on this machine has ended; in another container, check whether its lock is free."""
+    """Return whether an evaluation on this machine has ended; for one in another container, check the run's lock."""
     if going.process.is_elsewhere:
         return not _is_going(entry, going) and is_held(data.run(going.job_id).evaluation_lock) is False
     return _is_here(going) and not going.process.is_alive()
 
 
 def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
-    """Return the evaluations that have a file; ignore incomplete files, foreign files and links."""
+    """Return the evaluations that have a file, each with its directory entry; ignore invalid files and links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
-        # A killed process may have left a temporary file, whose name is different.
+        # Compare the name, since a killed process may have left a temporary file.
         return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
     return []
 
 
 def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether the process of an evaluation is alive, or may be on another machine."""
+    """Return whether the process of an evaluation is alive or, on another machine, has written recently."""
     if _is_here(going):
         return going.process.is_alive()
     with contextlib.suppress(OSError):
@@ -121,13 +124,13 @@ def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
 
 
 def _is_here(going: Going) -> bool:
-    """Return whether the process is on this machine: same boot, or same host name and PID namespace."""
+    """Return whether the evaluation runs on this machine: it has the same boot id, or host name and PID namespace."""
     is_of_this_boot = going.process.boot_id == boot_id()
     return is_of_this_boot or (going.host == socket.gethostname() and not going.process.is_elsewhere)
 
 
 def _shown(going: Going) -> Going:
-    """Return an evaluation whose text is safe to show."""
+    """Return the evaluation with texts that are printable and not too long."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),

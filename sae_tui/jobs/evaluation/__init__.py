@@ -1,1 +1,1 @@
-"""Evaluates a job's SAEs in a separate process: request, progress and result."""
+"""Evaluates a job's SAEs in a separate process, and reads the evaluation's progress and results."""

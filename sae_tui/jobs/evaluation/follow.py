@@ -1,7 +1,7 @@
-"""The process that evaluates a job; `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
+"""The background process that evaluates a job, started by `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST`.
 
-It holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes its progress, and
-records the outcome in the job list.
+The process holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes the progress,
+and records the outcome as an event of the job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# Interval in seconds between checks for a free GPU or a stop request.
+# The interval between checks for a free GPU or a stop request.
 LOOK_S = 0.5
 # A trainer that has not ended this many seconds after a stop request is killed.
 PATIENCE_S = 5.0
@@ -60,7 +60,7 @@ class RunningEvaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another evaluation of this job runs")
-        # An old stop request was meant for an earlier evaluation.
+        # Answer an old stop request, which was meant for an earlier evaluation.
         self._answer_stop()
         self._locks: GpuLocks | None = None
         self._gpu: ReservedGpu | None = None
@@ -73,7 +73,7 @@ class RunningEvaluation:
             self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
-        """Evaluate with the requested Python, or with this command, and record the outcome."""
+        """Evaluate with the requested Python or, if given, with `command`; record the outcome."""
         try:
             if not self._has_device():
                 return self._tell(STOPPED, "was not evaluated: stopped while it waited for a GPU")
@@ -93,7 +93,7 @@ class RunningEvaluation:
             going.remove(self._data, self._request.job_id)
 
     def _has_device(self) -> bool:
-        """Wait for a free GPU if one is wanted; return False if a stop is requested first."""
+        """Wait for a free GPU if the request requires one; return False if a stop is requested first."""
         while self._request.waits and self._gpu is None:
             if self._is_stopped():
                 return False
@@ -105,7 +105,7 @@ class RunningEvaluation:
         return True
 
     def _take(self, gpu: ReservedGpu) -> bool:
-        """Reserve a GPU for the lifetime of this process; return False if another process has it."""
+        """Reserve a GPU for the lifetime of this process; return False if another process has reserved it."""
         locks = GpuLocks(Path(gpu.locks), [gpu.uuid])
         if gpu.vendor not in VENDORS or not locks.take():
             return False
@@ -133,9 +133,9 @@ class RunningEvaluation:
         return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
-        """Publish the trainer's progress until it ends; return whether it was stopped."""
+        """Publish the trainer's progress until the trainer ends; return whether it was stopped."""
         kept, is_open = b"", True
-        # A child of the trainer may keep the descriptor open after the trainer has ended.
+        # Poll the trainer, since its children may keep the descriptor open after the trainer has ended.
         while process.poll() is None:
             if self._is_stopped():
                 _end(process)
@@ -150,7 +150,7 @@ class RunningEvaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # The trainer now writes its result, which should be the last line of the log.
+                # Finish the progress line now: the trainer's result, which follows, should be the last line of the log.
                 progress.close()
             self._write(self._going)
         return False
@@ -158,7 +158,7 @@ class RunningEvaluation:
     def _write(self, now: Going) -> None:
         """Write the progress if it has changed, or if the last write was more than `HEARTBEAT_S` ago."""
         is_known = now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S
-        # Writing would recreate a deleted data folder.
+        # Do not write if the data folder was deleted, since this would recreate it.
         if is_known or is_gone(self._data.root):
             return
         self._going, self._written_at = now, time.monotonic()
@@ -185,7 +185,7 @@ class RunningEvaluation:
         retry("answering a request to stop", answer)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """Record an event for the job, unless the job or the data folder has been deleted meanwhile."""
+        """Record an event for the job, unless the job or the data folder has been deleted in the meantime."""
         if is_gone(self._data.root):
             return
 
@@ -200,7 +200,7 @@ class RunningEvaluation:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that ends together with this process and writes its progress to a descriptor."""
+    """Start a command that is killed when this process ends, and that writes its progress to a descriptor."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,
@@ -221,7 +221,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
-    """Return the free GPU with the most memory, or None and the reason to wait."""
+    """Return the free GPU with the most memory; if there is none, return None and the reason to wait."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
@@ -241,18 +241,18 @@ def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
 
 @functools.cache
 def _reader(root: Path, source: str) -> GpuReader:
-    """Return the single reader for a source, which remembers how long another process has blocked the source."""
+    """Return the reader for a source, which is kept because it measures how long another process blocks the source."""
     return GpuReader(DataDir(root), source)
 
 
 def _is_before(job: Job, host: str, since: float) -> bool:
-    """Return whether a job on this host wants GPUs and has been queued for longer."""
+    """Return whether a queued job on this host needs GPUs and was queued before `since`."""
     waits = job.state == JobState.QUEUED and not job.held and not job.after and job.gpus_wanted > 0
     return waits and job.host == host and (job.queued or job.created) < since
 
 
 def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:
-    """Fork the process that evaluates; in the parent, return 0 once the evaluation has begun, 1 if it cannot begin."""
+    """Fork the evaluating process; in the parent, return 0 once the evaluation has started, or 1 if it cannot start."""
     root, request = arguments
 
     def begin() -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Determines which parts of an evaluation are possible now, how long each takes, and which are selected by default."""
+"""Determines the possible parts of an evaluation, the duration of each, and the parts that are selected by default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _STAGES = {ROWS: (ROWS, FIRES_ON), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROB
 
 
 class OfferedPart(msgspec.Struct, frozen=True):
-    """A part of an evaluation with its description; `why_not` explains why it cannot be measured, "" if it can."""
+    """A part of an evaluation, with its description.
+
+    `why_not` explains why the part cannot be measured; it is "" if the part can be measured.
+    """
 
     name: str
     words: str
@@ -32,7 +35,10 @@ class OfferedPart(msgspec.Struct, frozen=True):
 
 
 class EvaluationOffer(msgspec.Struct, frozen=True):
-    """The measurable parts, the device in words, and the alternative device, "" if there is only one."""
+    """The parts of an evaluation, and a description of the device.
+
+    `other_device` describes the alternative device; it is "" if there is only one device.
+    """
 
     job_id: int
     parts: tuple[OfferedPart, ...]
@@ -42,7 +48,7 @@ class EvaluationOffer(msgspec.Struct, frozen=True):
 
 
 class EvaluationChoice(msgspec.Struct, frozen=True):
-    """The parts and the device that the user has chosen."""
+    """The parts of an evaluation and the device that the user has chosen."""
 
     parts: frozenset[str]
     on_gpu: bool = False
@@ -63,7 +69,7 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
 
 
 def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -> EvaluationOffer:
-    """Return the parts that can be measured for a job's SAEs; raise `UserError` if it cannot be evaluated now."""
+    """Return the parts that can be measured for a job's SAEs; raise `UserError` if the job cannot be evaluated now."""
     refuse(data, job)
     wants_gpu = job.device == "cuda" and cuda
     parsed, _ = parse_job(table_of(job.config))
@@ -86,14 +92,14 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
 
 
 def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> dict[str, float]:
-    """Return the seconds that each part takes; 0 if that is unknown."""
+    """Return a dict that maps each part to its duration in seconds, 0 if unknown."""
     box = read_box(data.box_file)
     plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
     return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
 
 
 def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -> list[str]:
-    """Return the default parts: missing parts that do not take long; if there are none, the rows."""
+    """Return the default parts: those that are missing and do not take long or, if there are none, the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
     # Rows are worth measuring again, since an evaluation reads more of them than the end of a training.
@@ -101,7 +107,7 @@ def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -
 
 
 def _words(name: str, model: str, seconds: float, measured: list[Part | None]) -> str:
-    """Return a description like `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
+    """Return a part's description, like `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
     title = {ROWS: "rows and max-activating examples", IN_MODEL: "in the model", PROBES: "probes"}[name]
     about = f"about {duration(max(5.0, round(seconds / 5) * 5))}" if seconds else ""
     facts = ", ".join(filter(None, (model, about)))

@@ -1,4 +1,4 @@
-"""Describes the result of an evaluation, as recorded in an event."""
+"""Describes the result of an evaluation for the event that records it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def failure(paths: RunPaths, code: int) -> str:
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Return the requested metrics of the best SAE."""
+    """Return text with the requested metrics of the SAE with the lowest FVU."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip

@@ -16,7 +16,7 @@ from trainer.contract.settings.series import error_of
 
 
 class FiguresSummary(msgspec.Struct, frozen=True):
-    """Metrics of an SAE on `n_tokens` rows; `dead` is the share of latents that never fire on them."""
+    """Metrics of an SAE on `n_tokens` rows; `dead` is the share of latents that never fire on these rows."""
 
     n_tokens: int
     fvu: float
@@ -27,14 +27,17 @@ class FiguresSummary(msgspec.Struct, frozen=True):
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """Return a value with its error, like `0.953 ± 0.004`."""
+    """Return a value with its standard error, like `0.953 ± 0.004`."""
     if value is None:
         return "not defined"
     return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 class PatchedModelSummary(msgspec.Struct, frozen=True):
-    """How well a language model performs with the SAE patched in: 1 is unmodified, 0 is zeroed activations."""
+    """The performance of a language model with the SAE patched in.
+
+    A score of 1 corresponds to the unmodified model, and 0 to zeroed activations.
+    """
 
     ce_score: float | None = None
     ce_score_error: float | None = None
@@ -43,7 +46,7 @@ class PatchedModelSummary(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Both scores with their errors."""
+        """Text with both scores and their standard errors."""
         ce, kl = with_error(self.ce_score, self.ce_score_error), with_error(self.kl_score, self.kl_score_error)
         return f"CE score {ce}, KL score {kl}"
 
@@ -56,19 +59,19 @@ class AucSummary(msgspec.Struct, frozen=True):
 
 
 class ProbingSummary(msgspec.Struct, frozen=True):
-    """How well k latents predict the labels of texts, by k."""
+    """The performance of probes that predict the labels of texts from k latents, for each k."""
 
     k: dict[str, AucSummary] = {}
 
     @property
     def words(self) -> str:
-        """The AUC for each k with its error."""
+        """Text with the AUC for each k and its standard error."""
         of_each = (f"{with_error(one.auc, one.seed_error)} with k = {k}" for k, one in self.k.items())
         return f"AUC {', '.join(of_each)}"
 
 
 class MeasuredRows(msgspec.Struct, frozen=True):
-    """The rows that were measured."""
+    """Properties of the rows on which an SAE was evaluated."""
 
     is_held_out: bool
 
@@ -84,7 +87,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     probing: ProbingSummary | None = None
 
     def values(self) -> dict[str, float]:
-        """Return the metrics for comparing SAEs, with their standard errors if known."""
+        """Return the metrics by which SAEs are compared, with their standard errors if known."""
         own = self.figures
         values = {
             "card_fvu": own.fvu,
@@ -108,18 +111,21 @@ def read_card(folder: Path) -> ReportCard | None:
 
 
 def whole_cards(folder: Path) -> dict[str, Card]:
-    """Return the complete report cards of the SAE in a folder, or of the SAEs of a sweep, by label."""
+    """Return a dict that maps the label of each SAE in a folder to its complete report card."""
     cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
     return {card.label: card for card in cards}
 
 
 def read_cards(folder: Path) -> list[ReportCard]:
-    """Return the report cards of the SAE in a folder, or of the SAEs of a sweep."""
+    """Return the report card of the SAE in a folder, or those of all SAEs of a sweep."""
     return [card for one in _folders(folder) if (card := read_card(one))]
 
 
 def versions_of(folder: Path) -> dict[str, list[Version]]:
-    """Return the current and earlier report cards in a folder by SAE, latest first; the label of a single SAE is ""."""
+    """Return a dict that maps the label of each SAE in a folder to its current and earlier report cards, latest first.
+
+    The label of a single SAE is "".
+    """
     older = (file.parent for file in folder.glob(f"*/{card_versions.FOLDER}"))
     folders = sorted({*_folders(folder), *older}, key=lambda one: (one != folder, one.name))
     cards = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
@@ -127,9 +133,9 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return the report card with this number, by SAE.
+    """Return a dict that maps the label of each SAE in a folder to its report card with this number.
 
-    Raise `UserError` if it does not exist.
+    Raise `UserError` if no SAE has such a report card.
     """
     cards = versions_of(folder)
     if shown := {label: one for label, versions in cards.items() for one in versions if one.number == number}:

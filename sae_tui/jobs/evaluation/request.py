@@ -1,4 +1,4 @@
-"""Evaluates a job's SAEs with `sae-train eval`, in a process that outlives app and terminal."""
+"""Evaluates a job's SAEs with `sae-train eval`, in a process that outlives the app and the terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ POLL_S = 0.1
 
 
 class ReservedGpu(msgspec.Struct, frozen=True):
-    """An idle GPU for an evaluation; `locks` is the folder of its lock."""
+    """An idle GPU for an evaluation; `locks` is the folder of the GPU's lock file."""
 
     index: int
     uuid: str
@@ -45,10 +45,11 @@ class ReservedGpu(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A requested evaluation; with the job file `model`, it includes the language model and probes on its texts.
+    """A requested evaluation.
 
-    Without a `gpu` it runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not requested
-    remain unchanged on the report card. `python` is the job's Python, "" for the app's own.
+    If `model` names a job file, the evaluation includes the language model, and probes on texts if `is_probed`. Without
+    a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not
+    requested remain unchanged in the report card. `python` is the job's Python, "" for the app's own.
     """
 
     job_id: int
@@ -65,13 +66,13 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the report card parts that are measured."""
+        """The names of the parts of the report card that the evaluation measures."""
         asked = {ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, PROBES: self.is_probed}
         return tuple(part for part, is_asked in asked.items() if is_asked)
 
     @property
     def flags(self) -> list[str]:
-        """The flags for the trainer's command."""
+        """The flags for the trainer's `eval` command."""
         model = ["--model", self.model] if self.model else []
         flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows, FLAG: self.allows_code}
         spliced = ["--tokens", "0"] if self.model and not self.is_spliced else []
@@ -90,7 +91,7 @@ def evaluate(data: DataDir, request: Request) -> str:
     except SlowStart:
         raise
     except UserError:
-        # Another process started an evaluation first.
+        # The evaluation may have failed to start because another process has started one.
         if is_going(data, request.job_id):
             raise UserError(f"job {request.job_id} is being evaluated already") from None
         raise
@@ -101,7 +102,7 @@ def evaluate(data: DataDir, request: Request) -> str:
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job's evaluation to stop and return a message; raise `UserError` if none is running."""
+    """Ask a job's evaluation to stop, and return a message; raise `UserError` if no evaluation is running."""
     with existing(data, job_id) as control:
         control.job(job_id)
         if not is_going(data, job_id):
@@ -125,7 +126,7 @@ def refuse(data: DataDir, job: Job) -> None:
 
 
 def python_of(data: DataDir, job_id: int) -> str:
-    """Return the Python that trained a job, "" for the app's; raise `UserError` if it must not be run."""
+    """Return the Python that trained a job, "" for the app's own; raise `UserError` if that Python must not be run."""
     judged, file = Judged(), data.run(job_id).job_file
     if not file.exists():
         return ""
@@ -146,9 +147,9 @@ def _runs_code(data: DataDir, job_id: int) -> bool:
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:
-    """Return a message about a job without features, and a question whether to evaluate it now.
+    """Return a message about a job without features, and the question whether to evaluate the job now.
 
-    The question is "" if an evaluation is impossible or would not help.
+    The question is "" if the job cannot be evaluated, or if an evaluation would find no features.
     """
     with existing(data, job_id) as control:
         job = control.job(job_id)
@@ -168,7 +169,7 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
 def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:
     """Show the progress of a job's evaluation until it ends; `since` is the time of the request.
 
-    Return whether it succeeded, and a message about its end.
+    Return whether the evaluation succeeded, and a message about its result.
     """
     evaluations = Evaluations(data)
     with Progress(f"evaluating job {job_id}", to_descriptor=False) as progress:
@@ -178,8 +179,7 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # An evaluation that was killed while waiting for a GPU left no event; the last event is then from an earlier
-        # evaluation.
+        # Ignore the events of earlier evaluations: an evaluation that is killed while it waits for a GPU records none.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"
@@ -192,7 +192,7 @@ def is_going(data: DataDir, job_id: int) -> bool:
 
 
 def idle_gpu(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> ReservedGpu | None:
-    """Return the idle GPU with the most free memory; None if all are busy, or if the job ran on the CPU."""
+    """Return the idle GPU with the most free memory; None if all GPUs are busy, or if the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:
         return None

@@ -1,1 +1,1 @@
-"""Determines who holds which GPU: other processes, our jobs, and the locks that reserve GPUs."""
+"""Determines which jobs and other processes use each GPU, and reserves GPUs with locks."""

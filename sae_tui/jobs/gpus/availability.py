@@ -1,4 +1,4 @@
-"""Determines which GPUs a new job can have, and why it cannot have the others."""
+"""Determines which GPUs are available for a new job, and why the other GPUs are not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
 
-# A desktop compositor or a monitoring program holds tens of MB on a GPU that is otherwise free.
+# Other processes may use this much memory on a GPU that is regarded as free, since a desktop compositor or a monitoring
+# program uses tens of MB.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A GPU to choose from; `reason` explains why it is unavailable, or what is unknown about it.
+    """A GPU to choose from; `reason` explains why the GPU is unavailable, or what is unknown about it.
 
-    `brief` is a short reason, shown next to the GPU's use. `memory_usable_bytes` is the memory that jobs can use on an
-    idle GPU: less than the total, since the driver reserves some. `vendor` is the sample's vendor. `withheld` is set if
-    only other users may use the GPU.
+    `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory that jobs can use on the GPU
+    while it is idle; this is less than the total memory, since the driver reserves some of it. `vendor` is the sample's
+    vendor. `withheld` is True if only other users may use the GPU.
     """
 
     index: int
@@ -43,16 +44,17 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
     @property
     def may_be_offered(self) -> bool:
-        """Whether a job that does not name the GPU may take it: it is not in use, and its free memory is known."""
+        """True if the GPU may be used by a job that does not name it: the GPU is idle, and its free memory is known."""
         return self.state == "available" and self.memory_free_bytes is not None
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """The holders of this machine's GPUs according to our own store: jobs and the pids of their ranks, by GPU UUID.
+    """The jobs that hold this machine's GPUs according to our own store, and the pids of their ranks, by GPU UUID.
 
-    If several jobs share a GPU, `jobs` contains the latest job and `shared` the ids of all. `own_pids` contains the
-    pids of all ranks and supervisors. `other_users` describes holders from other data folders, and `idle` describes how
-    long a held GPU has not been used. `freed` gives the time when one of our jobs last ended on a GPU.
+    If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all. `own_pids`
+    contains the pids of all our ranks and supervisors. `other_users` describes jobs from other data folders that hold a
+    GPU, and `idle` describes how long a held GPU has not been used. `freed` contains the time at which one of our jobs
+    last ended on a GPU.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -65,13 +67,13 @@ class Holders(msgspec.Struct, frozen=True):
     shared: Mapping[str, tuple[int, ...]] = {}
 
     def rank_of(self, pid: int) -> tuple[Job, int] | None:
-        """Return the job and rank number of one of our ranks; return None for any other process."""
+        """Return the job and the rank number of the rank with this pid; None if it is not one of our ranks."""
         uuid = next((uuid for uuid, one in self.pids.items() if one == pid), None)
         return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
-    """Return the holders of this machine's GPUs, from the leases of unfinished jobs on this machine."""
+    """Return the holders of this machine's GPUs according to the leases of unfinished jobs on this machine."""
     jobs = list(jobs)
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
@@ -95,28 +97,28 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
-    """Add the GPUs whose lock is held by a job outside our store; `folder` contains or reads the locks."""
+    """Add the GPUs whose lock is held by a job outside our store; `folder` is the folder or the reader of the locks."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
-    # One of our jobs that holds the lock but not yet the lease is recognised by its supervisor's pid.
+    # If one of our jobs holds the lock but not yet the lease, it is recognised by the pid of its supervisor.
     other_users = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, other_users=other_users) if other_users else held
 
 
 def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
-    """Return every GPU as a choice, in the order of the samples."""
+    """Return a choice for every GPU, in the order of the samples."""
     return tuple(_choice(sample, held) for sample in samples)
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short text about who uses a GPU, and the name of its style."""
+    """Return a short text that tells who uses a GPU, and the name of the text's style."""
     if choice.state == "available":
         return choice.brief or "idle", "dim"
     return choice.brief, "good" if choice.job_id is not None else "warn"
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Return why the job does not fit into the free memory, or "" if it fits."""
+    """Return why a job that needs this memory does not fit into a GPU's free memory, or "" if it fits."""
     free = choice.memory_free_bytes
     if free is None:
         # 0 bytes means that the memory need of the job is not known yet.
@@ -177,7 +179,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return who holds a GPU in exclusive mode, regardless of the process's memory use; "" if it is free."""
+    """Return which process uses a GPU in exclusive compute mode, even if it uses little memory; "" if none does."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 
@@ -189,26 +191,25 @@ def _usable(sample: GpuSample) -> int | None:
 
 
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
-    """Return the processes on a GPU, except the ranks of jobs that lease it.
+    """Return the processes on a GPU; for a leased GPU, omit processes without a user name.
 
-    On a leased GPU, a process without a user name counts as such a rank, because no process in a container has a user
-    name.
+    Such a process may be a rank of the job that leases the GPU, since the processes in a container have no user name.
     """
     processes = sample.processes or ()
     return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes
 
 
 def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
-    """Return whether an unlisted process must be using the GPU; False for a leased GPU."""
+    """Return whether an unlisted process must be using a GPU; False if one of our jobs leases the GPU."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
-    # A reading from before the end of one of our jobs does not show who uses the GPU now.
+    # Ignore a reading from before the last of our jobs ended on the GPU: it shows the use by that job.
     freed = held.freed.get(sample.uuid)
     return freed is None or sample.timestamp > freed
 
 
 def _use(sample: GpuSample) -> str:
-    """Describe the use of a GPU as far as it can be read, like `98 %, 127.0 GiB`."""
+    """Return the utilisation and the used memory of a GPU as far as they are known, like `98 %, 127.0 GiB`."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gibibytes(sample.memory_used_bytes)])])
 
@@ -221,7 +222,10 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the largest process that is not ours, or None; a process with unknown memory use counts as large."""
+    """Return the process of others that uses the most memory; None if all of them use little.
+
+    Include processes whose memory use is unknown.
+    """
     large = [
         process
         for process in processes
@@ -235,7 +239,7 @@ def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int])
 def _has_ended(process: GpuProcess) -> bool:
     """Return whether a process of this user has ended although the last reading still lists it.
 
-    Other users' pids may belong to another PID namespace.
+    Return False for other users' processes, whose pids may belong to another PID namespace.
     """
     return process.user is not None and process.user == user_name() and not os.path.exists(f"/proc/{process.pid}")
 

@@ -14,12 +14,12 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.wording import duration
 
-# Saving and evaluating idle a GPU for seconds; reading from a slow disk idles it for up to a minute.
+# A GPU is idle for seconds while its job saves or evaluates, and for up to a minute while it reads from a slow disk.
 IDLE_AFTER_S = 600.0
 
 
 def with_idle(held: Holders, data: DataDir) -> Holders:
-    """Add how long each held GPU has been idle, in words; takes a millisecond per GPU."""
+    """Add text that tells how long each held GPU has been idle; this takes a millisecond per GPU."""
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):

@@ -1,8 +1,8 @@
-"""File locks that mark a GPU as in use for exactly as long as a process of its job is alive.
+"""File locks that mark a GPU as in use for exactly as long as a process of the GPU's job is alive.
 
-The ranks inherit the descriptors, so not even `kill -9` of the supervisor frees a GPU that is still computing, and a
-crash leaves nothing to clean up. The locks of real GPUs are in a single folder per machine, so that users with
-different data folders see each other's locks.
+The ranks inherit the descriptors of the locks. Therefore, a GPU that is still computing stays locked even if its
+supervisor is killed, and after a crash no lock must be cleaned up. The locks of real GPUs are in a single folder per
+machine, so that users with different data folders see each other's locks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first folder is emptied at every boot, and on most machines all users can write to it. We create no subfolder in
-# it: the user whose job came first would own that subfolder and could lock out other users.
+# The first folder is emptied at every boot, and on most machines all users can write to it. The locks are not in a
+# subfolder, since the user who created the subfolder would own it and could lock out other users.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 # The time limit for reading the locks, which takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
@@ -31,10 +31,10 @@ _ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a fold
 
 
 class GpuLocks:
-    """The locks of one job's GPUs, acquired all together or not at all; jobs that share a GPU share its lock."""
+    """The locks of one job's GPUs; either all of them are acquired, or none. Jobs that share a GPU share its lock."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
-        # Sorted, so that two jobs that want the same GPUs cannot each hold one of them and wait for the other.
+        # Sort the GPUs, so that two jobs that need the same GPUs cannot each hold one and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
         self._shared = shared
         self.descriptors: tuple[int, ...] = ()
@@ -42,13 +42,13 @@ class GpuLocks:
         self.why = ""
 
     def take(self) -> bool:
-        """Acquire every lock without waiting, or none and return False; return True if they are already held.
+        """Acquire all locks without waiting, and return True; if one cannot be acquired, acquire none and return False.
 
-        After False, `refused` is the UUID of the GPU whose lock could not be acquired. `why` is then the error, or ""
-        if another process holds the lock.
+        If the locks are already held, return True. After a failure, `refused` is the UUID of the GPU whose lock could
+        not be acquired, and `why` is the error, or "" if another process holds the lock.
         """
         if self.descriptors:
-            # A second descriptor of the same file would conflict with our first one.
+            # Do not lock again, since a second descriptor of the same file would conflict with the first one.
             return True
         taken: list[int] = []
         for uuid, path in self._paths.items():
@@ -69,7 +69,7 @@ class GpuLocks:
         return True
 
     def release(self) -> None:
-        """Release the locks in this process; a rank that is still alive keeps its own."""
+        """Release the locks in this process; a rank that is still alive keeps holding them."""
         _close(self.descriptors)
         self.descriptors = ()
 
@@ -86,7 +86,7 @@ def lock_folder(data: DataDir, gpu_source: str) -> Path:
 
 
 def lock_problem(data: DataDir, gpu_source: str) -> str:
-    """Return why the locks of GPUs are not visible to all users of the machine; "" if they are."""
+    """Return why the GPU locks are not visible to all users of the machine; "" if they are visible."""
     return _place(data, gpu_source)[1]
 
 
@@ -106,17 +106,23 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
-    """Return the pid that acquired each held lock, by GPU UUID; omit pids in other namespaces. Acquires no lock."""
+    """Return a dict that maps the UUID of each locked GPU to the pid that acquired the lock.
+
+    Locks that were acquired in another PID namespace are omitted. No lock is acquired to determine this.
+    """
     return _holders({uuid: _path(folder, uuid) for uuid in uuids})
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid that holds the lock of a file; None if it is free, or held from another PID namespace."""
+    """Return the pid that holds the lock of a file; None if no process in this PID namespace holds the lock."""
     return _holders({"": path}).get("")
 
 
 def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return the pid that holds the lock of each file, by name; all files must be in one folder."""
+    """Return a dict that maps the name of each locked file to the pid that holds its lock.
+
+    `paths` maps names to files, which must all be in one folder.
+    """
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
@@ -133,7 +139,7 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
 
 
 class HolderReader:
-    """Reads `lock_holders` repeatedly on a thread, so that a hanging disk does not block the caller."""
+    """Reads the holders of locks on a separate thread, so that a hanging disk does not block the caller."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -141,7 +147,7 @@ class HolderReader:
         self._thread = threading.Thread()
 
     def read(self, uuids: Iterable[str]) -> dict[str, int]:
-        """Return the holders; if reading takes longer than `LIMIT_S`, return the last known ones."""
+        """Return the result of `lock_holders`; if reading takes longer than `LIMIT_S`, return the last known result."""
         if not self._thread.is_alive():
             self._thread = threading.Thread(target=self._read, args=(tuple(uuids),), name="locks", daemon=True)
             self._thread.start()
@@ -153,14 +159,14 @@ class HolderReader:
 
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
-    """Return the pid of each whole-file lock, by device and inode, from the content of /proc/locks."""
-    # Lines about processes that wait for a lock have an arrow before the type, and do not match.
+    """Return a dict that maps the device and inode of each whole-file lock in /proc/locks to the lock's pid."""
+    # Lines for processes that wait for a lock have an arrow before the type of the lock, so they do not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
 
 
 def owner(pid: int) -> str:
-    """Describe the owner of a process, like `alice (pid 123)`; if the process is gone, only give the pid."""
+    """Return text about the owner of a process, like `alice (pid 123)`, or only the pid if the process has ended."""
     try:
         return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
@@ -172,7 +178,7 @@ def _path(folder: Path, uuid: str) -> Path:
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Return whether a folder is like /tmp: any user can add files, but not remove those of other users."""
+    """Return whether any user can add files to a folder, but not remove those of other users, as in /tmp."""
     try:
         return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:
@@ -180,7 +186,7 @@ def _is_open_to_all(folder: Path) -> bool:
 
 
 def _make_shared_folder(folder: Path) -> str:
-    """Create a folder like /tmp; return why this is impossible, or "" on success."""
+    """Create a folder with the permissions of /tmp; return why this is impossible, or "" on success."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -195,8 +201,8 @@ def _make_shared_folder(folder: Path) -> str:
 def open_lock(path: Path) -> int:
     """Open a lock file, creating it if missing, and return its descriptor.
 
-    It is opened read-only, which is sufficient for a lock, since the file may belong to another user. Links are not
-    followed. Raise OSError for anything but a regular file; opening a FIFO does not block.
+    The file is opened read-only, since it may belong to another user; this is sufficient for a lock. Links are not
+    followed. Raise `OSError` if the path is not a regular file; opening a FIFO does not block.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = _open_or_create(path, flags)
@@ -210,7 +216,7 @@ def _open_or_create(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
-        # Set the mode afterwards, since the umask would remove permissions that others need.
+        # Set the mode after the file is created, since the umask would remove permissions that other users need.
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(descriptor, 0o644)
         return descriptor

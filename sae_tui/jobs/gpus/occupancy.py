@@ -1,4 +1,4 @@
-"""Tracks which GPUs of this machine our jobs hold, for use by any thread, and creates GPU sources that show this."""
+"""Tracks which GPUs of this machine our jobs hold, and creates GPU sources; can be used from any thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Occupancy:
-    """Tracks the leases in the store; a query takes 20 µs if nothing has changed."""
+    """Tracks the leases in the store; a query takes 20 µs if the store has not changed."""
 
     def __init__(self, data: DataDir) -> None:
         self._lock = threading.Lock()
@@ -25,18 +25,21 @@ class Occupancy:
         self._holders = Holders()
 
     def holders(self) -> Holders:
-        """Return who holds which GPU; if the store cannot be read now, return the last known state."""
+        """Return the holders of all GPUs; if the store cannot be read now, return the last known holders."""
         with self._lock:
             with contextlib.suppress(UserError):
                 self._follower.poll(self._read)
             return self._holders
 
     def jobs_by_uuid(self) -> Mapping[str, int]:
-        """Return the id of the job on each GPU."""
+        """Return a dict that maps the UUID of each held GPU to the id of its job."""
         return {uuid: job.id for uuid, job in self.holders().jobs.items()}
 
     def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
-        """Return the pid and estimated bytes of the rank on each GPU; simulated GPUs list these ranks as processes."""
+        """Return a dict that maps the UUID of each GPU with a rank to the rank's pid and estimated memory in bytes.
+
+        Simulated GPUs list these ranks as their processes.
+        """
         held = self.holders()
         needs = {uuid: job.card_memory_bytes or CUDA_CONTEXT_BYTES for uuid, job in held.jobs.items()}
         return {uuid: (pid, needs[uuid]) for uuid, pid in held.pids.items()}
@@ -51,9 +54,9 @@ class Occupancy:
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
-    """Return the source of this name, one of `source_names`; simulated GPUs show the ranks of our jobs.
+    """Return the GPU source with this name, which is one of `source_names`; simulated GPUs list the ranks of our jobs.
 
-    The number of simulated GPUs is `count` or, if that is None, the number in the name, as in "simulated:8".
+    The number of simulated GPUs is `count` or, if `count` is None, the number in the name, as in "simulated:8".
     """
     name, _, named = name.partition(":")
     if name != "simulated":
@@ -63,5 +66,5 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
 
 
 def name_elsewhere(name: str, n_gpus: int) -> str:
-    """Return the name under which another process opens a source with the same GPUs."""
+    """Return the name that makes another process open a source with the same GPUs."""
     return f"{name}:{n_gpus}" if name == "simulated" and n_gpus else name

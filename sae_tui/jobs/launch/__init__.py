@@ -1,1 +1,1 @@
-"""Launching: a job's settings, its placement, its memory need, and the start of its supervisor."""
+"""Launches jobs: determines a job's settings, placement and memory need, and starts its supervisor."""

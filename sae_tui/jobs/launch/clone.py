@@ -1,4 +1,4 @@
-"""Creates jobs from an old one: with its settings, with some of them changed, or one job per point of a grid."""
+"""Creates jobs from an existing job: with the same settings, with changed settings, or one job per point of a grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MOST_AT_ONCE = 100
 
 
 def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> AnyJob:
-    """Return the settings of a job under its current name, with overrides; raise `JobFileError` for a bad override."""
+    """Return the settings of a job with its current name and these overrides.
+
+    Raise `JobFileError` if an override is invalid.
+    """
     file = data.run(job_id).job_file
     if not file.exists():
         return _settings_in_row(data, job_id, overrides)
@@ -37,7 +40,7 @@ def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) ->
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-    """Return a name that no other job has: if `quick` is taken, `quick-2`, and if that is taken as well, `quick-3`."""
+    """Return a name that no other job has; if `quick` is taken, return `quick-2`, or else `quick-3` and so on."""
     names = set(taken)
     if name not in names:
         return name
@@ -49,14 +52,17 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 
 def _present_name(data: DataDir, job_id: int) -> str:
-    """Return the job's name, which may have changed since its launch; "" if the store has no such job."""
+    """Return the current name of a job, which may have changed since its launch; "" if there is no such job."""
     with contextlib.suppress(UserError), existing(data, job_id) as control:
         return control.job(job_id).name
     return ""
 
 
 def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> AnyJob:
-    """Return the settings of a job whose folder was deleted, or never written because its launch was interrupted."""
+    """Return the settings in the row of a job whose job file is missing.
+
+    The job's folder may have been deleted, or its launch may have been interrupted.
+    """
     with existing(data, job_id) as control:
         job = control.job(job_id)
     if not job.config:
@@ -67,7 +73,10 @@ def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> An
 
 
 def grid(axes: Iterable[str]) -> list[list[str]]:
-    """Expand `sae.k=16,32` and `train.lr=1e-3,3e-4` to four sets of overrides; raise `JobFileError` for a bad axis."""
+    """Expand axes such as `sae.k=16,32` and `train.lr=1e-3,3e-4` into all combinations, here four sets of overrides.
+
+    Raise `JobFileError` if an axis is invalid.
+    """
     columns = [_values(axis) for axis in axes]
     sets = [list(combination) for combination in itertools.product(*columns)]
     if len(sets) > MOST_AT_ONCE:
@@ -76,7 +85,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
 
 
 def name_by_axes(job: AnyJob, axes: Iterable[str]) -> AnyJob:
-    """Name a job of a grid by its own values: `name k=16 lr=0.001`."""
+    """Append the job's values on the axes of the grid to its name, as in `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
     values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]

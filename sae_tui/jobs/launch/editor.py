@@ -1,4 +1,4 @@
-"""Edits a job file in the user's own editor, which uses the terminal until it exits."""
+"""Opens a job file in the user's own editor, which uses the terminal until it exits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WRONG, _REMEDY = "# ✗", "# → correct it and save; if you change nothing, th
 
 
 def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Open a job file in the editor until it is valid, and return its table; return None if nothing was changed.
+    """Open a job file in the editor until it is valid, and return its table; return None if the user changed nothing.
 
-    Comments at the top show the problems, as in `kubectl edit`. Raise `UserError` if the editor does not run, or if it
-    ends without a valid job file; the message then names a file that keeps the edited text.
+    Comments at the top show the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot be run, or if it
+    exits without a valid job file; in the latter case, the message names a file that contains the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:
@@ -67,14 +67,14 @@ def _read(file: Path) -> str:
 
 
 def _objections(error: JobFileError, file: Path) -> list[str]:
-    """Return every problem; line numbers take into account the comments that will be inserted above."""
+    """Return a message for every problem, with line numbers that include the comments to be inserted at the top."""
     shift = len(error.problems) + 1
     messages = [str(problem).replace(str(file), "this file") for problem in error.problems]
     return [re.sub(r"at line (\d+)", lambda match: f"at line {int(match[1]) + shift}", one) for one in messages]
 
 
 def _with_comments(text: str, problems: Sequence[str]) -> str:
-    # Made printable: the file may come from another user, and an editor may pass control characters to the terminal.
+    # Remove control characters: the file may come from another user, and an editor may pass them to the terminal.
     comments = [f"{_WRONG} {' '.join(printable(problem).split())}\n" for problem in problems]
     return "".join([*comments, f"{_REMEDY}\n", text]) if comments else text
 
@@ -87,7 +87,7 @@ def _without_comments(text: str) -> str:
 
 
 def _keep_text(written: str, first: str) -> str:
-    """Keep an edited text in a file; return a message that the form is unchanged, and where the text is."""
+    """Write an edited text to a file; return a message that the form is unchanged, with the path of that file."""
     if written == first:
         return "the form is as it was"
     handle, path = tempfile.mkstemp(prefix="sae-tui-job-", suffix=".toml")

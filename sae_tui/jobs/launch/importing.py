@@ -1,4 +1,4 @@
-"""Imports the SAE of another tool as a job, which can be evaluated, compared, trained and exported like any other."""
+"""Imports an SAE of another tool as a job, which can be evaluated, compared, trained and exported like other jobs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from trainer.contract.store.states import JobState
 
 
 class ImportAnswer(msgspec.Struct, frozen=True):
-    """The trainer's answer to an import: the format, the architecture that the SAE has here, and notes for the user.
+    """The trainer's report of an import.
 
-    `check` has the metrics on rows of the data; `warnings` lists the metrics that cannot be right.
+    `form` is the format of the imported files, and `architecture` is our name for the SAE's architecture. `check`
+    contains metrics on rows of the data, and `warnings` describes implausible metrics.
     """
 
     form: str
@@ -54,10 +55,11 @@ def import_sae(
     python: str = "",
     on_reached: OnReached | None = None,
 ) -> tuple[int, ImportAnswer]:
-    """Create a job from the SAE in a folder, with `activations` for its evaluation and training; return id and answer.
+    """Create a job from the SAE in a folder; return the job's id and the trainer's report.
 
-    `arguments` are passed on to the trainer's import; `python` is the Python of the new job. Raise `UserError` if the
-    SAE cannot be imported; no job is created then.
+    The job uses the `activations` for evaluation and training. `arguments` are passed to the trainer's `import`
+    command, and `python` is the Python of the new job. Raise `UserError` if the SAE cannot be imported; no job is
+    created in this case.
     """
     tags = as_tags(tags)
     named_python.refuse(python)
@@ -65,9 +67,9 @@ def import_sae(
     staged = data.root / "runs" / f".import-{os.urandom(8).hex()}"
     try:
         paths = ["--out", str(staged), "--data", str(activations)]
-        # Runs in a process, because the import needs torch.
+        # The import runs in a separate process, because it needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
-        # Standard error shows the files that are downloaded from the hub.
+        # Show the standard error of a download, since it contains the progress of the files.
         from_hub = not os.path.lexists(folder)
         imported = answer_of("import", words, ImportAnswer, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
@@ -95,7 +97,7 @@ def import_sae(
 
 
 def _named(folder: Path) -> str:
-    """Return the absolute path of a folder that exists, or else the name of a repository on the hub unchanged."""
+    """Return the absolute path of an existing folder; return the name of a repository on the hub unchanged."""
     return str(folder.absolute() if os.path.lexists(folder) else folder)
 
 
@@ -115,7 +117,7 @@ def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) ->
 
 
 def _place(data: DataDir, staged: Path, job: Job, undo: contextlib.ExitStack) -> None:
-    """Move the imported files to the job's folders; `undo` removes them from there."""
+    """Move the imported files to the job's folders; add callbacks to `undo` that remove them again."""
     run, output = data.run(job.id), data.sae(job.id)
     data.refuse_links(job.id)
     for source, target in ((staged / "sae", output), (staged, run.root)):

@@ -1,4 +1,4 @@
-"""Inspects stored activations with `sae-train inspect`, in a process because that needs torch."""
+"""Inspects stored activations with `sae-train inspect`, in a separate process because the inspection needs torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.settings.shards import shards_at
 
 
 class DataFinding(msgspec.Struct, frozen=True):
-    """One finding about the data, and its remedy; "" if there is nothing to do."""
+    """One finding about the data; `remedy` is "" if no action is necessary."""
 
     severity: str
     sentence: str
@@ -23,7 +23,7 @@ class DataFinding(msgspec.Struct, frozen=True):
 
 
 class Inspected(msgspec.Struct, frozen=True):
-    """The properties of stored activations, measured on `n_looked_at` of their rows; `gamma` is ‖mean‖/‖std‖."""
+    """The properties of stored activations, measured on `n_looked_at` of the rows; `gamma` is ‖mean‖/‖std‖."""
 
     n_tokens: int
     d_in: int
@@ -36,7 +36,7 @@ class Inspected(msgspec.Struct, frozen=True):
 
 
 class Inspections:
-    """Inspects data, and keeps each result until the files change."""
+    """Inspects stored activations, and caches each result until the files change."""
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         self._command = command
@@ -45,7 +45,7 @@ class Inspections:
     def inspect(
         self, place: str, is_over: Callable[[], bool] = lambda: False, python: str | None = None
     ) -> Inspected | None:
-        """Return the properties of the activations at `place`; None if `is_over` becomes true before they are known.
+        """Return the properties of the activations at `place`; None if `is_over` becomes true before the result.
 
         `python` is the interpreter to use instead of the app's. Raise `UserError` if the activations cannot be read.
         """
@@ -54,7 +54,7 @@ class Inspections:
         if (state := fingerprint(files)) not in self._of:
             named_python.refuse(python)
             command = self._command or named_python.command(python, "inspect")
-            # The command also answers if it reports bad data by exit code 1.
+            # The command also prints its result if it exits with 1 to report bad data.
             answer = answer_of([*command, place, "--json"], python, is_over)
             if answer is None:
                 return None

@@ -32,14 +32,15 @@ from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, se
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
-# The list of GPUs decides this setting, so the form leaves it out.
+# The user chooses this setting in the list of GPUs, so the form omits it.
 _BY_PICKER = "launch.gpus"
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """The user's input: valid values by path, messages about invalid values by path, and `launch.gpus`.
+    """The user's input in the launch form.
 
-    `values` contains the `kind` of job unless it is a training.
+    `values` maps the paths of settings to valid values, and `wrong` maps them to messages about invalid values. `gpus`
+    is the value of `launch.gpus`. If the job is not a training, `values` also contains its `kind`.
     """
 
     values: dict[str, Any]
@@ -48,18 +49,18 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Review(msgspec.Struct, frozen=True):
-    """The result of checking a draft: the job if it is valid, and the messages about it."""
+    """The result of checking a draft: the job if the draft is valid, and messages about the draft."""
 
     job: AnyJob | None = None
     problems: tuple[Problem, ...] = ()
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
-    # The GPU memory that the job would have to wait for, in words.
+    # Text about the GPU memory that the job would have to wait for; "" if enough is free.
     lack: str = ""
-    # The values of overridden settings, as far as they are known.
+    # Maps the paths of overridden settings to their effective values, as far as these are known.
     comes_to: dict[str, str] = {}
-    # Why no job can be launched here; a job file can still be written.
+    # The reason why no job can be launched here, although a job file can be written.
     refusal: str = ""
     # True until the Python of the job has reported its packages.
     is_asking: bool = False
@@ -74,7 +75,7 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> str:
-        """The question to ask before the launch; "" if there are no warnings."""
+        """The question that the user must confirm before the launch; "" if there are no warnings."""
         others = [str(problem) for problem in self.warnings if not self.lack or self.lack not in problem.message]
         if self.lack:
             return "\n\n".join([*others, f"{self.lack}. Launch, and wait until it is free?"])
@@ -94,7 +95,7 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def sentences(self) -> list[str]:
-        """The summary, followed by every problem, errors first."""
+        """The summary, followed by all errors and then all warnings."""
         refusal = [f"✗ {self.refusal}"] if self.refusal else []
         lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
         return ([self.summary] if self.summary else []) + refusal + lines
@@ -109,10 +110,10 @@ def review(
     cuda: bool,
     when_known: Callable[[], object] | None = None,
 ) -> Review:
-    """Check a draft against this machine; reads the headers of the activation shards, or of the language model.
+    """Check a draft against this machine; this reads the headers of the activation shards or of the language model.
 
-    If the draft names a Python, that Python is run once to list its packages. With `when_known` the review does not
-    wait for the list, and calls `when_known` when the list is there.
+    If the draft names a Python, that Python is run once to list its packages. If `when_known` is given, do not wait for
+    this list, but call `when_known` once it is available.
     """
     python = candidate.values.get(environment.SETTING)
     if not isinstance(python, str) or not python:
@@ -148,7 +149,7 @@ def _review(
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
-        # Defaults stand in for invalid values, so warnings could be about values that the user did not type.
+        # Omit warnings, since invalid values have been replaced by defaults, which the user did not type.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
@@ -167,7 +168,7 @@ def _review(
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = kind.need(job, look, free, device=device, past=past)
-    # The list of GPUs shows the need on a GPU even if the job runs on the CPU.
+    # Also determine the memory need on a GPU if the job runs on the CPU, since the list of GPUs shows it.
     beside = look
     if choices and not look.on_gpus:
         beside = propose(job.replace("launch", gpus="auto"), proposal.machine, used_before(past)).outlook
@@ -184,7 +185,7 @@ def _review(
 
 
 def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
-    """Return the free memory of the chosen devices; an empty `FreeMemory` for a cluster, whose memory is unknown."""
+    """Return the free memory of the chosen devices; for a cluster, whose memory is unknown, return `FreeMemory()`."""
     if elsewhere:
         return FreeMemory()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
@@ -192,7 +193,7 @@ def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: 
 
 
 def _n_gpus(gpus: list[int] | str) -> int:
-    """Return how many GPUs are chosen, whether by index or by count; 0 for the CPU."""
+    """Return the number of GPUs that `launch.gpus` selects by index or by count; 0 for the CPU."""
     if isinstance(gpus, list):
         return len(gpus)
     word, _, count = gpus.partition(":")
@@ -200,7 +201,7 @@ def _n_gpus(gpus: list[int] | str) -> int:
 
 
 def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
-    """Return the GPUs that a job takes; for a job that takes any, return the GPUs that it would take now."""
+    """Return the indices of the GPUs that a job uses; if it may use any GPUs, return those that it would use now."""
     if isinstance(gpus, list):
         return gpus
     usable = [choice for choice in choices if choice.state != "unhealthy"]
@@ -209,9 +210,9 @@ def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str, ...]]]:
-    """Return the path, the definition and the allowed words of every setting of the form.
+    """Return the path, the definition and the allowed words of every setting in the form.
 
-    The settings depend on the kind of job and on choices such as the architecture.
+    The settings depend on the kind of job and on choices such as the SAE architecture.
     """
     kind = kind_of(values)
     (name,) = settings_of(job_class(kind))
@@ -230,9 +231,9 @@ def kind_of(values: Mapping[str, Any]) -> str:
 
 
 def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
-    """Return the classes that define the settings: first a list of all sections, then a list per section with choices.
+    """Return the classes that define a job's settings: a list of all sections, then one list per section with a choice.
 
-    Such a list contains the class of the chosen entry, such as the architecture, or several classes for a sweep.
+    The latter contains the class of the chosen entry, such as an architecture, or several classes for a sweep.
     """
     sections = job_class(kind_of(values)).sections
     of_entries = [
@@ -244,7 +245,7 @@ def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the words chosen for a section, or its default; [] if the section has no such choice."""
+    """Return the words that are chosen in a section, or the default; [] if the section does not offer a choice."""
     if section not in CHOSEN:
         return []
     field = CHOSEN[section][0]
@@ -264,7 +265,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_job_table(path: Path) -> dict[str, Any]:
-    """Read a job file and complete it with defaults; raise `JobFileError` with every problem."""
+    """Return the table of a job file, completed with defaults; raise `JobFileError` that lists all problems."""
     judged = Judged(pipes=True)
     job, problems = job_file.parse_any(job_file.read_toml(path, judged), job_file.bases_of(path))
     if job is None:
@@ -281,16 +282,19 @@ def read_job_table(path: Path) -> dict[str, Any]:
 
 
 def question_about(code: Sequence[consent.Code], path: Path) -> str:
-    """Return the question to ask before a form is filled from a job file that runs code."""
+    """Return the question that the user must confirm before the form is filled from a job file that runs code."""
     lines = [f"  {each.path}: {printable(each.does)}" for each in code]
     asks = "Use these settings? Only if you trust the author of the file."
     return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])
 
 
 def _beside(job_file: Path, where: str) -> str:
-    """Return a path of a job file for use in a form: absolute if it exists only relative to the job file's folder."""
+    """Return a path from a job file in the form in which the launch form uses it.
+
+    The path becomes absolute if it exists relative to the job file's folder, but not relative to the bases.
+    """
     beside = (working_folder() / job_file).parent / where
-    # For a folder that cannot be searched, os.path.exists returns False, but Path.exists raises.
+    # For a folder that cannot be searched, os.path.exists returns False, whereas Path.exists raises.
     is_there_only = os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases())
     return str(beside) if is_there_only else where
 
@@ -304,7 +308,7 @@ def each_alone(job: AnyJob) -> list[AnyJob]:
 
 
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
-    """Write a draft as a job file, complete or not; invalid values appear as the user typed them."""
+    """Return a draft as the text of a job file, which may be incomplete; `typed` contains invalid values as typed."""
     import tomli_w
 
     table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))
@@ -312,7 +316,10 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 
 
 def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
-    """Return the effective values of overridden settings: `4.0 (from d_sae)`, without the number if it is unknown."""
+    """Return a dict that maps overridden settings to their effective values, like `4.0 (from d_sae)`.
+
+    If a value is unknown, the number is omitted.
+    """
     return {
         path: f"{reviewed.comes_to.get(path, '')}(from {by.rpartition('.')[2]})"
         for path, by in OVERRIDDEN_BY.items()
@@ -321,7 +328,7 @@ def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
 
 
 def write_job(path: Path, job: AnyJob) -> None:
-    """Write a job file; raise `UserError` if that fails."""
+    """Write a job file; raise `UserError` if it cannot be written."""
     try:
         path.write_text(job_file.dump_job(job), encoding="utf-8")
     except OSError as error:
@@ -329,22 +336,22 @@ def write_job(path: Path, job: AnyJob) -> None:
 
 
 def presets() -> list[Path]:
-    """Return the job files shipped with the app."""
+    """Return the job files that are shipped with the app."""
     return sorted((shipped_data() / "presets").glob("*.toml"))
 
 
 def default_preset() -> Path:
-    """Return the job file that the form starts from: it trains within a minute on any machine."""
+    """Return the job file with the form's initial values; its training takes less than a minute on any machine."""
     return shipped_data() / "presets" / "quick.toml"
 
 
 def extraction_preset() -> Path:
-    """Return the job file that the extraction form shows at first."""
+    """Return the job file with the initial values of the extraction form."""
     return shipped_data() / "presets" / "extract.toml"
 
 
 def data_bases() -> list[Path]:
-    """Return the bases of relative data paths: the working directory, and the folder that contains `data/`."""
+    """Return the base folders of relative data paths: the working directory, and the folder that contains `data/`."""
     return [working_folder(), shipped_data().parent]
 
 

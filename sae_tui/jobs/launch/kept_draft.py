@@ -14,23 +14,23 @@ from trainer.contract.paths import DataDir
 
 
 class KeptDraft:
-    """The draft file of one form: it holds the user's changes until they are launched, replaced or undone."""
+    """The draft file of one form; it contains the user's changes until they are launched, replaced or undone."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
-        # The kind of job of the draft file; None if this form has none.
+        # The kind of job in the draft file; None if this form has no draft file.
         self._kind: str | None = None
-        # Whether the form was filled from the draft file of an earlier form.
+        # True if the form was filled from the draft file of an earlier form.
         self.is_left = False
 
     def note_filled(self, path: Path, kind: str) -> None:
-        """Note that the form was filled from a job file, which may be the draft file of an earlier form."""
+        """Record that the form was filled from a job file, which may be the draft file of an earlier form."""
         self.is_left = path == file_of(self._data, kind)
         if self.is_left:
             self._kind = kind
 
     def follow(self, draft: Draft, *, is_changed: bool) -> None:
-        """Save the valid values of the form, or delete its draft file if they are no longer needed."""
+        """Save the valid values of the form if the user has changed them; delete a draft file that is not needed."""
         kind = kind_of(draft.values)
         if self._kind and (self._kind != kind or not (is_changed or self.is_left)):
             drop(self._data, self._kind)
@@ -41,7 +41,7 @@ class KeptDraft:
 
 
 def keep(data: DataDir, draft: Draft) -> None:
-    """Save the valid values of a draft; if that fails, only the form on the screen holds them."""
+    """Save the valid values of a draft in its draft file; ignore errors, since the form still contains the values."""
     with contextlib.suppress(OSError, UserError):
         if not data.root.exists():
             data.create()
@@ -59,7 +59,7 @@ def kept(data: DataDir, kind: str) -> Path | None:
     file = file_of(data, kind)
     with contextlib.suppress(OSError, UserError):
         status = file.lstat()
-        # Another user may have put a file into a folder that a group shares.
+        # Ignore a file of another user, which may exist in a folder that a group shares.
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
             read_job_table(file)
             return file

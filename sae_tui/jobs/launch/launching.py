@@ -1,4 +1,4 @@
-"""Launches jobs: records them and starts their supervisors."""
+"""Launches jobs: records each job in the store and starts its supervisor."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ def launch(
     parent: int | None = None,
     start: Start | None = None,
 ) -> int:
-    """Record the job, start its supervisor and return its id at once.
+    """Record a job, start its supervisor and return the id of the job immediately.
 
-    The job waits for the jobs of `after`, and with `hold` until it is released. Raise `JobFileError` if the job cannot
-    run; nothing has been written then. Raise `UserError` if it cannot be recorded, for example on a full disk; there is
-    no job then. Raise `UserError` also if the supervisor does not start; the job is then `failed` for that reason.
+    The job waits for the jobs in `after` and, if `hold`, until it is released. Raise `JobFileError` if the job cannot
+    run; nothing is written in this case. Raise `UserError` if the job cannot be recorded, for example because the disk
+    is full; no job is created in this case. Also raise `UserError` if the supervisor does not start; the job's state is
+    then `failed`.
     """
     job = with_whole_python(job.with_paths([working_folder()]))
     after, tags = tuple(after), as_tags(tags)
@@ -97,7 +98,7 @@ def launch(
 
 
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
-    """Return the job with an absolute path of its Python, or with `otherwise` if it names none."""
+    """Make the path of a job's Python absolute; if the job does not name a Python, use `otherwise`."""
     python = otherwise if job.launch.python is None else job.launch.python
     if not python:
         return job
@@ -105,7 +106,7 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
-    """Launch jobs one by one and return their ids; if one fails, the `UserError` names the jobs that were launched."""
+    """Launch jobs one after another and return their ids; if one fails, raise `UserError` that lists those launched."""
     launched: list[int] = []
     for job, placement in jobs:
         try:
@@ -147,8 +148,11 @@ def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
 
 
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` if a job file that others can write (`distrust`) sets code to run or sbatch options."""
-    # Also checked for a local job: its options are copied into our own job file, and its next resume may use SLURM.
+    """Raise `JobFileError` if an untrusted job file sets code to run or sbatch options.
+
+    `distrust` explains why the file is not trusted, for example because other users can write to it; "" if it is.
+    """
+    # Check local jobs too: the options are copied into our own job file, and a later resume may use SLURM.
     table = to_table(job)
     refusals = refused(table, Consent(overrides=tuple(overrides)))
     if job.launch.sbatch_options and not sets(overrides, SBATCH):
@@ -158,7 +162,7 @@ def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str
 
 
 def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    """Return the columns of a job's row that follow from its settings and its placement."""
+    """Return the columns of a job's row that are determined by its settings and its placement."""
     return launch_kind(job.kind).row(data, job, placement, past) | {
         "config": dump_job(job),
         "device": placement.device,
@@ -176,9 +180,9 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
 
 
 def visible_devices(placement: Placement, gpu_source: str) -> str | None:
-    """Return the GPUs that the environment leaves visible, as in `CUDA_VISIBLE_DEVICES`.
+    """Return the value of the environment variable that limits the visible GPUs, such as `CUDA_VISIBLE_DEVICES`.
 
-    Return None if it hides none, or if the job uses no GPUs.
+    Return None if the variable is not set, or if the job does not use GPUs.
     """
     vendor = VENDORS.get(placement.vendor or resolve(gpu_source))
     wants_gpus = placement.device == "cuda" or placement.gpus_wanted
@@ -186,7 +190,7 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
 
 
 def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:
-    """Return the machine for the checks of a job: only the job's GPUs, which were checked at its placement."""
+    """Return a machine with only the job's GPUs for the checks of the job; the GPUs were checked at its placement."""
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root, promises=promises)

@@ -1,4 +1,4 @@
-"""Memory that a job needs: the estimate, the peak of a job of the same shape, and settings that would make it fit."""
+"""The memory that a job needs: an estimate, the peak of a job of the same shape, and settings that would make it fit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# Measured and estimated bytes differ: PyTorch does not count the CUDA context or NCCL's buffers, and the size of a
+# What the measured peak omits or includes: PyTorch does not count the CUDA context and NCCL's buffers, and the size of a
 # process includes Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 
 class PeakMemory(msgspec.Struct, frozen=True):
-    """The peak memory of a rank of a finished job: reserved on a GPU ("cuda"), or the size of a process ("cpu")."""
+    """The peak memory of a rank of a finished job: the reserved GPU memory ("cuda") or the process size ("cpu")."""
 
     job_id: int
     peak_bytes: int
@@ -42,30 +42,30 @@ class PeakMemory(msgspec.Struct, frozen=True):
 
 
 class FreeMemory(msgspec.Struct, frozen=True):
-    """Free memory for a job: that of the fullest GPU or of the machine; None if it is unknown."""
+    """The free memory of the fullest GPU of a job, or of the machine; None if unknown. `where` is its name."""
 
     free_bytes: int | None = None
     where: str = ""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Memory that each rank of a job needs; on the CPU, all `sharing` ranks share the memory of the machine."""
+    """The memory that each rank of a job needs; on the CPU, `sharing` ranks share the memory of the machine."""
 
     parts: Memory
     sharing: int = 1
     measured: PeakMemory | None = None
     remedies: tuple[str, ...] = ()
-    # Advice to show if there are no remedies.
+    # The advice that is shown if there are no remedies.
     otherwise: str = "a smaller batch_size or d_sae"
-    # Whether too little memory was free when the remedies were computed.
+    # True if too little memory was free when the remedies were computed.
     judged_lacking: bool = False
-    # The outlook's bytes, which replace the sum of `parts` because they may be measured.
+    # The memory need according to the outlook; it replaces the sum of `parts`, since it may be measured.
     taken_bytes: int | None = None
     on_gpus: bool = True
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes that each rank needs; the queue waits for this number, and all views show it."""
+        """The bytes that each rank needs; the queue waits for this amount of free memory, and all views show it."""
         return self.taken_bytes or self.parts.total
 
     @property
@@ -78,7 +78,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def used_before(past: Iterable[Job]) -> UsedBefore:
-    """Return a function that finds the GPU memory that the newest finished job of a shape used."""
+    """Return a function that returns the GPU memory that the newest finished job of the same shape has used."""
 
     def find(job: JobConfig, data: DataShape, look: Outlook) -> Took | None:
         peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
@@ -88,7 +88,7 @@ def used_before(past: Iterable[Job]) -> UsedBefore:
 
 
 def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
-    """Return the free memory of the fullest of these GPUs; GPUs that do not report their memory are ignored."""
+    """Return the free memory of the fullest of these GPUs; ignore GPUs that do not report their memory."""
     free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
         for choice in choices
@@ -98,12 +98,12 @@ def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeM
 
 
 def capacity_on_cpu() -> FreeMemory:
-    """Return the memory that this machine can give to new processes without swapping."""
+    """Return the memory of this machine that is available for new processes without swapping."""
     return FreeMemory(machine_memory().available_bytes, "this machine")
 
 
 def memory_of_host() -> DeviceMemory:
-    """Return this machine's memory for processes on the CPU: available without swapping, and total."""
+    """Return this machine's host memory: the memory that is available without swapping, and the total memory."""
     memory = machine_memory()
     return DeviceMemory(memory.available_bytes, memory.total_bytes)
 
@@ -111,7 +111,7 @@ def memory_of_host() -> DeviceMemory:
 def measured_peak(
     job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> PeakMemory | None:
-    """Return the peak of the newest finished job of the same shape and mode; `past` is sorted newest first."""
+    """Return the peak memory of the newest finished job of the same shape and mode; `past` is sorted newest first."""
     alike = of_same_shape(job, data, devices, mode, device, past)
     return next(
         (PeakMemory(done.id, done.peak_memory_bytes, device) for done in alike if done.peak_memory_bytes is not None),
@@ -122,7 +122,7 @@ def measured_peak(
 def of_same_shape(
     job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> Iterator[Job]:
-    """Yield the finished jobs on this type of device whose steps need the same memory and work, in the given order."""
+    """Yield the finished jobs on this type of device whose steps need the same memory and computation, in order."""
     wanted = None
     for done in past:
         if done.state != JobState.FINISHED or done.d_in is None:
@@ -130,14 +130,14 @@ def of_same_shape(
         same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        # The number of rows is not recorded, and only determines how many rows are held out.
+        # Ignore the number of rows, which is not recorded and only determines how many rows are held out.
         wanted = wanted or _shape(job, data._replace(n_tokens=0), devices, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done
 
 
 def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
-    """Return everything that determines memory: the estimate, and the settings whose effect it may misjudge."""
+    """Return everything that determines memory: the estimate, and settings whose effect on memory may be misjudged."""
     asked = job.parallel, job.model_gpus
     work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [
@@ -151,6 +151,6 @@ def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str
 def _recorded_shape(
     config: str, d_in: int, d_out: int | None, devices: int, mode: str, device: str
 ) -> tuple[Any, ...] | None:
-    """Return the shape of a stored job file; None if this version cannot read it."""
+    """Return the result of `_shape` for a recorded job file; None if this version cannot read the file."""
     job, _ = parse_job(table_of(config))
     return _shape(job, DataShape(d_in, d_out, 0), devices, mode, device) if job else None

@@ -25,7 +25,10 @@ from trainer.contract.wording import gibibytes, join_words, plural
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """The recommended GPUs, best first, a reason for each GPU, and why there are fewer than requested."""
+    """The recommended GPUs, best first.
+
+    `reasons` contains a reason for or against each GPU, and `shortfall` explains why there are fewer than requested.
+    """
 
     gpus: tuple[int, ...]
     memory_required: int
@@ -34,17 +37,18 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The devices of a job, `world_size` of them. On simulated GPUs the device is the CPU, but the GPUs are leased.
+    """The devices of a job; `world_size` is their number.
 
-    With `any_gpus` the job takes the first `world_size` GPUs that become free. For a job on a cluster `gpus` is empty.
+    If `any_gpus`, the job uses the first `world_size` GPUs that become free. For a job on a cluster, `gpus` is empty. A
+    job on simulated GPUs leases these GPUs, but its device is the CPU.
     """
 
     device: Device
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
-    # The job's outlook on these devices. A job resumed in its old place has none, only the memory that it needed on
-    # each GPU before (`had_bytes`).
+    # The job's outlook on these devices. If a job is resumed on its former devices, there is no outlook, but `had_bytes`
+    # is the memory that the job needed on each GPU before.
     look: AnyOutlook | None = None
     had_bytes: int | None = None
     # The vendor of the GPUs; "" if it is unknown.
@@ -70,7 +74,10 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 
 
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
-    """Return the GPUs of the vendor that PyTorch is built for, or else of the vendor with the most of `count` GPUs."""
+    """Return the GPUs of the vendor that PyTorch is built for; if this is unknown, of the vendor with the most GPUs.
+
+    More than `count` GPUs of a vendor are no advantage.
+    """
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:
         by_vendor.setdefault(choice.vendor, []).append(choice)
@@ -83,7 +90,7 @@ def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoi
 
 
 def place(proposal: Proposal[Any], choices: Sequence[GpuChoice], *, multi_gpu_enabled: bool = True) -> Placement:
-    """Resolve `launch.gpus` on the machine of a proposal; raise `JobFileError` naming a request that cannot be met."""
+    """Resolve `launch.gpus` on the machine of a proposal; raise `JobFileError` if the request cannot be met."""
     placement = _resolve(proposal, choices, multi_gpu_enabled)
     if fatal := errors(proposal.memory_problems()):
         raise JobFileError(fatal)
@@ -114,7 +121,7 @@ def _resolve(proposal: Proposal[Any], choices: Sequence[GpuChoice], multi_gpu_en
 
 
 def _one_vendor(choices: Sequence[GpuChoice]) -> str:
-    """Return the vendor of all these GPUs, "" if it is unknown; raise `JobFileError` if there are several."""
+    """Return the vendor of these GPUs, or "" if it is unknown; raise `JobFileError` if they have different vendors."""
     if message := refusal_of_mixture((choice.index, choice.vendor) for choice in choices):
         raise _refusal(message)
     return next((choice.vendor for choice in choices), "")
@@ -129,7 +136,7 @@ def propose_here(
     past: Iterable[Job] = (),
     promises: Promises = NO_PROMISES,
 ) -> Proposal[J]:
-    """Propose a job to this machine; `past` are the jobs whose measured memory counts."""
+    """Return the proposal for a job on this machine; the measured memory of the jobs in `past` is taken into account."""
     return propose(job, machine(choices, data, cuda=cuda, promises=promises), used_before(past))
 
 
@@ -140,7 +147,7 @@ def machine(
     cuda: bool,
     promises: Promises = NO_PROMISES,
 ) -> Machine:
-    """Return this machine as input for the checks of a job; `cuda` says whether jobs can use CUDA on its GPUs."""
+    """Return this machine as input for the checks of a job; `cuda` is True if jobs can use CUDA on its GPUs."""
     gpus = tuple(
         MachineGpu(
             index=choice.index,
@@ -175,7 +182,10 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """Return the GPUs with these indices, including busy GPUs: the job waits for them, or shares them if it may."""
+    """Return the GPUs with these indices, including busy ones, which the job waits for or shares.
+
+    Raise `JobFileError` if a GPU does not exist or cannot be used.
+    """
     gpu_by_index = {choice.index: choice for choice in choices}
     missing = [index for index in indices if index not in gpu_by_index]
     if missing:
@@ -188,7 +198,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
 
 
 def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> None:
-    """Raise `JobFileError` if too few GPUs are usable; busy GPUs count, since the job waits for them."""
+    """Raise `JobFileError` if too few GPUs are usable; busy GPUs are usable, since the job waits for them."""
     count = proposal.devices
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')

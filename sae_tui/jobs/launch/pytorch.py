@@ -1,4 +1,4 @@
-"""Checks whether the PyTorch that ranks will import supports the GPUs, judging by its files."""
+"""Checks whether the PyTorch build that ranks will import supports the GPUs, based on the files of that build."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the c
 
 
 def cuda_problem(vendors: Collection[str] = ()) -> str:
-    """Return why no job can use a GPU with this build; "" if one can, or if the files do not show it.
+    """Return why no job can use a GPU with the installed PyTorch; "" if jobs can use a GPU, or if this is unknown.
 
-    `vendors` are the vendors of the GPUs, by default all whose drivers are installed.
+    `vendors` are the vendors of the GPUs; by default, all vendors whose drivers are installed.
     """
     build = installed_build()
     if build is None:
@@ -27,18 +27,18 @@ def cuda_problem(vendors: Collection[str] = ()) -> str:
 
 
 def without_cuda(version: str, gpus: str, vendors: Sequence[Vendor] = ()) -> str:
-    """Return `2.9.0+cpu is built without CUDA, so no job can use the 2 GPUs`, or the same for another vendor."""
+    """Return text like `2.9.0+cpu is built without CUDA, so no job can use the 2 GPUs`."""
     runtimes = " and ".join(dict.fromkeys(vendor.runtime_words for vendor in vendors)) or "CUDA"
     return f"{version} is built without {runtimes}, so no job can use the {gpus}"
 
 
 def for_another_vendor(version: str, runtime: str, vendor: Vendor) -> str:
-    """Return a message about a build for another vendor, with its remedy: `2.9.0+cu128 is built for CUDA, ...`."""
+    """Return a message about a build for another vendor, with a remedy, like `2.9.0+cu128 is built for CUDA, ...`."""
     words = next((one.runtime_words for one in VENDORS.values() if one.torch_runtime == runtime), runtime)
     reason = f"{version} is built for {words}, so no job can use the GPUs of {vendor.words}"
     return f"{reason}; {remedy_for(vendor)}"
 
 
 def remedy_for(vendor: Vendor) -> str:
-    """Return advice to install a build for a vendor's GPUs."""
+    """Return advice to install a PyTorch build for a vendor's GPUs."""
     return f"install a build of torch for {vendor.runtime_words}; pytorch.org/get-started has the command"

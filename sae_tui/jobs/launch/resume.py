@@ -1,4 +1,4 @@
-"""Resumes a job that has ended from its last good checkpoint, as its next attempt."""
+"""Resumes a job that has ended: starts its next attempt from its last good checkpoint."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class ResumePlan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     # The unit of `step`: "step" of a training, or "row" of an extraction.
     counts: str = "step"
-    # Cannot be derived from `step`: the checkpoint of an imported SAE has step 0.
+    # This cannot be derived from `step`, since the checkpoint of an imported SAE has step 0.
     has_checkpoint: bool = True
-    # The total number of steps; only for a training that has a checkpoint.
+    # The total number of steps; None unless the job is a training with a checkpoint.
     total_steps: int | None = None
-    # Why a job that never ran does not start yet: `is held until it is released`.
+    # Why a job that has never run does not start yet, like `is held until it is released`.
     waits: str = ""
 
     @property
     def sentence(self) -> str:
-        """The predicate that follows "job 5": `resumes from step 501`."""
+        """The predicate that follows "job 5" in a message, like `resumes from step 501`."""
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
             return f"resumes after the {self.step:,} rows of its complete shards" if self.step else begins
@@ -86,11 +86,12 @@ def resume(
     start: Start | None = None,
     finish: bool = False,
 ) -> ResumePlan:
-    """Put the job back into the queue; `place` chooses its GPUs if the overrides request others.
+    """Put a job back into the queue; if the overrides change its devices, `place` chooses the new ones.
 
-    With `finish` the job cools down from the step where it resumes, and ends as finished.
+    If `finish`, the job cools down from the step at which it resumes, and then finishes.
 
-    Raise `JobFileError` naming a setting that cannot change, and `UserError` if there is nothing to resume.
+    Raise `JobFileError` if an override changes a setting that cannot change, and `UserError` if the job cannot be
+    resumed.
     """
     reconcile_and_revive(data)
     with existing(data, job_id) as control:
@@ -111,13 +112,13 @@ def resume(
         _keep_last_word(data, job)
         fields["visible_devices"] = visible_devices(plan.placement, job.gpu_source)
         if not sets(overrides, "launch.priority"):
-            # The priority may have been changed after the launch.
+            # Keep the current priority, which may have been changed after the launch.
             fields["priority"] = job.priority
         if plan.total_steps:
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # The supervisor runs on the host of the resume; only that host can check whether it is alive.
+        # The supervisor runs on the host that resumes the job; only this host can check whether the supervisor is alive.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")
@@ -129,7 +130,7 @@ def resume(
 
 
 def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> ResumePlan:
-    """Check everything before any change, and return the plan of the resume."""
+    """Check whether a job can be resumed, and return the plan of the resume, without changing the job."""
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():
@@ -154,7 +155,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
 
 
 def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> ResumePlan:
-    """Return the plan for an extraction; it continues after the last complete shard."""
+    """Return the plan for resuming an extraction, which continues after the last complete shard."""
     judged = Judged()
     config = load_as(ExtractJob, paths.job_file, overrides, read=judged)
     refuse_options_of_others(judged.distrust, config, overrides)
@@ -166,9 +167,9 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:
-    """Write the job file that is missing because the launch was interrupted.
+    """Write the job file of a job whose launch was interrupted before the file was written.
 
-    Raise `UserError` for a job that has run: its job file was deleted.
+    Raise `UserError` if the job has run, since its job file was then deleted.
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
@@ -191,10 +192,10 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 
 
 def _with_its_place(job: Job) -> Job:
-    """Return the job as it is queued again: a job that never ran keeps `after` and `held`.
+    """Return the job with the `after` and `held` with which it is queued again.
 
-    A job that has run loses both. A job that its user stopped is no longer held, since `resume` also releases held
-    jobs.
+    A job that has never run keeps both, and a job that has run loses both. A job that its user stopped is no longer
+    held, since `resume` also releases held jobs.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())
@@ -202,15 +203,15 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return why a queued job does not start: it comes after others or is held; "" if nothing prevents its start."""
+    """Return why a queued job does not start: it waits for other jobs or is held; "" if nothing prevents its start."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 
 
 def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> None:
-    """Raise an error if the job is pinned to GPUs of its former host that this host does not have.
+    """Raise `JobFileError` if the job is pinned to GPUs of its former host that this host does not have.
 
-    It is a `JobFileError`, or a `UserError` if the GPUs of this host cannot be read.
+    Raise `UserError` if the GPUs of this host cannot be read.
     """
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
@@ -234,14 +235,14 @@ def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -
 
 
 def _as_before(job: Job) -> Placement:
-    """Return the placement that the job had before; a job that took any GPUs may take any again."""
+    """Return the former placement of a job; if the job was allowed to use any GPUs, it is allowed to do so again."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
     gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
     return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """Move `exit.json` to the folder of its attempt; in the run folder it would mark the resumed job as ended."""
+    """Move `exit.json` to the folder of its attempt; in the run folder, it would mark the resumed job as ended."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():

@@ -1,4 +1,4 @@
-"""The settings of a job for display: the settings that identify a run, then all others that are not the defaults."""
+"""Returns the settings of a job for display: first those that identify a run, then the others that are not default."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return (name, value) of the settings that matter, most important first, and of the others, which are defaults.
+    """Return the names and values of the important settings, most important first, and of those with default values.
 
-    `became` maps the paths of settings that are "auto" to the values that were chosen for them.
+    `became` contains the paths of settings that are "auto", with the values that were chosen for these settings.
     """
     raw = table_of(config)
     job, _ = parse_any(raw)
@@ -55,7 +55,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return by path the values that the ranks of a job chose for settings that can be "auto"."""
+    """Return the paths of settings that can be "auto", with the values that the ranks of a job chose for them."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}
@@ -71,13 +71,13 @@ def settled(plan: Plan | None, total_steps: int | None) -> Entries:
 
 
 def _name(path: str, names: Counter[str]) -> str:
-    """Return the name of a setting, including its section if another section has a setting of that name."""
+    """Return the name of a setting; include its section if another section has a setting with the same name."""
     name = path.partition(".")[2]
     return path if names[name] > 1 else name
 
 
 def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, value and default of every setting of the job; for an axis of a sweep the value is a list."""
+    """Yield the path, value and default of every setting of a job; for an axis of a sweep, the value is a list."""
     for section in job_class(kind).sections:
         for setting in section_settings(section, words_of(section, table[section])):
             yield f"{section}.{setting.name}", table[section].get(setting.name), setting.default
@@ -92,7 +92,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _word(value: Any) -> str:
-    """Write a value as in a job file, but words without quotes, and integers from 10,000 on with commas."""
+    """Format a value as in a job file, but strings without quotes, and integers from 10,000 with commas."""
     if isinstance(value, str):
         return value
     is_long = isinstance(value, int) and not isinstance(value, bool) and value >= _EXACT_BELOW

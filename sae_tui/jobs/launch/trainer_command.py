@@ -1,4 +1,4 @@
-"""Runs a command of the trainer that answers in JSON, and forwards its progress."""
+"""Runs a command of the trainer that prints its result as JSON, and forwards the command's progress."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def answer_of(
     on_reached: OnReached | None = None,
     shows_errors: bool = False,
 ) -> T:
-    """Return the answer of a trainer command as this type; raise `UserError` if it fails.
+    """Run a trainer command and return its result, decoded as `kind`; raise `UserError` if the command fails.
 
-    The command runs on the CPU, since it computes very little. `on_reached` is called from another thread. With
-    `shows_errors` the command writes to the standard error of this program.
+    The command runs on the CPU, since it computes very little. `on_reached` is called from another thread. If
+    `shows_errors`, the command writes to the standard error of this program.
     """
     reading, writing = os.pipe()
     env = {**named_python.variables(python), **hide_all(), ENV_DESCRIPTOR: str(writing)}

@@ -1,4 +1,4 @@
-"""Launch backends: each runs the ranks of one attempt, on this machine or on a cluster."""
+"""Launch backends, which run the ranks of an attempt on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
 def launcher(backend: str, setup: AttemptSetup) -> Attempt:
-    """Return an attempt for a launch backend, without starting anything."""
+    """Return an attempt of a launch backend; this does not start the attempt."""
     attempt: Attempt = LAUNCH_BACKENDS[backend].load()(setup)
     return attempt

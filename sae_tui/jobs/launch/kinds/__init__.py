@@ -1,4 +1,7 @@
-"""What the app shows and records at the launch of each kind of job; `KINDS` in the contract's catalog lists them."""
+"""Determines what the app shows and records when a job of each kind is launched.
+
+`KINDS` in the contract's catalog lists the kinds of job.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,24 @@ L = TypeVar("L", bound=AnyOutlook)
 
 
 class LaunchKind(Generic[J, L]):
-    """Words, memory and row of a kind of job; a kind whose needs are unknown can use these methods as they are."""
+    """The summary, the memory need and the row of a kind of job.
+
+    These default implementations are sufficient for a kind of job whose needs are unknown.
+    """
 
     # The heading above the settings in the launch form.
     heading = "Settings"
 
     def needs(self, look: L, measured: PeakMemory | None = None) -> str:
-        """Return a text like `needs 8.2 GB on each of 3 GPUs`."""
+        """Return text about the job's needs, like `needs 8.2 GB on each of 3 GPUs`."""
         return f"needs {gibibytes(look.needs_bytes)}" if look.needs_bytes else "memory unknown"
 
     def summary(self, job: J, look: L, *, device: str, past: Iterable[Job]) -> str:
-        """Return the devices and needs of the job in one line."""
+        """Return one line about the devices and the needs of the job."""
         return f"{plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')} · {self.needs(look)}"
 
     def answer(self, look: L) -> dict[str, object]:
-        """Return what `sae-tui validate --json` reports in addition."""
+        """Return the fields that `sae-tui validate --json` reports only for this kind of job."""
         return {}
 
     def measured(self, job: J, look: L, device: str, past: Iterable[Job]) -> PeakMemory | None:
@@ -44,9 +50,10 @@ class LaunchKind(Generic[J, L]):
     def need(
         self, job: J, look: L, free: FreeMemory, *, device: Literal["cuda", "cpu"], past: Iterable[Job] = ()
     ) -> Need | None:
-        """Return the memory that each rank needs, by component, and remedies if `free` is too small; None if unknown.
+        """Return the memory that each rank needs for each component, or None if it is unknown.
 
-        `device` is the device of the ranks, "cpu" for simulated GPUs.
+        If `free` is too small, the result includes remedies. `device` is the device of the ranks; on simulated GPUs, it
+        is "cpu".
         """
         return None
 
@@ -57,6 +64,6 @@ class LaunchKind(Generic[J, L]):
 
 
 def launch_kind(kind: str) -> LaunchKind[Any, Any]:
-    """Return the launch parts of a kind of job."""
+    """Return the object that describes launches of a kind of job."""
     loaded: type[LaunchKind[Any, Any]] = pkgutil.resolve_name(KINDS[kind].launch)
     return loaded()

@@ -1,4 +1,4 @@
-"""The launch of an extraction: its summary, its memory, disk space and time, and the columns of its row."""
+"""Describes the launch of an extraction: a summary, the memory, disk space and time it needs, and its row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
     heading = "Model and text"
 
     def needs(self, look: ExtractionOutlook, measured: PeakMemory | None = None) -> str:
-        """Return a text like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
+        """Return text like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
         if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
             return "memory unknown: the model is not downloaded yet"
         time = duration(look.seconds)
@@ -32,7 +32,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
         return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk_words(look)}; about {time}, estimated"
 
     def summary(self, job: ExtractJob, look: ExtractionOutlook, *, device: str = "", past: Iterable[Job] = ()) -> str:
-        """Return a text like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
+        """Return text like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
         where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
         where = f"one model over {where}" if look.mode == SPREAD and look.on_gpus else where
         wide = "" if look.d_in is None else f", {look.d_in:,} wide"
@@ -57,7 +57,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
 
     def row(self, data: DataDir, job: ExtractJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
         fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
-        # A resumed job without a new outlook keeps its earlier estimates.
+        # If a job is resumed without a new outlook, do not change its earlier estimates.
         if isinstance(look := placement.look, ExtractionOutlook):
             fields |= {
                 "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,

@@ -1,4 +1,4 @@
-"""The launch of a training: its summary, its memory and the columns of its row."""
+"""Describes the launch of a training: a summary, the memory and time it needs, and its row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration, gibibytes, plural
 
-# The most SAEs of a sweep that a summary names.
+# The maximum number of SAEs of a sweep that a summary lists.
 MOST_SHOWN = 6
 
 
@@ -42,9 +42,10 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
         return f"{needs}; {measured}" if measured else needs
 
     def summary(self, job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
-        """Return `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
+        """Return text like `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
 
-        A sweep is listed first. The time is measured in a finished job on the same type of device, or else estimated.
+        For a sweep, the text starts with a list of the SAEs. The time is based on a finished job of the same shape on
+        the same type of device; if there is none, it is estimated.
         """
         devices, work = look.devices, look.settled.work
         where = plural(devices, "GPU" if look.on_gpus else "CPU process")
@@ -98,7 +99,10 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
 
 
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
-    """Return the outlook of a job on GPUs that are known only by the memory that the job needed on each before."""
+    """Return the outlook of a job on its former devices.
+
+    Only the memory that the job needed on each of these devices is known about them.
+    """
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
     memory_of = "" if on_gpus else None
@@ -107,9 +111,9 @@ def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placemen
 
 
 def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> tuple[float, bool]:
-    """Return the seconds that the steps of a job take, and whether they were measured in a finished job of its shape.
+    """Return the duration of a job's steps in seconds, and whether it is based on a finished job of the same shape.
 
-    Otherwise they are estimated.
+    If there is no such job, the duration is an estimate.
     """
     work = look.settled.work
     alike = of_same_shape(job, work.shape, look.devices, look.mode, device, past)
@@ -119,16 +123,16 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
 
 
 def _factors(work: Workload) -> list[int]:
-    """Return the factors of an effective batch except 1: tokens, micro-batches, data-parallel ranks.
+    """Return the factors of an effective batch that are not 1: micro-batch size, micro-batches and data-parallel ranks.
 
-    Return [] if their product is not the batch.
+    Return [] if the product of the factors is not the effective batch.
     """
     factors = (work.micro_batch, work.micro_batches, work.data_ranks)
     return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
 
 
 def _sweep(job: JobConfig) -> str:
-    """Return `3 SAEs: k=16, k=32, k=64`; of more than 6 SAEs only the first 5."""
+    """Return text like `3 SAEs: k=16, k=32, k=64`; if there are more than 6 SAEs, list only the first 5."""
     labels = [label.replace(",", " ") for label in members(job)]
     shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
     return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
