@@ -1,4 +1,4 @@
-"""The live state of a run: heartbeat and latest values from its `metrics.db`."""
+"""Reads the live state of a run from its `metrics.db`: the heartbeat and the latest values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainer.contract.store.rows import VALUE_COLUMNS, fitting
 
 
 class LiveRun:
-    """Follows the metrics of a run; before the first row, all values are empty."""
+    """Follows the metrics of a run; there are no values until the first row is written."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run overfits; None if it does not, or if it has been resumed since.
+        # The warning that the run overfits; None if it does not overfit, or if it has been resumed since the warning.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:
-        """Read new data and return whether there was any; if there is none, this costs a stat and 6 µs."""
+        """Read new data and return whether there was any; if there is none, this takes one `stat` call and 6 µs."""
         # If the file is locked or damaged, the next poll tries again.
         with contextlib.suppress(StoreError):
             return self._follower.poll(self._read) and self.heartbeat is not None
@@ -33,7 +33,7 @@ class LiveRun:
 
     @property
     def reader(self) -> SeriesReader | None:
-        """The reader of the open file, or None."""
+        """The reader of the store; None if the store is not open."""
         return self._follower.store
 
     @property
@@ -42,7 +42,7 @@ class LiveRun:
         return best_sae(self.latest)
 
     def fields(self) -> dict[str, Any]:
-        """Return the columns of the job row that the run updates; for a sweep, with the values of its best SAE."""
+        """Return the columns of the job's row that the run updates; for a sweep, use the values of its best SAE."""
         fields: dict[str, Any] = self.values(VALUE_COLUMNS)
         if "memory_bytes" in self.latest:
             fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
@@ -50,11 +50,11 @@ class LiveRun:
             heartbeat = self.heartbeat
             fields |= {"step": heartbeat.step, "total_steps": heartbeat.total_steps or None, "tokens": heartbeat.tokens}
             fields["overfitting"] = self.overfitting
-        # Values from a damaged file must not make the jobs list unreadable.
+        # Drop invalid values, since values from a damaged file must not make the job list unreadable.
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the latest values of these series, if any; for a sweep, the values of its best SAE."""
+        """Return a dict that maps these series to their latest values; for a sweep, use the values of its best SAE."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

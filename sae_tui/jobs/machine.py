@@ -1,7 +1,7 @@
-"""Determines which machine a job is on.
+"""Determines on which machine a job runs.
 
-Host names do not identify machines: a laptop changes its name, a container is recreated on the same volume, and two
-hosts that share a data folder may have the same name.
+Host names do not identify machines: a laptop may change its name, a container may be recreated on the same volume, and
+two hosts that share a data folder may have the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# A supervisor touches the run's lock file every `SIGN_EVERY_S` seconds. The clocks of two hosts may differ by a minute.
+# A supervisor touches the lock file of its run every `SIGN_EVERY_S` seconds. It is regarded as silent only after
+# `SILENT_S`, since the clocks of two hosts may differ by a minute.
 SIGN_EVERY_S = 30.0
 SILENT_S = 180.0
 
@@ -31,10 +32,11 @@ def this_machine() -> dict[str, Any]:
 
 
 def is_here(job: Job) -> bool:
-    """Return whether a job is on this machine, under any host name.
+    """Return whether a job is on this machine, even if the machine's name has changed.
 
-    Within one boot, the boot id decides. After a restart the name decides, unless the machine id shows that another
-    machine has the same name. Equal machine ids prove nothing, since machines created from the same image share them.
+    The job is on this machine if it has the current boot id. Otherwise, the host name decides, unless the machine id
+    shows that another machine has this name. Equal machine ids prove nothing, since machines that were created from
+    the same image share their id.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -46,9 +48,9 @@ def is_here(job: Job) -> bool:
 class Silence(NamedTuple):
     """The signs of life of a job on another machine, as seen from this machine."""
 
-    is_held: bool | None  # whether a process of the run is known to hold its lock
-    age_s: float  # seconds since its files last changed; infinite without files
-    is_local: bool = False  # whether its files are on a disk of this machine, which no other host can share
+    is_held: bool | None  # whether a process of the run holds the run's lock; None if unknown
+    age_s: float  # the seconds since the files of the run last changed; infinite if there are no files
+    is_local: bool = False  # whether the files are on a disk of this machine, which no other host can share
 
     @property
     def is_certain(self) -> bool:
@@ -61,7 +63,7 @@ class Silence(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The silence as text: `has been silent for 12 min`, or `was active 5 s ago`."""
+        """Text like `has been silent for 12 min` or `was active 5 s ago`."""
         if self.is_held:
             return "is alive"
         if math.isinf(self.age_s):
@@ -71,7 +73,7 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return how long a job on another machine has been silent, judged by its lock and the times of its files."""
+    """Return the signs of life of a job on another machine, according to its lock and the times of its files."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
@@ -82,7 +84,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 
 
 def elsewhere(data: DataDir, job: Job) -> str:
-    """Describe an active job on another machine; return "" for any other job.
+    """Return text about the host of an active job on another machine; "" for any other job.
 
     Example: `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
@@ -90,9 +92,9 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # The job has no files whose times could show that it is alive.
+        # This is unknown, since the job has no files whose times could show that it is alive.
         return ""
-    # Imported here, since a waiting supervisor does not need it.
+    # Import the module only here, since a waiting supervisor does not need it.
     import shlex
 
     way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"
@@ -100,6 +102,6 @@ def elsewhere(data: DataDir, job: Job) -> str:
 
 
 def refuse_if_silent(data: DataDir, job: Job) -> None:
-    """Raise `UserError` for an active job on a machine that has been silent too long to respond to a request."""
+    """Raise `UserError` if a job is active on another machine that has long been silent and cannot serve a request."""
     if (why := elsewhere(data, job)) and silence(data, job).is_long:
         raise UserError(f"job {job.id} is on another host, so nothing was done: {why}")

@@ -1,4 +1,4 @@
-"""The Python named by a job or the settings, or else the app's own: checked before it runs, and its command line."""
+"""Checks the Python that a job or the settings name before it runs, and returns its command line and environment."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
-# Variables that direct a Python to the packages of another one, which may have other versions.
+# Variables that make a Python import the packages of another Python, which may have other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Any other program would interpret arguments meant for Python: `sh -c` would run the code as a shell script.
+# Other programs are refused, since they would misinterpret the arguments for Python: `sh -c` would run the code as a
+# shell script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 
 def command(python: str | None, *words: str) -> list[str]:
-    """Return the argv that runs the trainer, or `words` that begin with `-c`, with this Python, "" for the app's.
+    """Return the argv that runs the trainer with this Python; "" and None stand for the app's own Python.
 
-    It includes -P, since a `trainer` or `torch` in the working folder would be imported instead.
+    If `words` start with `-c`, the argv runs that code instead of the trainer. The argv includes -P, since otherwise a
+    `trainer` or `torch` in the working folder would be imported.
     """
     start = [] if words[:1] == ("-c",) else ["-m", "trainer"]
     return [whole(python) or sys.executable, "-P", *start, *words]
 
 
 def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for running this Python: a Python other than the app's must find its own packages."""
+    """Return the environment variables for running this Python, so that it finds its own packages."""
     return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
 
 
 def unset_line() -> str:
-    """Return a shell script line that unsets the variables that `variables` removes."""
+    """Return the line of a shell script that unsets the variables that `variables` removes."""
     return f"unset {' '.join(_OF_ANOTHER)}"
 
 
 def whole(python: str | None) -> str:
-    """Return the path with `~` expanded; links are kept, since the link identifies the environment."""
+    """Return the path of a Python with `~` expanded; keep links, since a link identifies its environment."""
     return os.path.expanduser(python) if python else ""
 
 
@@ -51,7 +53,7 @@ def refuse(python: str | None) -> None:
 
 
 def refusal(python: str) -> str:
-    """Explain why a Python cannot or must not be run, with a remedy; return "" if it may be run."""
+    """Return why a Python cannot or must not be run, with a remedy; "" if it may be run."""
     path = whole(python)
     if not os.path.isabs(path) or not path.isprintable():
         return f"takes {PYTHONS}, not {show(python)}"
@@ -76,7 +78,10 @@ def _kind(path: Path) -> str:
 
 
 def _distrust(python: Path) -> str:
-    """Explain how others could change the interpreter or add to its folder; for a link, check both folders."""
+    """Return how other users could change a Python or add files to its folder; "" if they cannot.
+
+    If the path is a link, check the folder of the link and that of its target.
+    """
     folders = (python.parent, python.resolve(strict=True).parent)
     why = distrust_of_program(python) or next(filter(None, map(distrust_of_searched, folders)), "")
     reason, _, remedy = why.partition("; ")

@@ -1,4 +1,4 @@
-"""Finds the output of a job: the folder of its SAE, or of the activations that it extracted."""
+"""Finds the output of a job: the folder of its SAE, or of the activations that it has extracted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.contract.settings.job_file import class_of, parse_as, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 
-# The reason why an extraction starts over.
+# The reason why a resumed extraction starts from the first row.
 NO_SHARD = "it had finished no shard"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return the folder of a job's output so far, or None if there is no output yet."""
+    """Return the folder of a job's output; None if there is no output yet."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_as(ExtractJob, table_of(job.config))
@@ -32,18 +32,21 @@ def output_of(data: DataDir, job: Job) -> str | None:
 
 
 def rows_stored(job: Job) -> int:
-    """Return the number of rows after which an extraction would resume: the rows in complete shards."""
+    """Return the number of rows in complete shards, after which an extraction would resume."""
     extraction = _extraction(job.config)
     return n_stored_rows(extraction) if extraction else 0
 
 
 def name_of_output(job: Job) -> str:
-    """Return what kind of output a job has, as in "its SAE is in ..."."""
+    """Return the kind of a job's output with a verb, for messages like "its SAE is in ..."."""
     return "activations are" if extracts(job.config) else "SAE is"
 
 
 def names_of_hooks(job: Job) -> dict[str, list[str]]:
-    """Return the other names of each hook's position in an extraction, including the module's once rows are stored."""
+    """Return a dict that maps each hook of an extraction to the other names of the same position in the model.
+
+    The name of the module is included once rows are stored.
+    """
     extraction = _extraction(job.config)
     if extraction is None:
         return {}
@@ -59,18 +62,18 @@ def _extraction(config: str) -> ExtractJob | None:
 
 
 def may_tell_tokens(config: str) -> bool:
-    """Return whether the data of a stored job file may include its tokens; True if the data is not on this machine."""
+    """Return whether the data of a recorded job file may include tokens; True if the data is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 
 
 @functools.lru_cache(maxsize=256)
 def kind_of(config: str) -> KindEntry:
-    """Return the registry entry of the kind of job that a stored job file describes."""
+    """Return the registry entry for the kind of job that a recorded job file describes."""
     return KINDS[class_of(table_of(config)).kind]
 
 
 @functools.lru_cache(maxsize=256)
 def extracts(config: str) -> bool:
-    """Return whether a stored job file describes an extraction."""
+    """Return whether a recorded job file describes an extraction."""
     return class_of(table_of(config)) is ExtractJob

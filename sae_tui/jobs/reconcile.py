@@ -1,4 +1,4 @@
-"""Corrects the rows of jobs whose supervisor ended without a record, for example by `kill -9`, a crash or a reboot."""
+"""Corrects the rows of jobs whose supervisor ended without recording it, for example after `kill -9` or a reboot."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import join_words
 
-# A launcher records the supervisor within one second, but may take up to this long under heavy load.
+# A job without a recorded supervisor is regarded as orphaned after this time. A launch normally takes less than one
+# second, but longer under heavy load.
 UNSUPERVISED_S = 30.0
-# Ranks get SIGTERM when their supervisor dies, and then have this long to save.
+# Ranks receive SIGTERM when their supervisor dies, and then have this time to save.
 ORPHANS_S = 60.0
 
 
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
-    """Correct the rows of jobs whose supervisor is gone; return the ids of the jobs whose state changed.
+    """Correct the rows of jobs whose supervisor has ended; return the ids of the jobs whose state has changed.
 
-    Queued jobs remain queued; `revive` is called if one of them has no supervisor. Cheap if nothing needs a correction.
+    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. This is fast if no row needs a
+    correction.
     """
     try:
         reader = Control(data.control_db, readonly=True)
@@ -66,10 +68,10 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
 
 
 def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
-    """End the jobs of another host that is gone for good, and yield a message for each.
+    """End the jobs of another host that will not return, and yield a message for each job.
 
-    Without `host`, end only jobs that cannot be alive anywhere, and name the hosts that have long been silent. Leave
-    jobs alone that have recently given a sign of life. Raise `UserError` if `host` has no job to end.
+    Without `host`, end only jobs that cannot be alive anywhere, and yield messages about hosts that have long been
+    silent. Do not change jobs that have recently given a sign of life. Raise `UserError` if `host` has no active jobs.
     """
     control = Control(data.control_db)
     try:
@@ -111,7 +113,7 @@ def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
-    """Record once that the evaluating process was killed, unless another process is evaluating the job now."""
+    """Record that the evaluating process of a job was killed, unless another process is evaluating the job now."""
     if is_held(data.run(job_id).evaluation_lock) or not going.remove(data, job_id):
         return
     if control.state(job_id) is not None:
@@ -120,7 +122,7 @@ def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
 
 
 def is_supervised(data: DataDir, job: Job) -> bool:
-    """Return whether the job's supervisor is alive; in another PID namespace, whether the run's lock may be held."""
+    """Return whether a job's supervisor is alive or, in another PID namespace, whether the run's lock may be held."""
     supervisor = job.supervisor
     if supervisor is None:
         return False
@@ -133,14 +135,14 @@ def has_lost_its_place(data: DataDir, job: Job) -> bool:
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
-    """Return whether this user owns a job: one group member's command must not run another member's job."""
+    """Return whether this user owns a job, since a command of one group member must not run another member's job."""
     with contextlib.suppress(OSError):
         return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
     return False
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job: it is queued, and its files exist or cannot be read."""
+    """Return whether a new supervisor can take over a job: the job is queued, and its files exist or are unreadable."""
     paths = data.run(job.id)
     try:
         return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
@@ -149,12 +151,12 @@ def _can_go_on(data: DataDir, job: Job) -> bool:
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Return whether the supervisor is gone; False for jobs on other machines and for supervisors that are starting."""
+    """Return whether a job's supervisor has ended; False on other machines and for a supervisor that is starting."""
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # A resumed job was created long ago, so the time of queueing counts. `abs` limits the wait if the clock was set
-        # back.
+        # Use the time at which the job was queued, since a resumed job was created long ago. `abs` limits the wait if
+        # the clock was set back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
 
@@ -165,19 +167,19 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # If no process holds the lock, a living process named in a row does not belong to the run, since other users may
-    # write rows.
+    # If no process holds the lock, ignore the processes in the rows: other users may write rows, so these processes may
+    # not belong to the run.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    # Imported here, since a waiting supervisor does not need it.
+    # Import the catalog only here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
     backend = LAUNCH_BACKENDS.get(job.backend)
-    # The cluster itself ends the remaining processes of its job.
+    # On a cluster, do not wait for processes that hold the lock, since the job is cancelled below.
     if living or (held and backend and not backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
-        # Cancel the job before its row marks it as lost, since from then on a user may start it again.
+        # Cancel the job before its row is marked as lost, since a user may start a lost job again.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:
@@ -194,7 +196,7 @@ def _end(control: Control, job: Job, state: JobState, message: str, level: str, 
 
 
 def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
-    """Return the columns that the ranks wrote after the supervisor was gone, and whether the job is complete."""
+    """Return the columns that the ranks wrote after the supervisor had ended, and whether the job is complete."""
     run = LiveRun(data.run(job.id))
     run.poll()
     fields, heartbeat = run.fields(), run.heartbeat
@@ -202,7 +204,7 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
-    # An extended job may have lost its supervisor before any rank started.
+    # Compare with the total steps in the row: if the job was extended, its heartbeat may be from before the extension.
     is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
@@ -210,8 +212,9 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
     """Let orphaned ranks save for a minute after the event that reports them, then kill them.
 
-    The minute starts again if the clock was set back; forward jumps do not count. Other users may write rows too, so
-    kill only processes that hold the run's lock or, if that is unknown, that were started as ranks of that attempt.
+    The minute starts again if the clock was set back, and forward jumps of the clock do not shorten it. Since other
+    users may write rows too, kill only processes that hold the run's lock or, if the holders of the lock are unknown,
+    processes that were started as ranks of the attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
@@ -220,7 +223,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
-        with contextlib.suppress(OSError):  # without the file, jumps of the clock count
+        with contextlib.suppress(OSError):  # without the file, clock jumps are not detected
             write_json(clock_file, _wall_at_boot())
     elif time.time() - since - max(0.0, _wall_at_boot() - (read_json(clock_file, float) or math.inf)) > ORPHANS_S:
         ours = [rank for rank in living if _is_of_the_run(rank, lock)]
@@ -232,20 +235,20 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
 
 
 def _wall_at_boot() -> float:
-    """Return the boot time according to the current clock; it changes only when the clock jumps."""
+    """Return the boot time according to the current clock; this value changes only if the clock jumps."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _is_of_the_run(rank: Rank, lock: Path) -> bool:
     """Return whether the rank's process holds the run's lock.
 
-    If this cannot be determined, return whether it was started as a rank of the attempt.
+    If this cannot be determined, return whether the process was started as a rank of the attempt.
     """
     if is_held(lock) is not None:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        # The command line is empty while a process starts and once it has ended.
+        # The command line of a process is empty while the process starts and after it has ended.
         words = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
         return [os.fsdecode(word) for word in words[1:-1]] == expected
     return False

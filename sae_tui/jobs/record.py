@@ -1,4 +1,4 @@
-"""The `record.json` of a run: its row at the last start or end, from which a lost store is rebuilt."""
+"""Reads and writes `record.json` of a run: the job's row at the last start or end, for rebuilding a lost store."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ def write_record(paths: RunPaths, job: Job) -> None:
 
 
 def as_recorded(paths: RunPaths, job: Job) -> Job:
-    """Return the row for a store that has lost it: the recorded row with later edits and the state of `job`."""
+    """Return the row for rebuilding a lost store: the recorded row, but with the state of `job`.
+
+    Unlike `job`, the recorded row includes later edits. If there is no record, return `job`.
+    """
     record = read_record(paths)
     return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job
 
 
 def read_record(paths: RunPaths) -> Job | None:
-    """Return the recorded row; None if there is no readable record."""
+    """Return the recorded row of a job; None if there is no readable record."""
     return read_json(paths.record_file, Job)

@@ -1,6 +1,6 @@
-"""Headers of shards that need torch or pyarrow: the trainer reads them in a process, once for each state of the files.
+"""Reads the headers of shards whose format needs torch or pyarrow, in a separate process of the trainer.
 
-The answers are kept in the data folder, so that other commands and supervisors need no process.
+The results are cached in the data folder until the files change, so that other commands and supervisors can use them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import ShardSet
 
 POLL_S = 0.2
-# A first import of torch from a network disk takes half a minute.
+# The time limit for reading headers, since the first import of torch from a network disk takes half a minute.
 LIMIT_S = 120.0
-# Headers that could not be read are read again after this time, since a package may have been installed.
+# Headers that could not be read are read again after this time, since a missing package may have been installed.
 FAILED_FOR_S = 10.0
-# The setting that the trainer names in its refusals.
+# The setting at the start of the trainer's error messages.
 _FIELD = "data.path"
 
 # Path, size and modification time of each file.
@@ -41,7 +41,7 @@ _when_reading: ContextVar[Callable[[Path], object]] = ContextVar("when_reading",
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """The shards of files in this state, or why they could not be read at the time `failed_at`."""
+    """The shards of files with this fingerprint, or why the files could not be read at the time `failed_at`."""
 
     state: Fingerprint
     shards: ShardSet | None = None
@@ -50,7 +50,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class ShardHeaders:
-    """Reads headers by the trainer, and keeps them until the files change."""
+    """Reads the headers of shards with a process of the trainer, and caches them until the files change."""
 
     def __init__(self, data: DataDir, command: Sequence[str] = ()) -> None:
         self._folder, self._command = data.headers, command
@@ -58,7 +58,7 @@ class ShardHeaders:
         self._locks: dict[str, threading.Lock] = {}
 
     def inspect(self, root: Path, files: Sequence[Path], field: str) -> ShardSet:
-        """Return the shards of a data path; raise `JobFileError` naming `field` if they cannot be read."""
+        """Return the shards of a data path; raise `JobFileError` for the setting `field` if they cannot be read."""
         place = os.path.abspath(root)
         try:
             state = fingerprint(files)
@@ -108,7 +108,7 @@ class ShardHeaders:
         return known if known.shards and known.shards.shards else None
 
     def _keep(self, place: str, known: _Known) -> None:
-        # A folder that cannot be written to costs another process later.
+        # Ignore errors: if the result cannot be saved, other commands read the headers again.
         with contextlib.suppress(OSError, UserError, UnicodeError):
             if known.shards is not None:
                 private_folder(self._folder)
@@ -116,13 +116,16 @@ class ShardHeaders:
 
 
 def fingerprint(files: Sequence[Path]) -> Fingerprint:
-    """Return a value that changes whenever one of the files changes, or raise `OSError`."""
+    """Return a value that changes whenever one of the files changes; raise `OSError` if a file cannot be read."""
     return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
 
 
 @contextlib.contextmanager
 def announcing(when_reading: Callable[[Path], object]) -> Iterator[None]:
-    """Call `when_reading` with the data path, in this thread, before a process reads its headers."""
+    """Within the context, call `when_reading` with a data path before the trainer reads its headers.
+
+    Only reads in this thread are announced.
+    """
     token = _when_reading.set(when_reading)
     try:
         yield
@@ -136,11 +139,11 @@ def answer_of(
     is_over: Callable[[], bool] = lambda: False,
     limit_s: float = float("inf"),
 ) -> bytes | None:
-    """Return the last line that a command of the trainer prints; None if `is_over` becomes true before.
+    """Return the last line that a command of the trainer prints; None if `is_over` becomes true before it ends.
 
-    `python` is the interpreter that runs it, None for the app's own. Raise `UserError` if the command fails.
+    `python` is the interpreter that runs the command, None for the app's own. Raise `UserError` if the command fails.
     """
-    # On the CPU: reading reserves no GPU.
+    # Hide the GPUs, since no GPU is reserved for this command.
     environment: Mapping[str, str] = {**named_python.variables(python), **hide_all()}
     ends = time.monotonic() + limit_s
     with subprocess.Popen(

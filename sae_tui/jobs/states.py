@@ -11,7 +11,7 @@ from trainer.contract.wording import plural
 
 
 class Shown(NamedTuple):
-    """The word and symbol of a state, since colour must not be the only mark; `style` names a colour."""
+    """The word, symbol and style of a state; `style` is a colour, which must not be the only distinction."""
 
     word: str
     sign: str
@@ -45,8 +45,8 @@ ENDED = {
 def describe_state(job: Job) -> Shown:
     """Return the word and symbol of a job's state.
 
-    A queued job that its user keeps from starting is held, or paused if it has run before. A running job that was asked
-    to finish early is cooling down.
+    A queued job that must not start until it is released is "held", or "paused" if it has run before. A running job
+    that was asked to finish early is "cooling".
     """
     if is_cooling(job):
         return COOLING_DOWN
@@ -56,12 +56,12 @@ def describe_state(job: Job) -> Shown:
 
 
 def is_cooling(job: Job) -> bool:
-    """Return whether a running job is cooling down because it was asked to finish early."""
+    """Return whether a job is running and cooling down because it was asked to finish early."""
     return job.state == JobState.RUNNING and getattr(job, "phase", "") == COOLING
 
 
 def phase_words(job: Job) -> str:
-    """Return the phase of a job, such as `cooling down, 40 steps left`; "" if unknown."""
+    """Return text about the phase of a job, such as `cooling down, 40 steps left`; "" if the phase is unknown."""
     phase: str = getattr(job, "phase", "")
     if phase != COOLING or job.total_steps is None:
         return phase
@@ -69,19 +69,22 @@ def phase_words(job: Job) -> str:
 
 
 def is_ranked(job: Job) -> bool:
-    """Return whether a job's quality can be compared with that of other jobs: its training has finished.
+    """Return whether a job's quality can be compared with that of other jobs, which requires a complete training.
 
-    Most of the quality gain comes while the learning rate falls. Halfway through a run, its FVU is 15 % above that of a
-    finished run a quarter as long, and recipes that learn more slowly look better than they are.
+    Most of the improvement happens while the learning rate falls. Halfway through a run, the FVU is 15 % above that of
+    a finished run that is a quarter as long. A comparison at that point would favour the wrong recipes.
     """
     return job.state.is_final and job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST)
 
 
 def was_resumed(job: Job) -> bool:
-    """Return whether a job was started again other than by an automatic restart; `started` is then its latest start."""
+    """Return whether a job was started again by its user and not only automatically.
+
+    If so, `started` in the job's row is the time of the latest start.
+    """
     return job.attempt > job.restarts + 1
 
 
 def stands(job: Job) -> str:
-    """Describe a job's state as the continuation of "job 5": `is running`, `is paused`, `has finished`."""
+    """Return a job's state as a predicate that follows "job 5": `is running`, `is paused` or `has finished`."""
     return ENDED.get(job.state) or f"is {describe_state(job).word}"

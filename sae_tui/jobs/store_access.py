@@ -1,4 +1,4 @@
-"""Opens the control store of a data folder for one change."""
+"""Opens the control store of a data folder, and closes it after a change."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def open_control(data: DataDir) -> Iterator[Control]:
 
 @contextlib.contextmanager
 def existing(data: DataDir, job_id: int) -> Iterator[Control]:
-    """Open a job's control store; raise `UserError` if it is missing, instead of creating an empty one."""
+    """Open the control store that contains a job; raise `UserError` if it is missing, and do not create a new one."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    # Changes to a job also write to its folders.
+    # Check the job's folders for links, since changes to a job also write to its folders.
     data.refuse_links(job_id)
     with open_control(data) as control:
         yield control

@@ -1,4 +1,4 @@
-"""A supervisor's own log, and retries whose errors are logged."""
+"""Writes the log of a supervisor, and tolerates or retries actions whose errors are logged."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer.contract.errors import UserError
 
 
 def note(text: str) -> None:
-    """Write one line with the time to stderr; `logging` would cost a waiting supervisor 1 MB."""
-    # The log itself may be on the full disk that the line reports.
+    """Write a line with the current time to stderr; the module `logging` would use 1 MB in each waiting supervisor."""
+    # Ignore errors, since the log may be on a full disk.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         sys.stderr.flush()
 
 
 _last = ""
-# If the store fails immediately, all attempts take a minute; if it is locked, so that each attempt waits, they take
-# six.
+# All attempts together take one minute if the store fails immediately, and six minutes if it is locked, so that each
+# attempt waits.
 STORE_TRIES = 60
 STORE_PAUSE_S = 1.0
 
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def tolerate(action: str) -> Iterator[None]:
-    """Log a store error and continue: a locked, full or just replaced store must not end a training.
+    """Within the context, log a store error and continue; the caller tries again later.
 
-    The caller tries again later.
+    A store that is locked, on a full disk, or has just been replaced must not end a training.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def tolerate(action: str) -> Iterator[None]:
 
 
 def _note_once(error: str) -> None:
-    """Log an error unless it repeats the last one, since a waiting job would fill the disk with repetitions."""
+    """Log an error unless it repeats the last one, since a waiting job would repeat it until the disk is full."""
     global _last
     previous, _last = _last, error
     if previous != _last:
@@ -51,7 +51,7 @@ def _note_once(error: str) -> None:
 def retry(action: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    Store errors are logged and the call is retried for at least a minute; then the error is raised.
+    A store error is logged, and the call is retried for at least a minute. After that, the error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:
@@ -64,7 +64,7 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def tolerate_disk(action: str) -> Iterator[None]:
-    """Log that a disk is full or read-only, and continue without writing."""
+    """Within the context, log a disk error, for example of a full or read-only disk, and continue without writing."""
     try:
         yield
     except OSError as error:

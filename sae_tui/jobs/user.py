@@ -1,4 +1,4 @@
-"""The login name that is recorded as a job's owner, and the home folder."""
+"""Determines the user's login name, which is recorded as the owner of a job, and the user's home folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.errors import UserError
 
 @functools.cache
 def user_name() -> str:
-    """Return the login name, or text like `uid 1234` if the uid has no name, as in a container."""
+    """Return this user's login name, or text like `uid 1234` if the user has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -22,7 +22,7 @@ def user_name() -> str:
 
 
 def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return this user's home folder; raise `UserError` if it is missing, as for a uid in a container."""
+    """Return this user's home folder; raise `UserError` if the user has none, as in some containers."""
     try:
         home = Path(environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:

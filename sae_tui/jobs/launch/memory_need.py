@@ -1,4 +1,4 @@
-"""The memory that a job needs: an estimate, the peak of a job of the same shape, and settings that would make it fit."""
+"""The memory that a job needs: an estimate, the peak of a similar job, and settings that would make the job fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# What the measured peak omits or includes: PyTorch does not count the CUDA context and NCCL's buffers, and the size of a
+# What the measured peak omits or includes. PyTorch does not count the CUDA context and NCCL's buffers; the size of a
 # process includes Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 

@@ -47,8 +47,8 @@ class Placement(msgspec.Struct, frozen=True):
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
-    # The job's outlook on these devices. If a job is resumed on its former devices, there is no outlook, but `had_bytes`
-    # is the memory that the job needed on each GPU before.
+    # The job's outlook on these devices. If a job is resumed on its former devices, there is no outlook; `had_bytes` is
+    # then the memory that the job needed on each GPU before.
     look: AnyOutlook | None = None
     had_bytes: int | None = None
     # The vendor of the GPUs; "" if it is unknown.
@@ -136,7 +136,7 @@ def propose_here(
     past: Iterable[Job] = (),
     promises: Promises = NO_PROMISES,
 ) -> Proposal[J]:
-    """Return the proposal for a job on this machine; the measured memory of the jobs in `past` is taken into account."""
+    """Return the proposal for a job on this machine, using the measured memory of the jobs in `past`."""
     return propose(job, machine(choices, data, cuda=cuda, promises=promises), used_before(past))
 
 

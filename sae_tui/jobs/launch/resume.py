@@ -118,7 +118,7 @@ def resume(
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # The supervisor runs on the host that resumes the job; only this host can check whether the supervisor is alive.
+        # The supervisor runs on this host, since only the supervisor's host can check whether it is alive.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")

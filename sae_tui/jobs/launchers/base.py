@@ -18,7 +18,10 @@ RankCommand = Callable[[Path], Sequence[str]]
 
 
 class AttemptSetup(msgspec.Struct, frozen=True):
-    """Everything an attempt needs to start. The ranks inherit `locks`, and so hold the GPUs while they live."""
+    """Everything that an attempt needs to start.
+
+    `locks` are descriptors of the GPU locks; the ranks inherit them, and so hold the GPUs as long as they are alive.
+    """
 
     job_id: int
     config: AnyJob
@@ -29,11 +32,11 @@ class AttemptSetup(msgspec.Struct, frozen=True):
 
 
 class Attempt(Protocol):
-    """All ranks of an attempt. `wait` blocks for at most its timeout; with SLURM, other calls may take up to 15 s."""
+    """All ranks of an attempt. `wait` blocks for at most its timeout; on SLURM, other calls may take up to 15 s."""
 
     @property
     def alive(self) -> bool:
-        """True while any process of the attempt may still run."""
+        """True while a process of the attempt may still be running."""
         ...
 
     @property
@@ -43,12 +46,12 @@ class Attempt(Protocol):
 
     @property
     def is_halted(self) -> bool:
-        """True if a rank cannot continue on its own, in any phase."""
+        """True if a rank is halted, so that it cannot continue on its own."""
         ...
 
     @property
     def is_hung(self) -> bool:
-        """True if a rank could not be killed; it is then treated as ended."""
+        """True if a rank could not be killed; such a rank is treated as ended."""
         ...
 
     @property
@@ -58,15 +61,15 @@ class Attempt(Protocol):
 
     @property
     def codes(self) -> set[int | None]:
-        """The exit codes of the ranks so far, negative for signals."""
+        """The exit codes of all ranks: negative for a signal, None for a rank that has not ended."""
         ...
 
     def start(self) -> None:
-        """Start every rank; after an `OSError` or `UserError`, the caller must stop the ranks already started."""
+        """Start all ranks; after an `OSError` or `UserError`, the caller must stop the ranks that were started."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """Wait up to `timeout_s` seconds; return the ranks that ended within this time."""
+        """Wait up to `timeout_s` seconds; return the ranks that have ended (on a cluster, also those that started)."""
         ...
 
     def rows(self) -> list[Rank]:
@@ -82,7 +85,7 @@ class Attempt(Protocol):
         ...
 
     def end(self) -> None:
-        """Ask all living ranks to stop; in later calls, kill them once their grace period has passed."""
+        """Ask all living ranks to stop; in later calls, kill them if their grace period has passed."""
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
@@ -97,7 +100,7 @@ class Attempt(Protocol):
         ...
 
     def describe(self) -> str:
-        """Describe an abnormal state of the ranks, such as a halted one; return "" if all seem to work."""
+        """Return text about an abnormal state of the ranks, such as a halted rank; "" if all ranks seem to work."""
         ...
 
     def dump_stacks(self, file: Path) -> None:

@@ -1,7 +1,4 @@
-"""A SLURM job, controlled through SLURM's commands: submitted, polled without waiting, cancelled.
-
-slurmdbd is not required.
-"""
+"""Submits, polls and cancels a SLURM job with SLURM's commands; slurmdbd is not required."""
 
 from __future__ import annotations
 
@@ -18,9 +15,10 @@ from trainer.contract.settings.declare import show
 from trainer.contract.trust import open_own
 
 LOOK_EVERY_S = 1.5
-# A busy controller responds late; one that is down does not respond at all.
+# The time limit for SLURM's commands: a busy controller responds late, and one that is down does not respond at all.
 TIMEOUT_S = 15.0
-# SLURM forgets a job minutes after its end (MinJobAge); a restarted controller may not know the job yet.
+# A job that is unknown this many times in a row has ended. SLURM forgets a job minutes after its end (MinJobAge), but a
+# restarted controller may not know a running job yet.
 TIMES_UNKNOWN = 3
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -29,7 +27,7 @@ _OVER = {
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A job as shown by squeue: its state (`PENDING`), the reason (`Resources`) and its nodes (`n[1-2]`)."""
+    """A job as squeue shows it: its state (`PENDING`), the reason for the state (`Resources`), and nodes (`n[1-2]`)."""
 
     state: str
     reason: str = ""
@@ -41,11 +39,11 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class SlurmError(OSError):
-    """An error reported by SLURM, in SLURM's words."""
+    """Raised with SLURM's own message if SLURM reports an error."""
 
 
 class SlurmJob:
-    """A submitted job; `seen` is its last known state, None until the controller has responded."""
+    """A submitted SLURM job; `seen` is its last known state, None until the controller has responded."""
 
     def __init__(self, slurm_id: str) -> None:
         self.id = slurm_id
@@ -66,10 +64,10 @@ class SlurmJob:
 
     @classmethod
     def read(cls, file: Path) -> SlurmJob:
-        """Return the job whose number is in a file; only we may write this file, since the job may be cancelled.
+        """Return the job whose number is in a file.
 
-        Raise `UserError` if others can write the file, `SlurmError` if it contains no number, and `OSError` if it is
-        missing.
+        Since the job may be cancelled, raise `UserError` if other users can write to the file. Raise `SlurmError` if
+        the file contains no number, and `OSError` if it is missing.
         """
         with open_own(file) as stream:
             slurm_id = stream.read(100).decode(errors="replace").strip()
@@ -78,7 +76,7 @@ class SlurmJob:
         return cls(slurm_id)
 
     def look(self) -> bool:
-        """Query the state without ever waiting for the controller; return whether the state has changed."""
+        """Query the job's state without waiting for the controller; return whether the state has changed."""
         now = time.monotonic()
         if self._look is None:
             if now - self._begun < LOOK_EVERY_S or (self.seen and self.seen.is_over):
@@ -108,7 +106,7 @@ class SlurmJob:
         return news
 
     def cancel(self, *options: str) -> bool:
-        """Cancel the job with these scancel options; return False if the controller does not accept this now."""
+        """Cancel the job with these options of scancel; return False if the controller does not accept the request."""
         _, failure = _run(["scancel", *options, self.id])
         if failure:
             note(f"scancel {self.id}: {failure}")
@@ -131,7 +129,7 @@ def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _run(argv: Sequence[str]) -> tuple[str, str]:
-    """Return the output of a command, and the last line of its errors, which is "" if it succeeded."""
+    """Run a command; return its output and the last line of its error output, which is "" if the command succeeded."""
     try:
         process = _popen(argv)
     except OSError as error:

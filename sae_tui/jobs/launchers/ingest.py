@@ -1,4 +1,7 @@
-"""Copies the progress that rank 0 writes to a file on another host into `metrics.db`, as the only writer."""
+"""Copies the progress that rank 0 writes to a file on another host into `metrics.db`.
+
+No other process writes to `metrics.db`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Copies the progress; stores its position next to `progress.jsonl`, so that a restart counts nothing twice."""
+    """Copies progress lines into a store. The position is saved next to the file, so that a restart continues there."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db
@@ -26,16 +29,16 @@ class Ingest:
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
-        """Store the complete lines since the last call, at most 4 MB, and return whether there were any.
+        """Store the complete lines since the last call, at most 4 MiB; return whether there were any.
 
-        Raise `StoreError` on failure; the next call tries the same lines again.
+        Raise `StoreError` if the store cannot be written to; the next call tries to store the same lines again.
         """
         self._leave_lost_store()
         chunk = self._read()
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # We write no lines of this length: the pieces cannot be decoded and are skipped.
+        # Lines of this length are not ours; their pieces cannot be decoded and are skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
@@ -44,7 +47,7 @@ class Ingest:
             raise
         self._offset += len(whole)
         with contextlib.suppress(OSError):
-            # If the position is lost, all lines are read again, but nothing counts twice.
+            # If the position is lost, all lines are read again, but no line is stored twice.
             write_whole(self._offset_file, str(self._offset), durable=False)
         return True
 
@@ -54,14 +57,14 @@ class Ingest:
             writer.close()
 
     def _leave_lost_store(self) -> None:
-        """Start again from the first line if the store was deleted or replaced; the progress file is complete."""
+        """Start again from the first line if the store was deleted or replaced; the file still contains all lines."""
         with explain_errors(self._db):
             if self._writer and file_identity(self._db) != self._identity:
                 self.close()
                 self._offset = 0
 
     def _read(self) -> bytes:
-        """Read new data. Reopen the file each time, since only this makes a network file system look for new data."""
+        """Read new data. Open the file each time, since only this makes a network file system check for new data."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)
@@ -70,7 +73,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines in as few writes as possible, with a separate write before each rewind of the history."""
+        """Store the lines in as few writes as possible, with one write before each line that rewinds the history."""
         writer = self._open()
         rows: list[MetricRow] = []
         events: list[Event] = []
@@ -87,7 +90,7 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Open the store, and read its events so that none is stored twice; metric rows overwrite themselves."""
+        """Open the store, and read its events so that none is stored twice; metric rows replace earlier copies."""
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
             self._identity = file_identity(self._db)

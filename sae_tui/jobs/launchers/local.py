@@ -1,4 +1,4 @@
-"""The ranks of one attempt as child processes of the supervisor, which starts, watches and stops them."""
+"""Runs the ranks of an attempt as child processes of the supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
 _DUMP_LIMIT_S = 20.0
-# State letters in /proc/<pid>/stat. "D" normally lasts only a moment, unless a disk or a driver hangs.
+# Maps state letters in /proc/<pid>/stat to texts. A process is in state "D" only briefly, unless a disk or a driver
+# hangs.
 _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
 
 
@@ -34,7 +35,7 @@ class RankProcess(ChildRank, OneRank):
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, process, exit_file, log)
-        # `of` returns None only if the rank died within microseconds; as our zombie, the rank still keeps its pid.
+        # `of` returns None only if the rank has already died; even then, no other process has its pid until we reap it.
         self._ref = ProcessRef.of(process.pid) or ProcessRef(process.pid, 0, boot_id())
 
     @property
@@ -43,7 +44,10 @@ class RankProcess(ChildRank, OneRank):
 
 
 class RankGroup(RankStates[RankProcess]):
-    """All ranks of an attempt; they hold the GPU locks together with us, and the kernel signals them if we die."""
+    """All ranks of an attempt as child processes.
+
+    The ranks and this process hold the GPU locks together. If this process dies, the kernel sends the ranks a signal.
+    """
 
     is_waiting = False
 
@@ -60,10 +64,10 @@ class RankGroup(RankStates[RankProcess]):
             self.ranks.append(RankProcess(rank, process, exit_file, self._paths.log(rank)))
 
     def ask_to_stop(self) -> None:
-        """Do nothing, since rank 0 reads the store itself."""
+        """Do nothing, since rank 0 reads the request from the store itself."""
 
     def ask_to_finish(self) -> None:
-        """Do nothing, since rank 0 reads the store itself."""
+        """Do nothing, since rank 0 reads the request from the store itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
         log = open_private(self._paths.log(rank), os.O_APPEND)
@@ -114,28 +118,28 @@ class RankGroup(RankStates[RankProcess]):
 def _die_with(supervisor: int) -> None:
     """Make the kernel send SIGTERM to this rank when the supervisor dies; exit if it has already died.
 
-    Runs in the rank before its program.
+    This runs in the rank's process before its program is executed.
     """
-    # Until exec, the supervisor's own handlers would receive these signals.
+    # Reset the handlers, since the handlers of the supervisor would handle these signals until the program is executed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor)
 
 
 def odd_state(pid: int) -> str:
-    """Describe what prevents a process from running; return "" if it runs or waits for other processes."""
+    """Return text about what prevents a process from running; "" if it runs or waits for other processes."""
     return _ODD.get(state_of(pid), "")
 
 
 def is_halted(pid: int) -> bool:
-    """Return whether a process is halted (by SIGSTOP or a debugger) until it is continued."""
+    """Return whether a process is halted by SIGSTOP or a debugger."""
     return state_of(pid) in ("T", "t")
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
-    """Write the Python stacks of all processes to a file, as far as they can be read.
+    """Write the Python stacks of these processes to a file, as far as they can be read.
 
-    This also works for a process that is halted or that waits in C++.
+    This also works for a process that is halted, or that waits in C++ code.
     """
     sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(sections).encode(errors="replace"))
@@ -147,7 +151,7 @@ def _stack(process: ProcessRef) -> str:
         return "(py-spy is not installed)"
     if not process.is_alive():
         return "(it has ended)"
-    # Do not pause the process for the dump, since pausing a hanging process could make us hang.
+    # Do not pause the process while its stacks are read, since pausing a hanging process could make this one hang.
     arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
         done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=_DUMP_LIMIT_S)
@@ -157,6 +161,6 @@ def _stack(process: ProcessRef) -> str:
 
 
 def _py_spy() -> str | None:
-    """Return the path of py-spy, preferably next to this Python; None if it is not installed."""
+    """Return the path of py-spy, preferably of the one next to this Python; None if py-spy is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")

@@ -1,4 +1,4 @@
-"""The state of an attempt's ranks, wherever they run: which are alive, how each ended, and which failed first."""
+"""The state of an attempt's ranks on any host: which are alive, how each has ended, and which failed first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class RankStates(Generic[R]):
-    """The part of an attempt that depends only on the state of its ranks, wherever they run."""
+    """A base class for attempts, with everything that depends only on the state of the ranks and not on their host."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         self._job_id, self._command = setup.job_id, setup.command

@@ -1,4 +1,4 @@
-"""A rank on another host, known by the files that it writes into the run folder."""
+"""A rank on another host, which is followed through the files that it writes into the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank known by its mark file; `launch_log` contains the output from before the rank had its own log."""
+    """A rank that is followed through its mark file; `launch_log` contains the output before it had its own log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -33,7 +33,10 @@ class RemoteRank(OneRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal; None while the rank runs, `EXIT_FAILED` if its mark records no end."""
+        """The exit code, negative for a signal; None while the rank runs.
+
+        The exit code is `EXIT_FAILED` if the rank has ended, but its mark does not record this.
+        """
         if self.ended is None:
             return None
         if self.never_ran:
@@ -53,17 +56,17 @@ class RemoteRank(OneRank):
         return True
 
     def give_up(self, *, never_ran: bool) -> None:
-        """Record the end of a rank whose mark shows none; if it `never_ran`, it counts as stopped, not as failed."""
+        """Record that a rank has ended although its mark does not show this; if it `never_ran`, it has not failed."""
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """Return when the rank wrote its last record or, without one, was given up, in seconds since the epoch.
+        """Return the time at which the rank recorded its end or, without a record, was given up.
 
-        The time comes from the clock of the file system that all hosts share.
+        The time is in seconds since the epoch, according to the clock of the file system that all hosts share.
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
-        # A mark without an end was written at the start of the rank.
+        # Ignore a mark without an end, which was written when the rank started.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -82,9 +85,9 @@ class RemoteRank(OneRank):
 
 
 def _last_cause(log: Path) -> str:
-    """Return the last error line from before the ranks had logs.
+    """Return the last error line that was written before the ranks had their own logs.
 
-    Skip lines about how SLURM then ended the other ranks, since these are not the cause.
+    Skip lines about how SLURM then ended the other ranks, since these lines do not show the cause.
     """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")
@@ -96,7 +99,10 @@ def _is_of_the_end(line: str) -> bool:
 
 
 def _first_modified(*files: Path, default: float | None) -> float:
-    """Return when the first of the files changed, in seconds since the epoch; without files, the default or now."""
+    """Return the earliest modification time of the files, in seconds since the epoch.
+
+    If none of the files exists, return the default or, if that is None, the current time.
+    """
     times = []
     for file in files:
         with contextlib.suppress(OSError):

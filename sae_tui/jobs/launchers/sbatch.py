@@ -1,6 +1,7 @@
 """The batch script of an attempt, and the sbatch command that submits it.
 
-No shell ever reads the job file: its options become arguments of sbatch, and words in the script are quoted.
+No text of the job file is interpreted by a shell: options become arguments of sbatch, and words in the script are
+quoted.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.rows import Device
 
-# How many seconds before its time limit a job is asked to save and stop; a quarter of a short limit.
+# A job is asked to save and stop this many seconds before its time limit; with a short limit, a quarter of the limit.
 SAVE_S = 120
 
-# The batch shell runs on the first node and receives the signal before the time limit (128 + SIGUSR1 is 138). Ranks
-# need no MPI.
+# The batch shell runs on the first node and receives USR1 before the time limit. A signal during `wait` makes its exit
+# code 138 (128 + SIGUSR1). The ranks do not use MPI.
 _SCRIPT = """\
 #!/bin/bash
 # {title}
@@ -46,12 +47,12 @@ while [ "$code" -eq 138 ]; do
 done
 exit "$code"
 """
-# Huge pages of 2 MB for ranks on the CPU.
+# Makes ranks on the CPU use huge pages of 2 MB.
 _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
 class NodeLayout(msgspec.Struct, frozen=True):
-    """The number of nodes, and the numbers of processes and devices per node."""
+    """The number of nodes, and the number of processes and of devices on each node."""
 
     nodes: int
     per_node: int
@@ -63,7 +64,7 @@ class NodeLayout(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The number of CPU cores of a process: one for each of its devices."""
+        """The number of CPU cores for each process: one for each of its devices."""
         return self.devices // self.per_node
 
 
@@ -84,7 +85,10 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 
 
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
-    """Return the sbatch command for the script in `file`, which logs to `log`; the user's options come last."""
+    """Return the sbatch command that submits the script in `file`; the job's output is appended to `log`.
+
+    The user's own options come last, so that they override the others.
+    """
     layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
     options = {
         "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _default_name(spec),
@@ -96,20 +100,20 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         "account": launch.account,
         "time": launch.time_limit,
         "chdir": "/",
-        # In a path given to SLURM, % begins a pattern.
+        # SLURM interprets % in a path as the start of a pattern.
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
         "signal": f"B:USR1@{_save_s(launch.time_limit)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    # A restart is a new attempt, started by the job's supervisor.
+    # SLURM must not requeue the job, since the job's supervisor restarts it as a new attempt.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
 def _save_s(limit: str | None) -> int:
-    """Return how many seconds before its time limit the job is asked to save.
+    """Return the number of seconds before the time limit at which the job is asked to save.
 
-    SLURM reads `90` and `90:00` as minutes, and `1:30:00` as hours; after a number of days, hours come first.
+    SLURM reads `90` and `90:00` as 90 minutes, and `1:30:00` as 1.5 hours; after a number of days, the hours follow.
     """
     if limit is None:
         return SAVE_S
@@ -121,7 +125,7 @@ def _save_s(limit: str | None) -> int:
 
 
 def _exports(device: Device) -> str:
-    """Return the line that sets the GPU variables of every vendor, since SLURM chooses the node and its GPUs."""
+    """Return a script line that sets the GPU variables of all vendors, since SLURM chooses the node and its GPUs."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

@@ -1,7 +1,7 @@
-"""The ranks of one attempt on nodes that SLURM chooses.
+"""Runs the ranks of an attempt on nodes that SLURM chooses.
 
-The supervisor stays on the host that submitted the job, and follows ranks and progress through files in the run folder,
-which all nodes can see.
+The supervisor stays on the host that submitted the job. It follows the ranks and their progress through files in the
+run folder, which all nodes can access.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# After a failure the job ends on its own within this time, and SLURM then reports the reason, so it is not cancelled
-# earlier.
+# After a failure, the job is not cancelled earlier than this: it normally ends on its own, and SLURM then reports the
+# reason.
 ENDS_ITSELF_S = 15.0
-# How late a network file system may show the last data that a node wrote.
+# The delay after which a network file system shows the last data that a node has written.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -43,7 +43,7 @@ _REASONS = {
 
 
 def cancel_left_behind(folder: Path) -> None:
-    """Cancel the SLURM job of an attempt whose supervisor is gone."""
+    """Cancel the SLURM job of an attempt whose supervisor has ended; `folder` is the folder of the attempt."""
     try:
         SlurmJob.read(folder / _ID_FILE).cancel()
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def cancel_left_behind(folder: Path) -> None:
 
 
 class SlurmAttempt(RankStates[RemoteRank]):
-    """Submits the batch script, follows the job, and copies its progress into the run's store."""
+    """Submits the batch script of an attempt, follows the SLURM job, and copies its progress into the run's store."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
@@ -61,7 +61,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._job = setup.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # The output of SLURM, and of ranks that have no log of their own yet.
+        # The log of SLURM's output, and of the output of ranks before they have their own logs.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -73,7 +73,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
 
     @property
     def is_halted(self) -> bool:
-        """Always False, since this host cannot see the state of processes on other hosts."""
+        """False, since this host cannot determine the state of processes on other hosts."""
         return False
 
     @property
@@ -81,9 +81,10 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Queue the attempt, or continue with a job queued before; raise `OSError` if SLURM refuses it.
+        """Submit the attempt to SLURM, or follow the job if it has already been submitted.
 
-        SLURM allocates the GPUs, so there are no locks to inherit.
+        Raise `OSError` if SLURM refuses the job. SLURM allocates the GPUs, so there are no locks for the ranks to
+        inherit.
         """
         argv = self._command(write_spec(self._spec))
         id_file = self._folder / _ID_FILE
@@ -98,7 +99,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the job's number to a file; if that fails, cancel the job, since no process could find it again."""
+        """Write SLURM's job number to a file; if this fails, cancel the job, since it could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -107,14 +108,14 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._tell("slurm", f"is SLURM job {slurm.id}")
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """Wait up to `timeout_s` seconds; return the ranks that started or ended."""
+        """Wait up to `timeout_s` seconds; return the ranks that have started or ended."""
         if not (news := self._news()):
             time.sleep(timeout_s)
             news = self._news()
         return [self._row(rank) for rank in news]
 
     def ask_to_stop(self) -> None:
-        """Write the file that asks rank 0 to stop; cancel a job that still waits for nodes."""
+        """Write the file that asks rank 0 to stop; if the job still waits for nodes, cancel it."""
         if self._asked_to_stop:
             return
         try:
@@ -133,7 +134,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
                 write_whole(finish_file, b"")
 
     def end(self) -> None:
-        """Cancel the job, which then has SLURM's KillWait to save; in later calls, kill it after 5 s."""
+        """Cancel the job, which can save during SLURM's KillWait; in later calls, kill it if 5 s have passed."""
         if self._slurm is None or self._ends_itself():
             return
         now = time.monotonic()
@@ -147,7 +148,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._cancelled_at = now
 
     def cause(self) -> str:
-        """Return why the attempt failed: SLURM's reason if SLURM ended it, else the error of the first failed rank."""
+        """Return why the attempt failed: SLURM's reason if SLURM ended it, or the error of the first failed rank."""
         self._await_end()
         state = self._state
         if state in _REASONS and not (state == "CANCELLED" and self._cancelled_at):
@@ -158,11 +159,11 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write which nodes the ranks run on, since this host cannot inspect processes on other hosts."""
+        """Write the names of the nodes to the file, since this host cannot read the stacks of processes on them."""
         where = self.describe() or "SLURM has not answered"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 
-    # The following methods follow the job.
+    # The following methods track the state of the SLURM job.
 
     @property
     def _state(self) -> str:
@@ -177,7 +178,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # Read after the marks, so that all progress reported before a rank's end is stored.
+        # Read the progress after the marks, so that all progress from before the end of a rank is stored.
         with tolerate("reading the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
@@ -186,7 +187,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return news
 
     def _follow(self) -> None:
-        """Query SLURM for the job's state, and record a change as an event."""
+        """Query the job's state from SLURM, and record a change of the state as an event."""
         if self._slurm is None or not self._slurm.look() or (latest := self._slurm.seen) is None:
             return
         if latest.is_over:
@@ -202,15 +203,15 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel a job that was asked to stop before it began; nothing is lost.
+        """Cancel the job if it was asked to stop before it started, since it then has nothing to save.
 
-        SLURM itself checks that it has not begun in the meantime.
+        SLURM itself checks that the job has not started in the meantime.
         """
         if self._asked_to_stop and self._slurm and not self._has_run:
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """Mark ranks that left no record as ended, since the job is over, and return them."""
+        """Mark the ranks without a recorded end as ended, since the SLURM job is over; return these ranks."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -218,7 +219,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """Return whether the job ends on its own: after a failure, srun stops the other ranks."""
+        """Return whether the job is about to end on its own: if a rank fails, srun stops the other ranks."""
         if self._over_since:
             return True
         if not self.has_failed:
@@ -231,7 +232,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             rank.ended_by_us = True
 
     def _await_end(self) -> None:
-        """Wait up to 15 s for SLURM's final state, which follows shortly after the ranks' last reports."""
+        """Wait up to 15 s for the job's final state in SLURM, which appears shortly after the ranks have ended."""
         deadline = time.monotonic() + ENDS_ITSELF_S
         while self._slurm and not self._over_since and time.monotonic() < deadline:
             self._follow()

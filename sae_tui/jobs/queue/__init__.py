@@ -1,1 +1,1 @@
-"""Queued jobs: their order, their reasons for waiting, and their start."""
+"""The job queue: determines the order of queued jobs, why each of them waits, and when it starts."""

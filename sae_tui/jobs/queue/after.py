@@ -1,4 +1,4 @@
-"""Dependencies of queued jobs (`--after`): messages about unfinished jobs, and a check for cycles."""
+"""Dependencies of queued jobs (`--after`): provides messages about unfinished jobs, and checks for cycles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def comes_after(job_ids: Iterable[int]) -> str:
 
 
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
-    """Describe queued jobs that would wait for ever if the unfinished jobs in `deleted` were deleted; "" if none.
+    """Return text about queued jobs that would wait for ever if the jobs in `deleted` were deleted; "" if none would.
 
     Example: `job 2 comes after job 1 and would no longer start automatically`.
     """
@@ -37,9 +37,9 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Describe the first unfinished job on which this job depends, or return "".
+    """Return a clause about the first unfinished job on which a job depends; "" if there is none.
 
-    Deleting a finished job removes it from `after`; a deleted job that is still listed there had not finished.
+    When a finished job is deleted, it is removed from `after`. A deleted job that is still in `after` had not finished.
     """
     for other in job.after:
         try:
@@ -47,7 +47,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         except Unreadable as error:
             return f"{comes_after([other])}, but {error}"
         if state is None and data.run(other).root.is_dir():
-            # The store was lost, including the record of how this job ended.
+            # The store was lost, and with it the state of the other job.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` restores it"
         if state is None:
             remedy = f"stop waiting for it: `sae-tui after {job.id}`"
@@ -61,7 +61,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _word(control: Control, job_id: int, state: JobState) -> str:
-    """Return the word for a job's state; the bare state if the rest of the job's row cannot be read."""
+    """Return the word for a job's state, or the plain state if the rest of the job's row cannot be read."""
     try:
         return describe_state(control.job(job_id)).word
     except Unreadable:
@@ -73,7 +73,7 @@ def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
     others = [control.job(other).id for other in after]
     if job_id in others:
         raise UserError(f"job {job_id} cannot come after itself; choose another job")
-    # A job that has been deleted in the meantime depends on no other.
+    # A job that was deleted in the meantime is not in this dict, and does not depend on other jobs.
     after_by_job = {job.id: job.after for job in control.jobs()}
     for other in others:
         if chain := _chain(after_by_job, other, job_id):
@@ -82,7 +82,7 @@ def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
 
 
 def _chain(after: dict[int, tuple[int, ...]], first: int, last: int) -> list[int]:
-    """Return the ids from the first job to the last, each depending on the next; return [] if there is no chain."""
+    """Return a chain of job ids from `first` to `last` in which each job depends on the next; [] if there is none."""
     ways = [[first]]
     visited = {first}
     while ways:

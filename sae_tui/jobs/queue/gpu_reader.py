@@ -1,4 +1,4 @@
-"""Reads this machine's GPUs for all queued jobs together, and combines the readings with leases and locks."""
+"""Reads this machine's GPUs for all queued jobs, and combines the readings with leases and locks."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Other users come and go within minutes, while a reading takes 0.1 s of one core.
+# Readings up to this age are reused: a reading takes 0.1 s of one core, and what other users use rarely changes within
+# seconds.
 FRESH_S = 5.0
-# The names of GPUs do not change. The limit is finite in case the GPUs have not been read at all.
+# To look up the name of a GPU, readings up to this age are used, since the name does not change.
 NAMED_S = 86_400.0
-# Covers the startup of Python, and the time limits for opening the driver and reading a GPU.
+# This includes the startup of Python, and the time limits for opening the driver and for reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
-# While another process reads the GPUs, samples may be this many seconds older than requested.
+# Samples may be this many seconds older than requested while another process is reading the GPUs.
 LATE_S = 5.0
-# How long a process that has responded may take to exit, which normally happens immediately.
+# The time limit for the exit of a process that has responded; normally, it exits immediately.
 END_S = 1.0
-# The pause after a reading process hangs in the driver, doubled for each further process that hangs, and its maximum.
+# The pause after a reading process hangs in the driver, and its maximum. It doubles with each further process that
+# hangs.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
@@ -46,20 +48,21 @@ class GpuReader:
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        # Another host that shares the folder has other GPUs.
+        # Each host has its own file, since hosts that share the data folder have different GPUs.
         self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
         self._lock = data.locks / f"cards-{data.host_word}.lock"
-        # Processes that hang in the driver.
+        # The list of processes that hang in the driver.
         self._stuck_file = self._file.with_suffix(".stuck")
-        # Since when another process has held the lock: monotonic time and time of day.
+        # The time since which another process has held the lock: monotonic, and as text with the time of day.
         self._refused: tuple[float, str] | None = None
-        # Why there are no samples.
+        # The reason why there are no samples.
         self.problem = ""
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
-        """Return samples no older than `fresh_s`, plus `LATE_S` while another process reads the GPUs.
+        """Return samples that are at most `fresh_s` seconds old; read the GPUs if necessary.
 
-        Return () if there are none; `problem` then explains why.
+        While another process is reading the GPUs, the samples may be older by `LATE_S`. Return () if there are no
+        samples; `problem` then explains why.
         """
         self.problem = ""
         if not self._has_reading() or not 0 <= self._age_s() <= fresh_s:
@@ -71,11 +74,14 @@ class GpuReader:
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _has_reading(self) -> bool:
-        # If `fresh_s` is infinite, a reading of any age is fresh enough, but a missing one is not.
+        # A missing reading has an infinite age; it is not fresh enough even if `fresh_s` is infinite.
         return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
-        """Return the age of the last reading in seconds; negative if the clock was set back, infinite if none."""
+        """Return the age of the last reading in seconds.
+
+        The age is negative if the clock was set back, and infinite if there is no reading.
+        """
         try:
             return time.time() - self._file.stat().st_mtime
         except OSError:
@@ -84,7 +90,7 @@ class GpuReader:
     def _read(self) -> None:
         """Read the GPUs, unless another process is reading them.
 
-        The lock merely avoids repeated reads. If its holder is stopped or hangs, the GPUs are read without it.
+        The lock merely avoids repeated reads. If its holder is halted or hangs, read the GPUs without the lock.
         """
         with open(open_lock(self._lock)) as lock:
             if _is_ours(lock.fileno()):
@@ -131,7 +137,7 @@ class GpuReader:
 
 
 def _is_ours(lock: int) -> bool:
-    """Acquire the lock; return False if another process holds it, True if the file system does not support locks."""
+    """Acquire the lock; return False if another process holds it. Return True if locks are not supported."""
     try:
         return try_lock(lock)
     except OSError:
@@ -139,7 +145,7 @@ def _is_ours(lock: int) -> bool:
 
 
 def _is_there(process: ProcessRef) -> bool:
-    """Return whether a process still exists; a killed process remains if one of its threads hangs in the driver."""
+    """Return whether a process still exists; a killed process does if one of its threads hangs in the driver."""
     return process.boot_id == boot_id() and state_of(process.pid) != ""
 
 
@@ -148,9 +154,9 @@ def _who(pid: int | None) -> str:
 
 
 def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
-    """Return the line that a process prints, with its newline if it is complete, and its standard error.
+    """Return the line that a process prints, and its standard error; a complete line ends with a newline.
 
-    Do not wait for EOF, since a hung thread keeps the pipe open.
+    Do not wait for EOF, since a thread that hangs keeps the pipe open.
     """
     assert reader.stdout is not None
     assert reader.stderr is not None
@@ -170,7 +176,7 @@ def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, 
 
 
 def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
-    """Wait 1 s for a process to end, then kill it; return False if it does not end even then."""
+    """Wait 1 s for a process to end, then kill it; return False if it has not ended after another second."""
     for end in (reader.kill, lambda: None):
         try:
             reader.wait(END_S)
@@ -181,19 +187,19 @@ def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
-    """Return the vendor of a job's GPUs by its name in `VENDORS`; "" if there are no GPUs or they are simulated."""
+    """Return the key in `VENDORS` for the vendor of a job's GPUs; "" if there are no GPUs or they are simulated."""
     if not job.gpu_uuids:
         return ""
     source = resolve(job.gpu_source)
     if source != AUTO:
         return source if source in VENDORS else ""
-    # Several vendors are possible; the job's GPUs were read when the job took them, so a reading of any age will do.
+    # A reading of any age is sufficient, since the vendor of a GPU does not change.
     samples = GpuReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
 
 def name_of(data: DataDir, job: Job) -> str:
-    """Return the name of the slowest GPU of a job; "" if it cannot be read."""
+    """Return the name of the slowest GPU of a job; "" if the GPUs cannot be read."""
     samples = GpuReader(data, resolve(job.gpu_source)).samples(NAMED_S)
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
@@ -203,8 +209,8 @@ def gpus(
 ) -> list[QueueGpu]:
     """Return a `QueueGpu` for every sample.
 
-    For our own jobs only leases count, since memory that they have not allocated yet, in their first second, is not
-    free.
+    The use by our own jobs is determined only from their leases, since a job that has just started has not allocated
+    its memory yet.
     """
     ours = Holders(own_pids=held.own_pids, other_users=held.other_users, leases=held.leases, freed=held.freed)
     samples = list(samples)
@@ -215,7 +221,7 @@ def gpus(
 
 
 def named_gpus(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
-    """Return the GPUs that a job names; nothing but their leases is known."""
+    """Return the GPUs that a job names, without readings: only their leases are known."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
@@ -238,10 +244,10 @@ def _gpu(
 
 
 def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
-    """Return the bytes that other users leave free on a GPU that our jobs use; None if unknown.
+    """Return the bytes that other users leave free on a GPU that our jobs use; None if this is unknown.
 
-    Our jobs count with the memory of their leases, even before they allocate it. Memory of processes without a user
-    name is attributed to our jobs up to the size of their leases, and beyond that to other users.
+    Our jobs are assumed to use the memory of their leases, even before they allocate it. The memory of processes
+    without a user name is attributed to our jobs up to the size of the leases, and beyond that to other users.
     """
     if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
         return None
@@ -252,7 +258,7 @@ def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, le
 
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
-    """Return the seconds until the last job on the GPU is expected to end; infinite if unknown."""
+    """Return the expected number of seconds until the last job on a GPU ends; infinite if it is unknown."""
     ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
     return max(ends, default=0.0)
 

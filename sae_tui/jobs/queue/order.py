@@ -1,9 +1,9 @@
-"""Decides which queued job starts next; every supervisor derives the same decision from the queue and the GPUs.
+"""Decides which queued job starts next; all supervisors reach the same decision from the same queue and GPUs.
 
 Jobs are ordered by priority, then by age. A job that cannot start yet reserves the GPUs that will become free for it
-first. Other jobs may use them until then (backfill), but only if they are expected to end in time, and only until the
+first. Until then, other jobs may use these GPUs (backfill) if they are expected to end in time. Backfill ends when the
 waiting job has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits at most for that time plus the
-longest running job.
+duration of the longest running job.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# After a job has waited this long, no other job may use the GPUs reserved for it.
+# After a job has waited for this time, other jobs can no longer use the GPUs that are reserved for it.
 BACKFILL_S = 3600.0
 
 
 class QueueGpu(msgspec.Struct, frozen=True):
-    """A GPU from the queue's point of view; `free_bytes` is the memory left by other users, None if unknown.
+    """A GPU from the queue's point of view.
 
-    `unusable` and `other_user` are obstacles that remain when jobs end; `frees_in_s` is the time until all jobs on the
-    GPU have ended.
+    `free_bytes` is the memory that other users leave free, None if unknown. `unusable` and `other_user` are obstacles
+    that remain when our jobs end. `frees_in_s` is the time until all our jobs on the GPU have ended.
     """
 
     index: int
@@ -42,16 +42,16 @@ class QueueGpu(msgspec.Struct, frozen=True):
     takes_one_process: bool = False
 
     def has_memory(self, job: Job) -> bool:
-        """Return whether the job fits into the memory left by other users; memory of our own jobs counts as free.
+        """Return whether a job fits into the memory that other users leave free, regardless of our own jobs.
 
-        If that memory is unknown, a job that names its GPUs may have this GPU, but a job that accepts any GPU may not.
+        If that memory is unknown, return True for a job that names its GPUs, and False for one that accepts any GPU.
         """
         if self.free_bytes is None:
             return not job.any_gpus
         return job.card_memory_bytes is None or self.free_bytes >= job.card_memory_bytes
 
     def is_for(self, job: Job) -> bool:
-        """Return whether the job can have the GPU once other jobs have ended."""
+        """Return whether a job can use this GPU once our other jobs have ended."""
         any_will_do = job.any_gpus and (job.takes_slices or not is_slice(self.uuid))
         wanted = any_will_do or self.uuid in job.gpu_uuids
         return wanted and not self.unusable and (job.shares_gpus or not self.other_user) and self.has_memory(job)
@@ -70,7 +70,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
     def with_job(self, job: Job) -> QueueGpu:
-        """Return the GPU as it will be once a preceding job has taken it, although that job does not use it yet."""
+        """Return this GPU with a lease of a job that will start on it before the others."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,
@@ -80,14 +80,14 @@ class QueueGpu(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """The GPUs that a job may take now, or its reason for waiting."""
+    """The GPUs that a job may use now, or its reason for waiting."""
 
     gpus: tuple[QueueGpu, ...] = ()
     waits_for: str = ""
 
 
 class _Reservation(msgspec.Struct, frozen=True):
-    """A GPU that is reserved for a waiting job; other jobs may use it for `until_s` seconds from now."""
+    """The reservation of a GPU for a waiting job; other jobs may use the GPU for the next `until_s` seconds."""
 
     job_id: int
     until_s: float
@@ -98,7 +98,7 @@ def in_order(line: Iterable[Job]) -> list[Job]:
 
 
 def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
-    """Return the turn of every queued job by job id; `now` is in seconds since the epoch."""
+    """Return a dict that maps the id of every queued job to its turn; `now` is in seconds since the epoch."""
     board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
     reservations: dict[str, _Reservation] = {}
     turn_by_job: dict[int, Turn] = {}
@@ -113,7 +113,7 @@ def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int
 
 
 def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
-    """Return the GPUs that the job may use; a job that accepts any GPU is limited to those visible at its launch."""
+    """Return the GPUs that a job may use; if it accepts any GPU, only those that were visible at its launch."""
     if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
     source = resolve(job.gpu_source)
@@ -127,13 +127,13 @@ def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reserv
     free = [gpu for gpu in gpus if gpu.is_for(job) and gpu.takes_now(job) and _is_open(job, gpu, reservations)]
     if len(free) < job.gpus_wanted:
         return Turn(waits_for=_reason(job, gpus, reservations))
-    # First the GPUs without a reservation, then those with the most memory.
+    # Prefer GPUs without a reservation, then GPUs with more memory.
     free.sort(key=lambda gpu: (gpu.uuid in reservations, -(gpu.free_bytes or 0), gpu.index))
     return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda gpu: gpu.index)))
 
 
 def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
-    """Return whether the job would end before the start of the job that has reserved the GPU."""
+    """Return whether a job would end before the start of the job for which the GPU is reserved, if any."""
     if gpu.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s
@@ -142,9 +142,9 @@ def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) 
 def _keep(
     job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
-    """Reserve the GPUs that this job will get first, by UUID; return {} if it waits for other users.
+    """Return the job's reservations: a dict that maps the UUIDs of the GPUs that it can use first to reservations.
 
-    The time when another user's process ends is unknown.
+    Return {} if the job waits for other users, since it is unknown when their processes will end.
     """
     possible = [gpu for gpu in gpus if gpu.is_for(job) and gpu.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
@@ -162,9 +162,9 @@ def _ready_in_s(job: Job, gpu: QueueGpu) -> float:
 
 
 def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
-    """Return why the job waits, like `GPU 0 is held by job 3 (ann)`.
+    """Return why a job waits, like `GPU 0 is held by job 3 (ann)`.
 
-    For a job that accepts any GPUs, give a reason for each: `2 GPUs: GPU 0 is …, GPU 1 is …`.
+    If the job accepts any GPUs, the text contains a reason for each GPU: `2 GPUs: GPU 0 is …, GPU 1 is …`.
     """
     wanted = [gpu for gpu in gpus if job.any_gpus or gpu.uuid in job.gpu_uuids]
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0
@@ -177,7 +177,7 @@ def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Rese
 
 
 def _obstacle(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> str:
-    """Return why the job cannot have this GPU now; "" if it can."""
+    """Return why a job cannot use this GPU now; "" if it can."""
     if gpu.unusable:
         return f"GPU {gpu.index} cannot be used ({gpu.unusable})"
     if job.any_gpus and not job.takes_slices and is_slice(gpu.uuid):

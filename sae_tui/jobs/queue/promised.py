@@ -1,4 +1,4 @@
-"""Activation folders that listed jobs have not written yet, for trainings that wait for them."""
+"""Finds the activation folders that other jobs will write, for trainings that wait for these jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from trainer.contract.store.states import DONE
 
 
 def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
-    """Return the folders that the jobs in `after` have not written yet; raise `UserError` if a job is missing."""
+    """Return a dict that maps the folders that the unfinished jobs in `after` will write to what they will contain.
+
+    Raise `UserError` if a job does not exist.
+    """
     promises: dict[str, Promise] = {}
     for job_id in after:
         with existing(data, job_id) as control:
@@ -29,18 +32,18 @@ def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
 
 
 def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
-    """Return the folders that queued and running jobs have not written yet."""
+    """Return a dict that maps the folders that queued and running jobs will write to what they will contain."""
     return {folder: one for job in jobs if not job.state.is_final for folder, one in _promises(job).items()}
 
 
 def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
-    """Return the queued or running jobs that write a folder which this job reads, so that it must come after them."""
+    """Return the ids of the queued and running jobs that write a folder that this job reads; it must wait for them."""
     folders = {folder for _, folder in job.folders_read}
     return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
 
 
 def refuse_other_rows(control: Control, job: Job, config: AnyJob) -> None:
-    """Raise `JobFileError` if the rows that a job waited for differ from those that its check assumed."""
+    """Raise `JobFileError` if the rows that a job waited for are not as its check at the launch assumed."""
     kept = {other: control.job(other) for other in job.after if control.state(other) is not None}
     for other, writer in kept.items():
         promises = _promises(writer)
@@ -62,6 +65,6 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
 
 def _promises(job: Job) -> Promises:
     table = table_of(job.config)
-    # Most jobs write no rows, and a list of jobs may have a thousand.
+    # Parse only jobs that write rows: most jobs do not, and there may be a thousand jobs.
     writer = parse_any(table)[0] if class_of(table).writes_rows else None
     return writer.promises(f"job {job.id}") if writer else NO_PROMISES

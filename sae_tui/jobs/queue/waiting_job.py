@@ -1,4 +1,4 @@
-"""A queued job: checks whether the job may have its GPUs, and then acquires their locks and the lease."""
+"""A queued job: checks whether the job may use its GPUs, and then acquires the locks and leases of the GPUs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job that may start reads the GPUs again, unless a process has read them within this time.
+# A job that may start reads the GPUs again, unless they have been read within this time.
 JUST_NOW_S = 1.0
-# A supervisor checks its turn at least every 10 s.
+# A supervisor that could have started its job for this time is regarded as silent: it checks its turn every 10 s.
 SILENT_AFTER_S = 30.0
-# States of a process that is halted by a signal or a debugger, or that waits for a disk.
+# The states of a process that is halted by a signal or a debugger, or that waits for a disk.
 _HALTED = ("T", "t", "D")
-# A check takes about 0.1 ms per queued job.
+# The pause between checks for each queued job, and its maximum; a check takes about 0.1 ms per queued job.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
-# A reason for waiting is recorded again only if it was not recorded within this many seconds.
+# A reason for waiting is not recorded again within this many seconds.
 RECORDED_FOR_S = 600.0
 
 
 class QueueEntry:
-    """A job's position in the queue; `job` is its row as last read, `locks` are the locks of its GPUs."""
+    """The entry of a job in the queue; `job` is the last read row, and `locks` are the locks of the job's GPUs."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Enter the queue; `is_ready` is called before locks are acquired, and may restart this program."""
@@ -50,16 +50,16 @@ class QueueEntry:
         self._again_at = 0.0
         self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # By job id: since when each job could have started, and the rows of jobs that lost their turn.
+        # By job id: the time since which each job could have started, and the rows of jobs that are skipped.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Take all GPUs of the job and move it to `starting`, or record its reason for waiting in its row.
+        """Acquire all GPUs of the job and set its state to `starting`, or record its reason for waiting in its row.
 
-        Return whether it starts. The more jobs are queued, the less often each of them checks, so that the total load
-        does not grow.
+        Return whether the job starts. The more jobs are queued, the less often each of them checks, so that the total
+        load does not grow.
         """
         if time.monotonic() < self._again_at:
             return False
@@ -78,7 +78,7 @@ class QueueEntry:
     def _is_news(self, kind: str, before: str) -> bool:
         """Return whether the reason for waiting is new and was not recorded in the last `RECORDED_FOR_S` seconds.
 
-        A job may wait for a month while the other processes on its GPUs change every minute.
+        Otherwise, a job that waits for a month while processes on its GPUs change every minute would fill its history.
         """
         now = time.monotonic()
         if kind == before or now - self._recorded_at.get(kind, -RECORDED_FOR_S) < RECORDED_FOR_S:
@@ -89,9 +89,9 @@ class QueueEntry:
         return True
 
     def _try_take_gpus(self) -> str:
-        """Acquire the locks, then the lease; return why that failed, or "".
+        """Acquire the locks, then the leases; return why this failed, or "" if the GPUs are acquired.
 
-        The locks come first, since they are correct even after a crash.
+        The locks are acquired first, since they are correct even after a crash.
         """
         held = describe_state(self.job).word if self.job.held else ""
         if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
@@ -107,15 +107,14 @@ class QueueEntry:
         try:
             return self._lease(turn.gpus)
         finally:
-            # Release the locks unless the job starts, even if the store is locked, since our own locks must not block
-            # the next attempt.
+            # If the job does not start, always release the locks, since they would block the next try.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
                 locks.release()
 
     def _turn(self) -> Turn:
-        """Return the GPUs to take, based on a fresh reading, or what the job waits for."""
+        """Return the GPUs that the job may use according to a fresh reading, or what the job waits for."""
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
@@ -140,10 +139,10 @@ class QueueEntry:
         return planned[self.job.id]
 
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
-        """Skip jobs that could have started for 30 s but have not, until their rows change.
+        """Skip jobs that could have started for 30 s but have not started, until their rows change.
 
-        Their supervisors are alive but stopped or hung, for example on a file server that does not respond, or they
-        cannot reserve the GPUs.
+        The supervisors of these jobs are alive, but they are halted or hang, for example because a file server does not
+        respond, or they cannot lock the GPUs.
         """
         now = time.monotonic()
         self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
@@ -151,7 +150,7 @@ class QueueEntry:
         self._silent |= {job.id: job for job in late}
 
     def _report_silent(self, job: Job) -> None:
-        """Record that a supervisor does not respond. After a sign of life, it records its own reason instead."""
+        """Record that the supervisor of a skipped job does not respond, unless it has recently given a sign of life."""
         if not self._gave_sign(job):
             self._tell_silent(job)
 
@@ -164,10 +163,10 @@ class QueueEntry:
         self._silent[job.id] = self._control.job(job.id)
 
     def _report_halted(self) -> None:
-        """Record which supervisors are halted or hang, since this job starts before theirs.
+        """Record which supervisors of skipped jobs are halted or hang, since this job starts before these jobs.
 
-        They may have given a sign of life just before. `report_silent` later reports supervisors without a sign of
-        life.
+        Such a supervisor may have given a sign of life just before it was halted. `report_silent` later reports
+        supervisors that no longer give a sign of life.
         """
         with tolerate("reporting supervisors that do not answer"):
             for job in tuple(self._silent.values()):
@@ -176,7 +175,7 @@ class QueueEntry:
                     self._tell_silent(job)
 
     def report_silent(self) -> None:
-        """Record which supervisors lost their turn and give no sign of life; this job may already have started."""
+        """Record which supervisors of skipped jobs give no sign of life; also used after this job has started."""
         if not self._silent:
             return
         with tolerate("reporting supervisors that do not answer"):
@@ -191,7 +190,7 @@ class QueueEntry:
         return False
 
     def _is_in_line(self, job: Job) -> bool:
-        """Return whether another job can start as soon as it has its GPUs."""
+        """Return whether another job can start as soon as its GPUs are free."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
@@ -199,7 +198,7 @@ class QueueEntry:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # There may be no other process to detect that the holder of a lease has died.
+            # Correct the row here, since no other process may detect that the holder of a lease has died.
             reconcile(self._data)
         if self._reader is None:
             return named_gpus(self.job, leases, active)
@@ -222,14 +221,14 @@ class QueueEntry:
             if not self._control.lease(self.job, gpus, capacity, **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
-            # The holder's lock is free, so its supervisor and ranks are gone and its row must be corrected.
+            # The lock of the lease's holder is free, so its supervisor and ranks have ended. Correct its row.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
         return ""
 
     def _lock_obstacle(self, chosen: Sequence[QueueGpu], locks: GpuLocks) -> str:
-        """Return who holds the lock of an unleased GPU, or why the lock cannot be acquired."""
+        """Return which process holds the lock of a GPU without a lease, or why the lock cannot be acquired."""
         uuid = locks.refused or ""
         index = next((gpu.index for gpu in chosen if gpu.uuid == uuid), "?")
         if locks.why:
@@ -239,5 +238,8 @@ class QueueEntry:
 
 
 def _kind(obstacle: str) -> str:
-    """Remove numbers and text in brackets, since free memory and other users' processes change constantly."""
+    """Return a reason for waiting without numbers and text in brackets, which often change.
+
+    Examples are free memory and the processes of other users.
+    """
     return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

@@ -47,14 +47,17 @@ if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
 
 TICK_S = 0.25
-# Seconds to wait for the driver's own error after a GPU failure; GPU conditions are read every 2 s.
+# The time to wait for the driver's own error after a GPU has failed; GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone it"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How an attempt ended: with a final state, `paused`, or `crashed`, after which the job may be restarted."""
+    """The outcome of an attempt: its ending, and whether it was paused or crashed.
+
+    After a crash, the job may be restarted.
+    """
 
     ending: JobEnding
     paused: bool = False
@@ -62,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class AttemptRunner:
-    """Owns the ranks of one attempt from their start until the last one has ended."""
+    """Runs the ranks of one attempt, from their start until the last of them has ended."""
 
     def __init__(
         self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
@@ -99,7 +102,7 @@ class AttemptRunner:
         return outcome
 
     def _record_faults(self, recording: Recording, error: str | None) -> None:
-        """If a GPU is the likely cause, record the errors that the driver reports for the job's GPUs."""
+        """If a GPU probably caused the failure, record the errors that the driver reports for the job's GPUs."""
         from sae_tui.jobs.known_failures import remedy
 
         if (cause := remedy(error)) and cause.kind == "gpu-fault":
@@ -107,7 +110,7 @@ class AttemptRunner:
                 self._tell("gpu-fault", words, "error")
 
     def _let_save(self, attempt: Attempt) -> None:
-        """After an error in this program, ask the ranks to save and stop, as a user would, and then stop them."""
+        """After an error in this program, ask the ranks to save and stop; stop them if they do not end in time."""
         attempt.ask_to_stop()
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
@@ -118,10 +121,10 @@ class AttemptRunner:
                 attempt.end()
 
     def _begin(self) -> Attempt:
-        """Start the ranks; if one fails to start, set `_failure` and return the attempt with the started ranks."""
+        """Start the ranks and return the attempt; if a rank cannot be started, set `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
-        # The launch has already checked the packages of another Python.
+        # The packages of another Python are not checked here, since they were checked at the launch.
         there = OtherInterpreter(config.launch.python) if config.launch.python else None
         with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
             setup = self._setup(config)
@@ -156,14 +159,14 @@ class AttemptRunner:
         return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
 
     def _rank_command(self, config: AnyJob) -> RankCommand:
-        """Return the rank command for the Python that the job names; raise `UserError` if it is not trusted."""
+        """Return the rank command with the Python that the job names; raise `UserError` if it must not be run."""
         if not (python := config.launch.python):
             return self._command
         named_python.refuse(python)
         return functools.partial(rank_command, python=named_python.whole(python))
 
     def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
-        """Decide which GPUs run only the language model, based on the free memory that the job required on each GPU."""
+        """Decide which GPUs run only the language model, based on the memory that the job has requested on each GPU."""
         if config.model_gpus == 0:
             return spec
         had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
@@ -172,9 +175,9 @@ class AttemptRunner:
         return with_model_placed(spec, config, name, box, DeviceMemory(had, had), memory_of)
 
     def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
-        """Follow the ranks until all have ended, and return the requests made in the meantime.
+        """Follow the ranks until all of them have ended; return the requests that were made in the meantime.
 
-        Pass on requests, publish progress, and stop all ranks if one fails.
+        Forward requests to the ranks, publish their progress, and stop all ranks if one fails.
         """
         watch = Watch(self._control, self._job, self._paths, self._launch)
         while attempt.alive:
@@ -198,7 +201,7 @@ class AttemptRunner:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """Record the stacks of an attempt that makes no progress, and give it up after the time limit."""
+        """Record the stacks of an attempt that makes no progress, and give the attempt up after the time limit."""
         if attempt.is_waiting:
             watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
@@ -224,7 +227,7 @@ class AttemptRunner:
     def _must_end(self, watch: Watch) -> bool:
         """Return whether the ranks must be stopped now.
 
-        A signal to this process first counts as a stop request, and as a kill if the ranks do not stop in time.
+        A signal to this process is treated as a stop request and, if the ranks do not stop in time, as a kill request.
         """
         if self._orders.to_end_since and not watch.asked_to_stop:
             watch.request_stop()
@@ -241,11 +244,11 @@ class AttemptRunner:
             self._control.add_event(self._job.id, kind, message, level)
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
-        """Return the outcome, once every rank has ended."""
+        """Return the outcome of an attempt whose ranks have all ended."""
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
-        # Ranks that hung may still save and stop when terminated, although they were not asked to stop.
+        # Ranks that hung may have saved and stopped when they were terminated, although no user asked them to stop.
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
@@ -265,13 +268,13 @@ class AttemptRunner:
         """Return whether the training had written all its output before the ranks were stopped."""
         heartbeat, job = self._heartbeat(), self._job
         with tolerate("reading its number of steps"):
-            # A run that was asked to finish early takes fewer steps than planned.
+            # Read the row again: a run that was asked to finish early has fewer steps than planned.
             job = self._control.job(job.id)
         is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
 
     def _has_no_metrics(self) -> bool:
-        """Return whether the run left an SAE but no metrics."""
+        """Return whether the run has written an SAE but no metrics."""
         return self._heartbeat() is None and output_of(self._data, self._job) is not None
 
     def _heartbeat(self) -> Heartbeat | None:
@@ -292,24 +295,24 @@ class AttemptRunner:
 
 
 def _memory_limit(job: Job) -> int | None:
-    """Return the bytes that each rank may use on a shared or simulated GPU; None if there is no limit."""
+    """Return the memory in bytes that each rank may use on a shared or simulated GPU; None if there is no limit."""
     if job.gpus_wanted and job.device == "cpu":
         return job.estimated_memory_bytes
     return job.card_memory_bytes if job.shares_gpus else None
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:
-    """Return the latest undamaged checkpoint to resume from; None if there are no checkpoints.
+    """Return the latest undamaged checkpoint; None if there are no checkpoints.
 
-    Raise `UserError` if all of them are damaged.
+    Raise `UserError` if all checkpoints are damaged.
     """
     return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Store GPU samples while the job runs, even if no app is running.
+    """Start storing GPU samples while the job runs, since no app may be running; return None if this fails.
 
-    An error here never affects the job.
+    An error of the recording never affects the job.
     """
     try:
         from sae_tui.jobs.supervisor.gpu_recording import record

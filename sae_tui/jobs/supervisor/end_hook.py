@@ -1,4 +1,4 @@
-"""Runs the user's command when a job ends; the supervisor does this, so that no app needs to run."""
+"""Runs the user's command when a job ends; the supervisor runs it, so the app need not be open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_hook(data: DataDir, job: Job) -> None:
         "RUN_DIR": data.run(job.id).root,
     }
     environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in facts.items()}
-    # If the command calls `sae-tui`, this lets it find the job in this data folder.
+    # Set the data folder, so that `sae-tui` finds the job if the command calls it.
     environment[ENV_DATA_DIR] = str(data.root)
     try:
         done = subprocess.run(

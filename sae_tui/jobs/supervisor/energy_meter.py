@@ -14,18 +14,18 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# Rare enough to cost nothing, yet frequent enough that a killed supervisor loses little.
+# This interval is long enough to use little time, and short enough that little is lost if the supervisor is killed.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# A forward step of the clock that is smaller than this is an ordinary adjustment.
+# A smaller forward step of the clock is an ordinary adjustment.
 JUMP_S = 60.0
 
 
 class EnergyMeter:
     """Adds the energy of one attempt to that of earlier attempts; does nothing for a job without GPUs.
 
-    It reads the stored samples of the GPUs, no matter which process stores them. The energy of a shared GPU includes
-    the work of its other users.
+    The energy is computed from the stored samples of the GPUs, regardless of which process stores them. The energy of a
+    shared GPU includes that of its other users.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class EnergyMeter:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start at the current time of `clock`, which the samples use as well; `steady` never goes backwards."""
+        """Start measuring now. The samples also use `clock`, whereas `steady` never goes backwards."""
         self._steady = steady
         self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
         self._gpus = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
-        # The energy used before: by earlier attempts, and by this attempt before its clock jumped.
+        # The energy used by earlier attempts, and by this attempt before the clock jumped.
         self._before: Used | None = None
 
     def turn(self) -> None:
-        """Update the job's row, at most twice per minute."""
+        """Update the job's row if the last update was more than `EVERY_S` ago."""
         if self._steady() >= self._due:
             self._due = self._steady() + EVERY_S
             self.end()
 
     def end(self) -> None:
-        """Update the job's row now; if the store is unavailable, log that and try again later."""
+        """Update the job's row now; if the store is unavailable, log the error."""
         if not self._gpus:
             return
         with tolerate("measuring the energy"):
@@ -71,7 +71,7 @@ class EnergyMeter:
         self._meters = {uuid: GpuMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:
-        """Return the energy that the job has used until then, including earlier attempts."""
+        """Return the energy that the job has used until the given time, including its earlier attempts."""
         if self._before is None:
             self._before = _used_before(self._control, self._job)
         return sum((meter.used(until) for meter in self._meters.values()), start=self._before)
@@ -96,7 +96,7 @@ class EnergyMeter:
 
 
 def _used_before(control: Control, job: Job) -> Used:
-    """Return the energy of earlier attempts from the job's row; if the row is lost, from the copy held here."""
+    """Return the energy of earlier attempts from the job's row in the store or, if it cannot be read, from `job`."""
     with contextlib.suppress(UserError):
         job = control.job(job.id)
     return Used(

@@ -1,4 +1,4 @@
-"""Passes requests from a job's row in the store to the running job, and progress from the job to the row."""
+"""Forwards requests from the store to the running job, and copies the job's progress to its row in the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.store.states import JobState
 
 TIMES_MEDIAN = 10
 PUBLISH_EVERY_S = 1.0
-# Importing torch and joining the process group take 10 to 30 s on a busy machine.
+# The time limit for a start: importing torch and joining the process group take 10 to 30 s on a busy machine.
 SLOW_START_S = 120.0
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end at once",
@@ -33,7 +33,7 @@ _WORDS: dict[RequestKind, str] = {
 
 
 class StallWatch:
-    """Detects a stall: compares the time since the last progress (a step or a phase change) with the usual time."""
+    """Detects a stall by comparing the time since the last progress, a step or a phase change, with the usual time."""
 
     def __init__(self, after_s: float, now: float) -> None:
         self._after_s = after_s
@@ -42,13 +42,13 @@ class StallWatch:
         self._paces: deque[float] = deque(maxlen=63)
 
     def is_stalled(self, place: tuple[str, int], now: float) -> bool:
-        """Return whether there has been no progress for `limit_s`.
+        """Return whether there has been no progress for more than `limit_s` seconds.
 
-        `place` is phase and step, `now` is a monotonic time in seconds.
+        `place` is the phase and the step, and `now` is a monotonic time in seconds.
         """
         if place != self._place:
-            # Only steps within a phase count: a phase change may take any time, and a start takes many times as long as
-            # a step.
+            # Use only the durations of steps within a phase: a phase change may take any time, and a start takes many
+            # times as long as a step.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
@@ -69,7 +69,7 @@ class StallWatch:
 
 
 class Watch:
-    """Follows one attempt of a job; its methods tolerate a store that is temporarily unavailable."""
+    """Follows one attempt of a job; the methods tolerate a store that is temporarily unavailable."""
 
     def __init__(self, control: Control, job: Job, paths: RunPaths, launch: Launch) -> None:
         self._control = control
@@ -78,19 +78,19 @@ class Watch:
         self._paths = paths
         self._run = LiveRun(paths)
         self._run.poll()
-        # The last heartbeat of the previous attempt, which is irrelevant to this one.
+        # The last heartbeat of the previous attempt, which must not be mistaken for one of this attempt.
         self._old_heartbeat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # Initially None, so that the first poll also reads requests made during the start.
+        # This is initially None, so that the first poll also reads requests that were made during the start.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._has_news = self._is_quiet = False
-        # Rank 0 touches its spec file if it takes steps that it cannot store.
+        # Rank 0 touches its spec file to report steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
         # The requests to stop, pause or kill the job.
@@ -103,7 +103,7 @@ class Watch:
 
     @property
     def asked_to_finish(self) -> bool:
-        """True if the job was asked to cool down and finish, which is not a stop request."""
+        """True if the job was asked to cool down and finish; this is not a stop request."""
         return self._asked_to_finish
 
     @property
@@ -116,14 +116,14 @@ class Watch:
 
     @property
     def is_given_up(self) -> bool:
-        """True after the time limit without a step; saving, evaluating and waiting for space may take any time."""
+        """True if there was no step within the time limit, unless the run saves, evaluates or waits for disk space."""
         may_take_long = self._heartbeat is not None and self._heartbeat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 
     @property
     def is_overdue(self) -> bool:
-        """True after the time limit without a step, even while saving; for ranks that cannot continue on their own."""
-        # A step that usually takes minutes is no sign of a hang.
+        """True if there was no step within the time limit in any phase; used for ranks that cannot continue."""
+        # The time limit is longer if a step usually takes minutes.
         return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
     @property
@@ -132,7 +132,7 @@ class Watch:
 
     @property
     def _is_starting(self) -> bool:
-        """True during startup, within the time limit."""
+        """True before the first step, within the time limit for a start."""
         is_before = self._heartbeat is None or is_before_first_step(self._heartbeat.phase)
         return is_before and time.monotonic() < self._late_at
 
@@ -143,7 +143,7 @@ class Watch:
     def poll(self) -> bool:
         """Read requests at every call, and publish progress about once per second.
 
-        Return whether the store has lost the job, in which case the caller must record the ranks again.
+        Return whether the job's row had to be restored in a new store; the caller must then record the ranks again.
         """
         was_lost = False
         with tolerate("following the job"):
@@ -156,17 +156,17 @@ class Watch:
         return was_lost
 
     def _look(self) -> None:
-        """Read the run's progress without the control store, so that a locked store is not mistaken for a hang."""
+        """Read the run's progress, but not the control store, so that a locked store is not mistaken for a hang."""
         self._has_news |= self._run.poll()
         with contextlib.suppress(OSError):
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
-            if before not in (0, self._signed_ns):  # rank 0 makes steps that it cannot store
+            if before not in (0, self._signed_ns):  # rank 0 is taking steps that it cannot store
                 self._stall.begin(time.monotonic())
         if heartbeat := self._heartbeat:
             self._is_quiet = self._stall.is_stalled((heartbeat.phase, heartbeat.step), time.monotonic())
 
     def nothing_expected(self) -> None:
-        """Restart the clocks for slow starts and stalls while the attempt waits in an external queue."""
+        """Restart the time limits for starts and stalls; called while the attempt waits in an external queue."""
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
@@ -179,7 +179,7 @@ class Watch:
             self.requests.add("stop")
 
     def close(self) -> None:
-        """Publish the last values, which rank 0 wrote just before it ended."""
+        """Publish the last values, which rank 0 has written just before its end."""
         self._look()
         with tolerate("publishing the last values"):
             self._publish()
@@ -196,7 +196,7 @@ class Watch:
             self._asked_to_finish |= "finish" in asked
             self._seen_version = version
         if self.requests and not self._is_stopping:
-            # This raises an error if the store is unavailable; then the next call tries again.
+            # If the store is unavailable, this raises an error, and the next call tries again.
             kind = next(kind for kind in _WORDS if kind in self.requests)
             self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
             self._is_stopping = True
@@ -209,7 +209,7 @@ class Watch:
             message = "the store was replaced while it ran; what happened before is in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
         elif self._state != JobState.STARTING:
-            # A repair has already restored the row, but in the state from the start of the attempt.
+            # A repair has already restored the row, but with the state from the start of the attempt.
             for state in (JobState.RUNNING, self._state):
                 self._control.transition(self._job.id, state)
         self._published = {}
@@ -227,7 +227,7 @@ class Watch:
         self._has_news = False
 
     def _tell_mode(self) -> None:
-        """Record once which mode the ranks chose; until then, the row contains the mode predicted for `auto`."""
+        """Record once which mode the ranks have chosen; before this, the row contains the mode predicted for `auto`."""
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:
@@ -235,14 +235,14 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Warn once of a slow start, since ranks that hang before their first step give no heartbeat to judge by."""
+        """Warn once of a slow start, since ranks that hang before their first step do not write a heartbeat."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
     def _judge(self, phase: str) -> None:
-        """Set the job's state: running after the first heartbeat, stalled after unusually long without progress."""
+        """Set the job's state: running after the first heartbeat, stalled after too long without progress."""
         stalled = self._is_quiet and not (self._is_starting or phase == WAITING)
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")

@@ -1,4 +1,4 @@
-"""Stores GPU samples from a supervisor, so that the history has no gap if no app runs during a job."""
+"""Stores GPU samples from a supervisor, so that the history of a job's GPUs is complete even if no app is running."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
-# A driver error is read together with the next sample of the GPU's condition.
+# The interval between checks for a driver error, which is read together with the GPU's condition.
 POLL_S = 0.2
 
 
 class Recording:
-    """Samples of all GPUs, if this process is elected to read them, and faults of the job's GPUs."""
+    """A recording of the samples of all GPUs, and of the faults of a job's GPUs.
+
+    If another process of this host is elected to read the GPUs, there are neither samples nor faults.
+    """
 
     def __init__(self, recorder: Recorder, sampler: Sampler, uuids: Container[str]) -> None:
         self._recorder, self._sampler, self._uuids = recorder, sampler, uuids
@@ -30,9 +33,9 @@ class Recording:
         self._sampler.stop()
 
     def faults(self, wait_s: float) -> list[str]:
-        """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first one.
+        """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first fault.
 
-        Return none if another process reads the GPUs.
+        Return [] if another process reads the GPUs.
         """
         deadline = time.monotonic() + wait_s
         while self._sampler.count and not (found := self._found(self._sampler.latest())):
@@ -55,7 +58,7 @@ class Recording:
 
 
 def record(data: DataDir, job: Job) -> Recording | None:
-    """Start recording GPU samples if this process is elected to; return None for a job without GPUs."""
+    """Start recording GPU samples if this process is elected to do so; return None for a job without GPUs."""
     if not job.gpu_uuids:
         return None
     occupancy = Occupancy(data)

@@ -1,4 +1,4 @@
-"""Handles the signals that terminate a supervisor, and kills its descendant processes."""
+"""Records the signals that terminate a supervisor, and kills the supervisor's descendant processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from trainer.contract.process import ProcessRef, parent_of
 
-# How many seconds a supervisor gives its ranks to save when it is terminated, for example at a shutdown.
+# The time that a supervisor gives its ranks to save when it is terminated, for example at a shutdown.
 SAVE_S = 30.0
 
 
 class Orders:
-    """Records termination signals: the first asks the ranks to save and stop, the second kills them immediately."""
+    """Records termination signals: the first one makes the ranks save and stop, the second one kills them."""
 
     def __init__(self) -> None:
         self.to_end_since: float | None = None
@@ -25,7 +25,7 @@ class Orders:
         self.stop()
 
     def stop(self) -> None:
-        """Record a stop request; repeated requests, such as SIGXCPU every second, do not kill the ranks immediately."""
+        """Record a stop request; repeated requests, such as SIGXCPU every second, do not kill the ranks."""
         self.to_end_since = self.to_end_since or time.monotonic()
 
     @property
@@ -34,7 +34,7 @@ class Orders:
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill and reap all processes that the ranks left behind, such as data loader workers and compilers."""
+    """Kill and reap all processes that the ranks have left behind, such as data loader workers and compilers."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -48,7 +48,7 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """Return the living children of a process; when a child dies, its own children are reparented to the subreaper."""
+    """Return the living children of a process; if a child dies, its own children become children of the subreaper."""
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):

@@ -1,7 +1,7 @@
-"""The supervisor of one job: waits for its GPUs, runs its ranks, restarts them, and records how the job ended.
+"""The supervisor of a job, which waits for the GPUs, runs and restarts the ranks, and records how the job ends.
 
-`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks into the background. While it waits, it loads only
-the modules needed for waiting, since every queued job has such a process.
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. While it waits for
+GPUs, a supervisor loads only the modules that it needs for this, since every queued job has such a process.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
-# Seconds before the second restart; the first restart is immediate, and each later delay doubles.
+# The delay before the second restart; the first restart is immediate, and the delay doubles with each later one.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 
 
 class Supervisor:
-    """Owns the job's state from `queued` to its end."""
+    """Controls a job from the state `queued` to its end."""
 
     def __init__(self, data: DataDir, job_id: int, command: RankCommand = rank_command) -> None:
         self._data = data
@@ -82,16 +82,16 @@ class Supervisor:
             signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
-        # The host may differ from the one at launch: a container was recreated, or a machine renamed.
+        # The host name may differ from that at the launch if a container was recreated or a machine was renamed.
         fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, **this_machine()}
         self._control.update(self._job.id, **fields)
         self._job = msgspec.structs.replace(self._job, **fields)
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Run the job from the queue to its end; return once all its processes have ended.
+        """Run the job from the queue to its end; return once all processes of the job have ended.
 
-        Record an error in this program itself as the job's failure, then raise it.
+        If this program itself fails, record the error as the job's failure, then raise it.
         """
         try:
             self._run()
@@ -108,7 +108,7 @@ class Supervisor:
                 return
 
     def _wait_for_gpus(self) -> bool:
-        """Wait in the queue; return True once locks and lease are acquired, False if the job ended first."""
+        """Wait in the queue; return True once the locks and leases are acquired, or False if the job ends first."""
         self._is_waiting = True
         for tick in itertools.count():
             self._sign.turn()
@@ -121,17 +121,17 @@ class Supervisor:
                     write_record(self._paths, self._job)
                     return True
             if self._orders.to_end_since:
-                # The store cannot be read; `_conclude` also writes the end into the run folder.
+                # This is reached only if the store cannot be read. `_conclude` also records the end in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)
         raise AssertionError("unreachable")
 
     def _fail(self, error: Exception) -> None:
-        """Stop all ranks, record that this program failed, and run the user's command, unless the job has ended."""
+        """Stop all ranks, record that this program has failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
-        # If the package was replaced, modules of two versions are mixed; restarting the program avoids this.
+        # If the package was replaced, the error may be due to modules of two versions. A restart avoids this.
         if self._is_waiting:
             self._installed.restart_if_replaced()
         end_descendants()
@@ -146,10 +146,10 @@ class Supervisor:
                 self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _is_over(self) -> bool:
-        """Return whether a queued job must stop waiting; if so, record its end."""
+        """Return whether a queued job must stop waiting; if so, record the end of the job."""
         if is_gone(self._data.root):
-            # The end cannot be recorded anywhere. If the folder was moved, the next command there starts a new
-            # supervisor.
+            # The end cannot be recorded anywhere. If the data folder was moved, the next command that uses it starts a
+            # new supervisor.
             note(f"ends, since {self._data.root} is gone")
             return True
         if self._control.version()[0] != self._store:
@@ -170,9 +170,9 @@ class Supervisor:
         return False
 
     def _run_ranks(self) -> Outcome:
-        """Run attempts for as long as they crash and may be restarted; return the outcome of the last one."""
-        # Imported here, since a waiting supervisor does not need them, and all at once, since the package may be
-        # replaced while the job runs.
+        """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
+        # Import these modules only here, since a waiting supervisor does not need them. Import them all now, since the
+        # package may be replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
         from sae_tui.jobs.supervisor.attempt import AttemptRunner
@@ -193,7 +193,7 @@ class Supervisor:
                 return self._apply_requests(outcome)
 
     def _apply_requests(self, crash: Outcome) -> Outcome:
-        """Turn a crash into a stop or a pause if one was requested between the crash and its restart."""
+        """Return the outcome of a crash as a stop or a pause if one was requested between the crash and the restart."""
         asked: set[RequestKind] = set()
         with tolerate("checking for requests"):
             asked = self._control.open_requests(self._job.id) & ENDING
@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds for the restart; return False as soon as the job is asked to stop."""
+        """Wait `delay_s` seconds before a restart; return False as soon as the job is asked to stop."""
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
@@ -243,9 +243,9 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def _pause(self, ending: JobEnding) -> JobEnding | None:
-        """Put the job back into the queue, held, and free its GPUs for other jobs.
+        """Put the job back into the queue, where it is held, and free its GPUs for other jobs.
 
-        Return the job's ending if it must stop instead (`ending`), or if the pause cannot be recorded.
+        Return None if the job is paused. Return its ending if it must stop instead, or if the pause cannot be recorded.
         """
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
@@ -264,8 +264,8 @@ class Supervisor:
         return None
 
     def _queue_again(self, fields: dict[str, Any]) -> bool:
-        """Move the job from its current state into the queue; return False if it must stop instead."""
-        # The store may have been unavailable when the pause was requested, and so may lack this state.
+        """Move the job from its current state to the queue; return False if the job must stop instead."""
+        # Record the state `stopping`, in case the store was unavailable when the pause was requested.
         self._control.transition(self._job.id, JobState.STOPPING)
         unless: tuple[RequestKind, ...] = ("stop", "kill")
         return self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
@@ -275,7 +275,7 @@ class Supervisor:
         self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
     def _conclude(self, ending: JobEnding) -> None:
-        """Write the ending to the run's files, then to the store: from then on, the job may be resumed or deleted."""
+        """Write the ending to the run's files and then to the store; after that, the job may be resumed or deleted."""
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         with tolerate("recording the end"):
@@ -294,7 +294,7 @@ class Supervisor:
         return self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _row_at(self, ending: JobEnding) -> Job:
-        """Return the row of the ended job; if the store has no readable row, return the copy held here."""
+        """Return the row of the ended job; if the row in the store cannot be read, use the supervisor's own copy."""
         job = self._job
         try:
             job = self._control.job(self._job.id)
@@ -305,7 +305,7 @@ class Supervisor:
         return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
-        # Imported here, since a waiting supervisor needs no settings.
+        # Import the module only here, since a waiting supervisor does not need the settings.
         from sae_tui.jobs.supervisor.end_hook import run_hook
 
         self._line.locks.release()
@@ -317,9 +317,9 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Fork the supervisor; in the parent, return 0 once the supervisor is registered, 1 if that failed.
+    """Fork the supervisor; in the parent, return 0 once the supervisor has registered itself, or 1 if this has failed.
 
-    In the child, this never returns.
+    In the child, this function never returns.
     """
     root, job_id = arguments
 

@@ -1,7 +1,7 @@
-"""Restarts a waiting process after its package was replaced, for example by `pip install -U`.
+"""Restarts a waiting supervisor if its package has been replaced, for example by `pip install -U`.
 
-A supervisor loads many modules only when its job starts. Modules of another version would not match those already
-loaded.
+A supervisor loads many modules only when its job starts. Modules of a new version would not match the modules that are
+already loaded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 import trainer
 
 PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
-# The modules that a supervisor loads until its job ends.
+# A program that imports all modules that a supervisor loads until its job ends.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
-# An upgrade takes less time than this, so a package that cannot be loaded for longer was removed.
+# A package that cannot be loaded for this time is regarded as removed, since an upgrade takes less time.
 REMOVED_AFTER_S = 120.0
 
 
 class Installed:
-    """The package in the state it had when this object was created."""
+    """Compares the installed package with its state when this object was created."""
 
     def __init__(self) -> None:
         self._at_start = _state()
@@ -34,14 +34,14 @@ class Installed:
         self._refused_since: float | None = None
 
     def is_current(self) -> bool:
-        """Return whether the files are unchanged since the start; takes about 4 ms."""
+        """Return whether the files of the package are unchanged; this takes about 4 ms."""
         return _state() == self._at_start
 
     def restart_if_replaced(self) -> bool:
-        """Restart the program of this process if its package was replaced.
+        """Restart the program of this process if its package has been replaced; return True if it has not been.
 
-        The program keeps its log and environment, and releases its locks. Return False if the package was replaced but
-        cannot be loaded, as in the middle of an upgrade.
+        The new program has the same log and environment, but the locks are released. Return False if the package has
+        been replaced but cannot be loaded, as in the middle of an upgrade.
         """
         if self.is_current():
             return True
@@ -52,7 +52,7 @@ class Installed:
         return False
 
     def may_end(self) -> bool:
-        """Restart like `restart_if_replaced`; also return True if the package was permanently removed."""
+        """Restart as in `restart_if_replaced`; also return True if the package has been removed for good."""
         if self.restart_if_replaced():
             return True
         self._refused_since = self._refused_since or time.monotonic()
@@ -60,12 +60,12 @@ class Installed:
 
 
 def _state() -> int:
-    # XOR of hashes, since a set of all entries would take 0.5 MB in each waiting supervisor.
+    # Combine the entries to one hash, since a set of all entries would use 0.5 MB in each waiting supervisor.
     return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, time and size of each module below a folder; zeros for a missing folder."""
+    """Yield the path, modification time and size of each module below a folder; for a missing folder, zeros."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -79,7 +79,7 @@ def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
 
 
 def _loads() -> bool:
-    """Return whether a new process can load what a supervisor needs."""
+    """Return whether a new process can load all modules that a supervisor needs."""
     command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
         done = subprocess.run(

@@ -1,1 +1,1 @@
-"""Deletes, restores and repairs jobs, and checks the disk that stores them."""
+"""Deletes, restores and repairs jobs, and checks the disk on which jobs are stored."""

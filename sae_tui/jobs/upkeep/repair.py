@@ -1,4 +1,4 @@
-"""Rebuilds the store from the run folders, and repairs inconsistencies left by a crash."""
+"""Rebuilds the store from the run folders, and repairs inconsistencies that a crash has caused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.contract.wording import gibibytes
 def repair(data: DataDir, host: str = "") -> Iterator[str]:
     """Repair the stores step by step, and yield a message for each repair; no job is deleted.
 
-    With `host`, also end the jobs of that other host, which must be gone for good.
+    If `host` is given, also end the jobs of that other host, which must have disappeared for good.
 
     Raise `StoreError` if a store cannot be repaired.
     """
@@ -44,7 +44,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {backup.name}, and rebuilt"
-    # This comes before reading the run folders, since an interrupted deletion leaves part of its job in the trash.
+    # Empty the trash before the run folders are read, since after an interrupted deletion it contains files of a job.
     try:
         if freed := trash.empty(data):
             yield f"{gibibytes(freed)} of deleted jobs were removed"
@@ -76,7 +76,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
 
 
 def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
-    """Rebuild unreadable rows from their readable columns and their runs; yield a message for each."""
+    """Rebuild unreadable rows from their readable columns and their run folders; yield a message for each row."""
     control.jobs()
     for job_id in sorted(control.unreadable):
         recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
@@ -86,7 +86,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
 
 
 def _unknown_job(job_id: int) -> Job:
-    """Return a placeholder for a lost job; columns of its row that are still readable override its values."""
+    """Return a placeholder for a job whose row is unreadable; readable columns of the row replace its values."""
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source="none", created=time.time(), error="its outcome is unknown: its row was lost",
@@ -98,13 +98,13 @@ def _runs(data: DataDir) -> list[Path]:
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:
-    """Yield the folders of runs and attempts, in which interrupted writes may have left temporary files."""
+    """Yield the folders of runs and attempts, where interrupted writes may have left temporary files."""
     for run in _runs(data):
         yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
 
 
 def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
-    """Move a corrupt file and its companions aside; return its new path, or None if it is intact or missing."""
+    """Move a corrupt store and its auxiliary files aside; return the new path, or None if it is intact or missing."""
     if not path.exists():
         return None
     try:
@@ -112,13 +112,13 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     except StoreCorrupt:
         return set_aside(path, "corrupt")
     except StoreError:
-        # A file that is locked, from a newer version, or not readable by this user is not damaged.
+        # The store is not damaged: it is locked, from a newer version, or not readable by this user.
         return None
     return None
 
 
 def _recover_job(data: DataDir, job_id: int) -> Job | None:
-    """Return a job as recorded in its folder: the row of its last start, how it ended, and its progress.
+    """Return a job as recorded in its folder: the row at its last start, with its ending and its progress.
 
     Return None if the folder has neither a record nor a job file.
     """
@@ -133,12 +133,12 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
-    # A folder that was copied manually is a separate job.
+    # Use the number of the folder as the id, since a folder that was copied manually is a separate job.
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 
 def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
-    """Return the row of a run without a record, from its job file and its last attempt; None without a job file."""
+    """Return a row for a run without a record, based on its job file and its last attempt; None without a job file."""
     try:
         text = read_plain_text(paths.job_file)
         name = str(parse_toml(text).get("name", "sae"))

@@ -1,4 +1,4 @@
-"""Checks the disk that stores the jobs."""
+"""Checks whether the data folder is on a local disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from trainer.contract.paths import DataDir, free_disk
 
 
 def store_warning(data: DataDir) -> str:
-    """Return why the stores are slower here than on a local disk; "" if they are not."""
+    """Return a warning if the data folder is on a network file system, where the stores are slower; otherwise ""."""
     folder, _ = free_disk(data.root)
     name = network_file_system(folder)
-    # Folders in which no files can be created.
+    # Ignore file systems in which no files can be created.
     if name in (None, "proc", "sysfs"):
         return ""
     return f"{data.root} is on {name}, where reading and writing jobs wait for each other; choose a local --data-dir"

@@ -1,7 +1,7 @@
-"""Deletes jobs with their files, and restores them until the trash is emptied.
+"""Deletes jobs with their files by moving them to the trash, and restores them until the trash is emptied.
 
-The row is written next to the files before anything moves. After a crash halfway through, the job is therefore either
-still listed or completely in the trash.
+A job's row is written to the trash before any file is moved, so that a deletion that is interrupted by a crash can be
+undone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.contract.runs.lock import hold, is_held, still_going
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Event, Job, Rank
 
-# The file `whole` marks a job that is completely in the trash.
+# The file `whole` marks a job whose files are all in the trash.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
@@ -45,13 +45,13 @@ class FilesLeft(UserError):
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
-    """Raise `UserError` if the job cannot be deleted."""
+    """Raise `UserError` if a job cannot be deleted because it has not ended."""
     with existing(data, job_id) as control:
         _require_ended(data, control, job_id)
 
 
 def throw_away(data: DataDir, job_id: int) -> str:
-    """Remove an ended job from the list, with its run and its SAE; `put_back` undoes this."""
+    """Move an ended job to the trash, with its run and its SAE; `put_back` undoes this."""
     data.refuse_links(job_id)
     with existing(data, job_id) as control:
         _hold(_owner_file(data, os.getpid()))
@@ -59,7 +59,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
-            # This comes before anything moves: a concurrent resume either comes first or finds no job.
+            # Remove the row before any file is moved, so that the job cannot be resumed at the same time.
             if not control.forget(job_id):
                 raise UserError(_not_ended(data, control.job(job_id)))
             _move(data.run(job_id).root, folder / _RUN)
@@ -73,7 +73,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
 
 
 def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Delete all of these jobs, or none if one of them cannot be deleted; return a message for each."""
+    """Delete all of these jobs, or none if one of them cannot be deleted; return a message for each job."""
     messages: list[str] = []
     try:
         for job_id in job_ids:
@@ -100,7 +100,7 @@ def put_back(data: DataDir, job_id: int) -> str:
 
 
 def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Undo all deletions that can be undone; raise `UserError` about the others."""
+    """Undo the deletion of these jobs where possible; raise `UserError` if any of the deletions cannot be undone."""
     messages: list[str] = []
     problems: list[str] = []
     for job_id in job_ids:
@@ -114,9 +114,9 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Permanently remove the files of these jobs, or of all jobs that cannot be restored; return the bytes freed.
+    """Permanently remove the files of these jobs, or of all that can no longer be restored; return the freed bytes.
 
-    Raise `FilesLeft`, after all other jobs are removed, if the files of an interrupted deletion cannot be moved back.
+    If the files of an interrupted deletion cannot be moved back, remove all other jobs, then raise `FilesLeft`.
     Raise `UserError` if the trash is a link, whose target may contain files that were never deleted.
     """
     refuse_link(data.trash)
@@ -128,11 +128,11 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         if job_ids is None and thrown and _may_be_put_back(data, thrown.owner):
             continue
         if thrown and not (folder / _WHOLE).exists():
-            # This deletion was interrupted.
+            # The deletion was interrupted, so undo it.
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # The row cannot be read, but `repair` rebuilds it from the run.
+            # The row cannot be read. Move only the files back; `repair` then rebuilds the row from the run folder.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
@@ -144,12 +144,12 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
 
 def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
-    """Return whether the owner is alive: here, in another PID namespace or on another host."""
+    """Return whether the process that deleted a job may be alive, here, in another PID namespace or on another host."""
     return owner.is_alive() or bool(is_held(_owner_file(data, owner.pid)))
 
 
 def _owner_file(data: DataDir, pid: int) -> Path:
-    """Return the lock file of a process that has deleted jobs; processes with the same pid elsewhere share it."""
+    """Return the lock file of a process that has deleted jobs; processes with the same pid on other hosts share it."""
     return data.locks / f"trash-{pid}.lock"
 
 
@@ -164,7 +164,7 @@ def _clear_owner_files(data: DataDir) -> None:
 def _hold(file: Path) -> None:
     hold(file)
     if not file.exists():
-        # The file was removed before it could be locked.
+        # Lock the file again, since it was removed before it could be locked.
         hold(file)
 
 
@@ -173,7 +173,7 @@ def _thrown_job(control: Control, job: Job) -> Thrown:
 
 
 def size(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
+    """Return the total size of all files below a folder, in bytes."""
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -196,9 +196,9 @@ def _not_ended(data: DataDir, job: Job) -> str:
 
 
 def _remove(data: DataDir, folder: Path) -> None:
-    """Permanently delete a folder; for the latest job keep an empty folder, so that its id is never reused."""
+    """Permanently delete a folder in the trash; for the newest job, keep it empty, so that the id is not reused."""
     is_newest = int(folder.name) >= data.last_id()
-    # Go through a descriptor, since the trash could be replaced by a link in the meantime.
+    # Access the folder through a descriptor of the trash, since the trash could be replaced by a link in the meantime.
     with contextlib.suppress(FileNotFoundError):
         trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -220,11 +220,11 @@ def _read(data: DataDir, job_id: int) -> Thrown | None:
 
 
 def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
-    """Restore a job's files and row from the trash; return the files that cannot be moved, with reasons."""
+    """Restore a job's files and row from the trash; return messages about the files that cannot be moved."""
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # Without this file, the job counts as an interrupted deletion, whose files are never removed.
+        # Remove this file first: without it, the deletion is regarded as interrupted, so that no file is deleted.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
@@ -241,14 +241,14 @@ def _put_files_back(data: DataDir, job_id: int) -> list[str]:
 
 
 def _move_all_back(data: DataDir, job_id: int) -> list[str]:
-    """Move a job's files back; return those that cannot be moved out of the trash, with reasons."""
+    """Move a job's files back from the trash; return messages about the files that cannot be moved."""
     folder = data.trash / str(job_id)
     places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
     return [problem for source, target in places.items() if (problem := _move_back(source, target))]
 
 
 def _move_back(source: Path, target: Path) -> str:
-    """Move a folder back; return why that failed, or ""."""
+    """Move a folder back from the trash; return why this has failed, or ""."""
     reason = "its place is taken"
     try:
         _move(source, target)
@@ -258,6 +258,6 @@ def _move_back(source: Path, target: Path) -> str:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a folder; this is a single rename unless the runs are on another disk."""
+    """Move a folder; this is a single rename unless the target is on another disk."""
     if source.exists() and not target.exists():
         shutil.move(source, target)

@@ -1,1 +1,1 @@
-"""Views of jobs: lists, searches, logs, and the causes of failures."""
+"""Prepares jobs for display: lists, searches, logs, processes, and the causes of failures."""

@@ -1,4 +1,4 @@
-"""Finds jobs by filters, whose words must all match, and sorts them."""
+"""Filters jobs by words that must all match, and sorts jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ARCHITECTURE = re.compile(r"^\s*architecture\s*=\s*(\[[^\]]*\]|.+)$", re.MULTIL
 
 
 class Term(msgspec.Struct, frozen=True):
-    """A word of a filter; it must occur in one field of a job, or in any field if `field` is ""."""
+    """A word of a filter, which must occur in the given field of a job, or in any field if `field` is ""."""
 
     text: str
     field: str = ""
@@ -43,38 +43,38 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """Split text like `wide #good state:failed` into terms; `#` or `field:` has no effect until text follows it."""
+    """Split text like `wide #good state:failed` into terms; ignore `#` or `field:` without text after it."""
     return tuple(term for word in text.split() if (term := _term(word.casefold())).text)
 
 
 def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
-    """Return the jobs that match every word of the text, in their original order."""
+    """Return the jobs that match every word of `text`, in their original order."""
     terms = parse(text)
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
 def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
-    """Sort the jobs by one of `orders`; equal jobs are sorted latest first, and jobs without a value come last."""
+    """Sort the jobs by one of `orders`; of equal jobs, the newest comes first, and jobs without a value come last."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return orders()[by](newest)
 
 
 def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | None = None) -> list[J]:
-    """Return the first `limit` of the matching jobs; raise `UserError` if the order does not exist."""
+    """Return the first `limit` matching jobs in the order `by`; raise `UserError` if this order does not exist."""
     if by not in (names := orders()):
         raise UserError(f'jobs can be sorted by {", ".join(names)}, not by "{by}"')
     return sort_jobs(filter_jobs(jobs, text), by)[:limit]
 
 
 def architectures(job: Job) -> str:
-    """Return the architecture of a job, such as `topk`; for a sweep over several, such as `topk batch_topk`."""
+    """Return the SAE architecture of a job, such as `topk`, or several for a sweep, such as `topk batch_topk`."""
     return _architectures(job.config)
 
 
 def waits(job: Job) -> str:
-    """Return why a job waits, in a few words that follow its state; a priority other than 0 comes first.
+    """Return a short text about why a job waits, which is shown after its state.
 
-    If the job's host is silent, return how long it has been silent.
+    The text starts with the job's priority if that is not 0. If the job's host is silent, the text tells for how long.
     """
     if silent := getattr(job, "silent", ""):
         return str(silent)
@@ -85,10 +85,10 @@ def waits(job: Job) -> str:
 
 
 def _held_reason(job: Job) -> str:
-    """Return how long a job is held, like `until released; comes after job 4`, or `at step 501, until resumed`."""
+    """Return text about a held job, like `until released; comes after job 4`, or `at step 501, until resumed`."""
     word = describe_state(job).word
     waits_for = job.waits_for or ""
-    # Until the supervisor polls again, the row contains the reason from before the job was held.
+    # Until the supervisor polls again, the row contains the reason for waiting from before the job was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
     until = (
         f"at {kind_of(job.config).unit} {job.step}, until resumed"
@@ -100,7 +100,7 @@ def _held_reason(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
-    # A TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
+    # Use a pattern, since a TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
     match = _ARCHITECTURE.search(config)
     return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
@@ -120,7 +120,7 @@ def _has_tag(job: Job, text: str) -> bool:
     return any(tag.casefold().startswith(text) for tag in job.tags)
 
 
-# Field names allowed before the colon in a filter; the text after the colon is casefolded.
+# The fields that a filter can name before a colon, each with its test; the text after the colon is casefolded.
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
@@ -137,7 +137,7 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key that puts `k=8` before `k=16` by splitting text from numbers."""
+    """Return a sort key that compares numbers in a name by value, so that `k=8` comes before `k=16`."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
@@ -147,9 +147,10 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # Values on training batches are lower than on held-out rows, so the two are never compared.
+        # Ignore values on training batches, which are lower than values on held-out rows and cannot be compared with
+        # them.
         known = None if is_of_batch else value
-        # Unfinished jobs come after all finished ones.
+        # Sort unfinished jobs after all finished jobs.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
 
     return _by(key)
@@ -161,7 +162,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return the available sort orders of a jobs list by name; metrics sort from best to worst."""
+    """Return a dict that maps the name of each sort order of a job list to its function; metrics sort best first."""
     metrics = key_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

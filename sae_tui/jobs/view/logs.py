@@ -1,4 +1,4 @@
-"""Follows the logs of a job's ranks for the screen: first the existing lines, then new ones."""
+"""Follows the logs of a job for the screen: first reads the existing lines, then new ones as they are written."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Return the path of every log by name, even if it does not exist; the evaluation log only if it exists."""
+    """Return a dict that maps the name of each log to its path.
+
+    Logs that do not exist yet are included, except the evaluation log.
+    """
     logs = {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
     return logs | ({EVALUATION: paths.evaluation_log} if paths.evaluation_log.exists() else {})
 
 
 class LogReader:
-    """Reads the logs on a thread, so that a dead file server blocks nothing else."""
+    """Reads the logs on a separate thread, so that a file server that does not respond does not block the app."""
 
     def __init__(self, sources: dict[str, Path], on_lines: Callable[[Sequence[LogLine]], object]) -> None:
         self._sources, self._on_lines = sources, on_lines
@@ -50,16 +53,16 @@ class LogReader:
             try:
                 self._follow()
             except Exception as error:
-                # This thread must survive every error of a log or the disk.
+                # This thread must survive every error of a log or of the disk.
                 self._on_lines((LogLine("supervisor", f"(the logs cannot be read: {error!r})"),))
                 self._stopped.wait(AGAIN_S)
 
     def _follow(self) -> None:
-        """Pass on existing and new lines until the reader is stopped."""
+        """Pass existing and new lines to `on_lines` until the reader is stopped."""
         followers = {name: LogFollower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():
-            # A call without lines reports that the logs are empty.
+            # Call without lines to report that the logs are empty.
             self._on_lines(())
         while not self._stopped.is_set():
             if lines:

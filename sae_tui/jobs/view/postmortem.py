@@ -1,4 +1,4 @@
-"""Explains why a job failed, from the files of its last attempt: the rank that failed first, and a remedy."""
+"""Explains why a job failed, based on the files of its last attempt, with a remedy if the cause is known."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from trainer.contract.store.states import JobState
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12
-# Our own exceptions at the end of a traceback, whose messages are sufficient.
+# Matches our own exceptions at the end of a traceback; their messages are sufficient without the traceback.
 _FOR_USERS = re.compile(r"^trainer\.contract\.[\w.]+: ", re.MULTILINE)
 _LAST_LINE = "; its last log line: "
 
 
 class Postmortem(msgspec.Struct, frozen=True):
-    """Why a job failed, with a remedy. `rank` failed first; `traceback` and `log` are from that rank.
+    """The cause of a job's failure, with a remedy.
 
-    `others` describes how the other ranks ended. `resumes` describes what a resume does, like `resumes it from step
-    501`; it is "" if a resume does not help.
+    `rank` is the rank that failed first; `traceback` and `log` are from this rank. `others` describes how the other
+    ranks ended. `resumes` describes what a resume does, like `resumes it from step 501`; it is "" if a resume does not
+    help.
     """
 
     error: str
@@ -47,7 +48,7 @@ class Postmortem(msgspec.Struct, frozen=True):
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
-    """Return why a job failed or was lost; return None for any other job. Reads a few small files."""
+    """Return why a job failed or was lost; return None for any other job. This reads a few small files."""
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)
@@ -71,7 +72,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
-    """Return the events to show next to the error; consecutive repeats become one event with a count."""
+    """Return the events to show below the error, without its text; combine consecutive repeats into one event."""
     shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
     return [
@@ -89,15 +90,15 @@ def _shorten(event: Event, error: str) -> Event:
 
 
 def _drop_log_line(error: str, log: list[str]) -> str:
-    """Remove the last log line from the error if the log is shown as well."""
+    """Remove the quoted last log line from the error if the shown log contains it."""
     cause, _, line = error.partition(_LAST_LINE)
     return cause if line and line in log else error
 
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
-    """Return the innermost frames and the exception; return () if the message is sufficient.
+    """Return the innermost frames of a rank's traceback and the exception; () if the error message is sufficient.
 
-    Omit the exception if the error contains it.
+    Omit the exception if the error message contains it.
     """
     left = read_json(file, dict[str, str | None]) or {}
     text = (left.get("traceback") or "").rstrip()
@@ -106,7 +107,7 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
 
 
 def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
-    """Return where a resumed job would continue; "" if it would fail again."""
+    """Return text about where a resumed job would continue; "" if the job would fail again."""
     helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
     if not helps or not paths.job_file.exists():
         return ""
@@ -122,7 +123,7 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
 
 
 def _saved_step(paths: RunPaths) -> int | None:
-    """Return the step of the latest checkpoint; 0 if there is none, None if it cannot be read."""
+    """Return the step of the latest checkpoint; 0 if there is no checkpoint, None if it cannot be read."""
     with contextlib.suppress(UserError):
         saved = newest_first(paths.checkpoints)
         return read_state(saved[0]).position.step if saved else 0

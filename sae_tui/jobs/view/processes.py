@@ -13,10 +13,10 @@ from trainer.contract.store.rows import Job
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """A row: a process on a GPU, a job that groups its ranks, or a parent process that uses no GPU itself.
+    """A row of the process list: a process on a GPU, a job that groups its ranks, or a parent process without a GPU.
 
-    `depth` is the indentation level; `n_below` is the number of grouped processes. For a job, `process` contains the
-    sums, a pid of 0 and no identity.
+    `depth` is the indentation level, and `n_below` is the number of grouped processes. For a job, `process` contains
+    the sums over the ranks, the pid 0 and no identity.
     """
 
     key: str
@@ -29,7 +29,7 @@ class ProcessRow:
     is_parent: bool = False
 
 
-# Sort keys for processes; the largest or the earliest come first.
+# The sort keys for processes, by name; the largest values or the earliest starts come first.
 ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
     "memory": lambda one: -(one.memory_used_bytes or 0),
     "SM": lambda one: -(one.sm_percent or 0),
@@ -51,14 +51,14 @@ def arrange(
     opened: frozenset[str] = frozenset(),
     as_tree: bool = False,
 ) -> list[ProcessRow]:
-    """Return the rows to show; `opened` contains the keys of the jobs whose ranks are shown."""
+    """Return the rows of the process list; `opened` contains the keys of the jobs whose ranks are shown."""
     found = [one for one in processes if _matches(one, held, words.casefold().split())]
     found.sort(key=lambda one: (ORDERS[order](one), one.pid))
     return _tree(found, held) if as_tree else _folded(found, held, order, opened)
 
 
 def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bool:
-    """Return whether all words occur in the shown text; `gpu:1`, `user:ada` and `job:12` match only that field."""
+    """Return whether all words match a process; words like `gpu:1`, `user:ada` and `job:12` match only that field."""
     rank = held.rank_of(process.pid)
     fields = {
         "gpu": [str(index) for index in process.gpus],
@@ -76,7 +76,10 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
 
 
 def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[ProcessRow]:
-    """Return one row for each job with several ranks, sorted by its sums, and one for each other process."""
+    """Return one row for each job with several ranks and for each other process; jobs are sorted by their sums.
+
+    If a job is opened, its ranks follow its row.
+    """
     ranks: dict[int, list[ProcessRow]] = {}
     groups: list[tuple[Any, list[ProcessRow]]] = []
     for one in found:
@@ -104,7 +107,7 @@ def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[Pro
 
 
 def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
-    """Return the sums over the processes; for the GPU utilisation, the mean."""
+    """Return the sums over the processes, and the mean of their GPU utilisation."""
     shares = [one.sm_percent for one in parts if one.sm_percent is not None]
     return ProcessDetails(
         0,
@@ -120,12 +123,12 @@ def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
 
 
 def _total(values: Sequence[Any]) -> Any:
-    """Return the sum; None if any value is unknown."""
+    """Return the sum of the values; None if any value is unknown."""
     return None if None in values else sum(values)
 
 
 def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
-    """Return every process below its parents; a chain of parents without branches is reduced to its last parent."""
+    """Return a row for every process, below its parents; show only the last parent of a chain without branches."""
     on_gpus = {one.pid: one for one in found}
     known: dict[int, ProcessDetails] = dict(on_gpus)
     below: dict[int, list[int]] = {}
@@ -144,7 +147,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
 
     def add(pid: int, depth: int) -> None:
         children = below.get(pid, [])
-        # Show only the last shell in the chain of shells of a login.
+        # Skip parents with a single child, such as the nested shells of a login.
         while pid not in on_gpus and len(children) == 1 and children[0] not in on_gpus:
             pid, children = children[0], below.get(children[0], [])
         rank = held.rank_of(pid)

@@ -1,4 +1,4 @@
-"""Reads jobs for screens and scripts: store rows, updated with live values from the files of the runs."""
+"""Reads jobs for screens and scripts: rows from the store, updated with live values from the files of the runs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ class News(msgspec.Struct, frozen=True):
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with its run's latest values; `progress` is 0 to 1, `eta_s` is None unless the job runs.
+    """A job's row with the latest values of its run.
 
-    `dropped` counts the metric rows that the run could not store; None if its file was not read. `best_sae` is the SAE
-    of a sweep that has this loss and these metrics; "" for a single SAE. `others` contains the latest values of metrics
-    without a column, by name. `k` and `d_sae` are text, from the lowest to the highest value for a sweep. `evaluation`
-    is the running evaluation of the SAEs. `silent` describes how long the job's host has given no sign of life; the
-    state of the job is then unknown.
+    `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
+    that the run could not store; it is None if the run's file was not read. `best_sae` is the SAE of a sweep to which
+    the loss and the metrics belong; it is "" for a single SAE. `others` maps the names of metrics without a column to
+    their latest values. `k` and `d_sae` are text; for a sweep, they contain the lowest and the highest value.
+    `evaluation` is the running evaluation of the SAEs. `silent` describes how long the job's host has given no sign of
+    life; if it is set, the state of the job is unknown.
     """
 
     phase: str = ""
@@ -65,12 +66,12 @@ class JobView(Job, frozen=True, kw_only=True):
 
 
 def is_loading(job: JobView) -> bool:
-    """Return whether a running job has taken no step yet, because it is still loading its model or preparing."""
+    """Return whether a running job has not taken a step yet, because it is still loading its model or preparing."""
     return job.state == JobState.RUNNING and is_before_first_step(job.phase)
 
 
 def newest_value(job: Job, name: str) -> float | None:
-    """Return a job's latest value of a metric or of its loss, or None."""
+    """Return the latest value of a job's metric or loss; None if it is unknown."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)
         return value
@@ -78,14 +79,14 @@ def newest_value(job: Job, name: str) -> float | None:
 
 
 def overfitting_words(job: Job) -> str:
-    """Return how a job overfitted, as text for screens; "" if it did not."""
+    """Return text about how a job overfits; "" if it does not."""
     return f"overfits: {job.overfitting}" if job.overfitting else ""
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric by which to judge a job, and whether it is only from training batches.
+    """Return the value of a metric by which a job is judged, and whether the value is only from training batches.
 
-    Before the first evaluation, it is. Afterwards it is the held-out value, if the metric has one.
+    If the metric has a held-out value, that value is returned; there is none before the first evaluation of the run.
     """
     if name not in held_out_metrics():
         return newest_value(job, name), False
@@ -94,17 +95,17 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
 
 
 def _without_column() -> list[str]:
-    """Return the metrics whose latest values are only in the store of a run."""
+    """Return the names of the metrics whose latest values are only in the store of a run."""
     return [name for name in measured_names() if name not in VALUE_COLUMNS]
 
 
 def _lacks_held_out(job: Job) -> bool:
-    """Return whether a job's row may lack a held-out value that its run has, since older versions did not record it."""
+    """Return whether a job's row may lack a held-out value of its run, since older versions did not record it there."""
     return job.fvu is not None and job.heldout_fvu is None
 
 
 class JobsReader:
-    """All jobs, latest first. `poll` never raises; if the store cannot be read, `problem` explains why."""
+    """Reads all jobs, latest first. If the store cannot be read, `poll` does not raise, and `problem` explains why."""
 
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
@@ -132,7 +133,7 @@ class JobsReader:
         return self._passed_over if not self.problem else ""
 
     def poll(self) -> bool:
-        """Read new data and return whether anything changed; takes microseconds if nothing did."""
+        """Read new data and return whether anything has changed; if nothing has, this takes microseconds."""
         changed = self._store.poll(self._read)
         news = [self._evaluations.poll(), *(live.poll() for live in self._live.values()), self._silent.poll(self._rows)]
         if not changed and not any(news):
@@ -147,13 +148,13 @@ class JobsReader:
             live.close()
 
     def _view(self, job: Job) -> JobView:
-        """Return a job's view, rebuilt only if it may have changed; most of a thousand runs have not."""
+        """Return the view of a job; reuse the last view if the job cannot have changed, as for most jobs."""
         live = self._live.get(job.id)
         if live or job.id in self._asked:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
         if job.state is JobState.IMPORTED:
-            # The report card can change while the row does not.
+            # Do not reuse the last view, since the report card can change while the row does not.
             return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
@@ -167,10 +168,10 @@ class JobsReader:
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def _still_view(self, job: Job) -> JobView:
-        """Return the view of a job that is not running, from its row.
+        """Return the view of a job that is not running, based on its row.
 
-        The run is read once for values that the row lacks: the best SAE of a sweep, metrics without a column, and
-        held-out values of a job from an older version.
+        The run's file is read once for values that the row lacks: the best SAE of a sweep, metrics without a column,
+        and held-out values of a job from an older version.
         """
         is_by_run = bool(labels(job.config)) or _lacks_held_out(job)
         if not is_by_run and not _without_column():
@@ -201,7 +202,7 @@ class JobsReader:
         self._last_event = last
 
     def _follow(self, active: Sequence[Job]) -> None:
-        """Keep the metrics of running jobs open, and close all others."""
+        """Keep the metrics files of running jobs open, and close all others."""
         wanted = {job.id for job in active if job.state != JobState.QUEUED}
         for job_id in self._live.keys() - wanted:
             self._live.pop(job_id).close()
@@ -227,7 +228,7 @@ class _SilentHosts:
         self._again_at = 0.0
 
     def poll(self, jobs: Iterable[Job]) -> bool:
-        """Check every 10 s and return whether anything changed; read no files if no job is on another host."""
+        """Check every 10 s and return whether anything has changed; if no job is on another host, read no files."""
         if time.monotonic() < self._again_at:
             return False
         self._again_at = time.monotonic() + SILENT_EVERY_S
@@ -242,10 +243,10 @@ class _SilentHosts:
 
 
 class JobReader:
-    """A job with its curves, events and logs; `view` is None until the job is read, and after its deletion."""
+    """Reads a job with its curves, events and logs; `view` is None until the job is read, and after its deletion."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
-        """Read a job in this data folder; with `mends`, rebuild missing roll-ups of its metrics once."""
+        """Read a job in a data folder; if `mends`, rebuild missing roll-ups of the job's metrics once."""
         self.job_id = job_id
         self._data, self._mends = data, mends
         self.view: JobView | None = None
@@ -270,7 +271,7 @@ class JobReader:
         return self.view.phase if self.view else ""
 
     def poll(self) -> bool:
-        """Read new data and return whether anything changed. Never raises."""
+        """Read new data and return whether anything has changed; never raise."""
         changed = self._store.poll(self._read)
         # Build a list, so that every source is polled each time.
         news = any([self._live.poll(), self._evaluations.poll(), self._silent.poll([self._row] if self._row else [])])
@@ -297,7 +298,7 @@ class JobReader:
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
-        """Return the last lines that a rank has written; read only the end of the file."""
+        """Return the last lines that a rank has written to its log; read only the end of the file."""
         return tail(self._paths.log(rank), n_lines)
 
     def close(self) -> None:
@@ -318,7 +319,7 @@ class JobReader:
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
-        """Read only points after the last one; reread a series that has become too long at a lower resolution."""
+        """Read the points after the last known one; if a series has become too long, read it at a lower resolution."""
         for name, rank in reader.series():
             points = self.series.setdefault((name, rank), [])
             if points:
@@ -328,7 +329,7 @@ class JobReader:
 
 
 def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
-    """Rebuild missing roll-ups in a run's store, unless the run is alive or the store cannot be written."""
+    """Rebuild missing roll-ups in a run's store, unless the run is alive or the store cannot be written to."""
     paths = data.run(job_id)
     if reader.is_rolled_up() or is_held(paths.lock_file):
         return
@@ -339,22 +340,22 @@ def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
 
 
 def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) -> tuple[Event, ...]:
-    """Merge the events of store and run by time, without the supervisor's copies of the run's events."""
+    """Merge the events of the store and of the run by time; omit the store's copies of the run's events."""
     repeated = {(event.kind, event.message) for event in run_events}
     rest = [event for event in store_events if (event.kind, event.message) not in repeated]
-    # Each list keeps its own order, even if the clock was set back.
+    # The events of each list remain in their order, even if the clock was set back.
     return tuple(heapq.merge(rest, run_events, key=lambda event: event.timestamp))
 
 
 class _ControlStore:
-    """Reads the control store; `problem` explains why it cannot be read, or is ""."""
+    """Reads the control store; `problem` explains why the store cannot be read, or is ""."""
 
     def __init__(self, data: DataDir) -> None:
         self.problem = _lost_list_problem(data)
         self._follower = StoreFollower(data.control_db, lambda path: Control(path, readonly=True))
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
-        """Call `read` if there is new data, with None if the store is gone; return whether it was called."""
+        """Call `read` if the store has changed, with None if it was deleted; return whether `read` was called."""
         try:
             changed = self._follower.poll(read)
         except UserError as error:
@@ -369,19 +370,19 @@ class _ControlStore:
 
 
 def _lost_list_problem(data: DataDir) -> str:
-    """Return a message if there are runs but no jobs list, otherwise ""."""
+    """Return a message if there are run folders but no control store, otherwise ""."""
     if os.path.exists(data.control_db) or not data.last_id():
         return ""
     return f"the job list is missing, but {data.root} has runs; `sae-tui repair` rebuilds the list"
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
-    """Return a view of the row with newer values from its run."""
+    """Return a view of a job's row with newer values from its run."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
     heartbeat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
-        # A queued job has no phase; its heartbeat is from its last attempt.
+        # A queued job has no phase; the heartbeat is from its last attempt.
         phase=heartbeat.phase if heartbeat and job.state != JobState.QUEUED else "",
         dropped=heartbeat.dropped if heartbeat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,

@@ -12,17 +12,18 @@ from typing import Any
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import count
 
-# A TOML parser takes 0.5 ms for an entire job file, and a list may contain a thousand jobs.
+# This pattern finds the SAE section, since parsing an entire job file takes 0.5 ms, and a list may contain a thousand
+# jobs.
 _SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def k_words(config: str) -> str:
-    """Return k as text, like `32`, or `8…64` for a sweep; "" if a job trains no SAE."""
+    """Return k as text, like `32`, or `8…64` for a sweep; "" if the job does not train an SAE with a k."""
     return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
 
 
 def d_sae_words(config: str, d_in: int | None) -> str:
-    """Return the width, like `1,536` or `768…3072` for a sweep; "" if it depends on the unknown width of the data."""
+    """Return the SAE width as text, like `1,536`, or `768…3072` for a sweep; "" if it depends on an unknown `d_in`."""
     settings = _settings(config)
     widths = _numbers(settings.get("d_sae"))
     if not any(widths):
@@ -31,8 +32,11 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Return text like `in 20,000 tokens`: for how long a dead latent has not fired; "" if unknown or swept."""
-    # Imported only here, since a jobs list does not need it.
+    """Return the number of tokens after which a latent that has not fired is dead, like `in 20,000 tokens`.
+
+    Return "" if the number is unknown or differs between the SAEs of a sweep.
+    """
+    # Import the function only here, since a job list does not need it.
     from trainer.contract.settings.job import dead_after
 
     asked = _settings(job.config).get("dead_after_tokens", "auto")
@@ -44,7 +48,7 @@ def dead_after_words(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _settings(config: str) -> dict[str, Any]:
-    """Return the SAE section; return an empty dict if it is missing or cannot be read."""
+    """Return the SAE section of a job file; return an empty dict if it is missing or cannot be read."""
     section = _SECTION.search(config)
     try:
         return tomllib.loads(section[1]) if section else {}
@@ -53,7 +57,7 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return the finite numbers of a setting, which are several for a sweep."""
+    """Return the finite numbers in the value of a setting; for a sweep, the value is a list."""
     values = value if isinstance(value, list) else [value]
     numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
     return [one for one in numbers if math.isfinite(one)]

@@ -1,4 +1,4 @@
-"""The labels of a sweep's SAEs, in the order of the job file."""
+"""Returns and sorts the labels of a sweep's SAEs, in the order of the job file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import functools
 import re
 from collections.abc import Iterable
 
-# A TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
+# This pattern excludes most jobs, since parsing a job file takes 0.5 ms, and a list may contain a thousand jobs.
 _LIST = re.compile(r"^\s*\w+\s*=\s*\[", re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=1024)
 def labels(config: str) -> tuple[str, ...]:
-    """Return labels like "k=16" in the order of the job file; return () for a single SAE or another version's file."""
+    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file.
+
+    Return () for a single SAE, and for a job file that this version cannot read.
+    """
     if not _LIST.search(config):
         return ()
-    # Imported only here, since few jobs are sweeps.
+    # Import the functions only here, since few jobs are sweeps.
     from trainer.contract.settings.job_file import members, parse_job
     from trainer.contract.settings.toml import table_of
 
@@ -24,12 +27,12 @@ def labels(config: str) -> tuple[str, ...]:
 
 
 def in_order(names: Iterable[str], config: str) -> list[str]:
-    """Sort labels in the order of the job file; unknown labels come last, sorted by the numbers in them."""
+    """Sort labels in the order of the job file; unknown labels come last, with their numbers sorted by value."""
     order = labels(config)
     return sorted(names, key=lambda label: (order.index(label) if label in order else len(order), _natural(label)))
 
 
 def _natural(label: str) -> list[tuple[float, str]]:
-    """Return a sort key that puts `k=8` before `k=16`."""
+    """Return a sort key that compares numbers by value, so that `k=8` comes before `k=16`."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", label)
     return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""A thread that reads the job store for the screen and reports changes."""
+"""Reads the job store on a separate thread and reports changes to the screen."""
 
 from __future__ import annotations
 
@@ -37,18 +37,21 @@ class JobDetail(msgspec.Struct, frozen=True):
     log: tuple[str, ...]
     log_rank: int
     postmortem: Postmortem | None = None
-    plan: Plan | None = None  # the values that its ranks chose for "auto" settings
-    energy: str = ""  # the energy that its GPUs used, in words
+    plan: Plan | None = None  # the values that the ranks have chosen for "auto" settings
+    energy: str = ""  # text about the energy that the job's GPUs have used
     member: str = ""  # the label of the shown SAE of a sweep; "" for a single SAE
 
 
 class Watcher:
-    """Polls twice per second. Results like `jobs` and `news` are replaced, not modified: any thread may read them."""
+    """Polls the job store twice per second.
+
+    Any thread may read results such as `jobs` and `news`, since they are replaced instead of modified.
+    """
 
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
         """Watch the jobs of a data folder.
 
-        Unless `readonly`, restart lost supervisors of queued jobs, and rebuild missing roll-ups.
+        Unless `readonly`, also restart lost supervisors of queued jobs, and rebuild missing roll-ups of metrics.
         """
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
@@ -70,7 +73,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """The reason why the jobs cannot be read, or how long the disk has not responded; "" if there is no problem."""
+        """The reason why jobs cannot be read or changed, such as a disk that does not respond; "" if there is none."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
@@ -81,12 +84,12 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end; the caller need not wait for it."""
+        """Ask the thread to end, without waiting for its end."""
         self._stopped = True
         self._wake.set()
 
     def follow(self, job_id: int | None, rank: int = 0) -> None:
-        """Keep `detail` up to date for this job, with the log of this rank; None stops this."""
+        """Keep `detail` up to date for a job, with the log of this rank; if `job_id` is None, stop doing so."""
         self._followed = None if job_id is None else (job_id, rank)
         self._wake.set()
 
@@ -101,7 +104,7 @@ class Watcher:
             try:
                 changed = self._look(jobs)
             except Exception as error:
-                # This thread must survive every error of the store or the disk.
+                # This thread must survive every error of the store or of the disk.
                 changed, self._problem = True, f"the jobs cannot be read: {error!r}"
             self._answered = time.monotonic()
             if changed and not self._stopped:
@@ -109,7 +112,7 @@ class Watcher:
             self._wake.wait(POLL_S)
 
     def _look(self, jobs: JobsReader) -> bool:
-        """Read new data, and return whether anything changed."""
+        """Read new data, and return whether anything has changed."""
         if time.monotonic() >= self._reconcile_at:
             self._unmended = self._reconcile()
             self._reconcile_at = time.monotonic() + RECONCILE_S
@@ -150,14 +153,14 @@ class Watcher:
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """Add which GPUs are held but unused; this is checked once per minute."""
+        """Add the texts about GPUs that are held but idle; these texts are updated once per minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Correct the rows of jobs that died without a record; return why this is impossible now, or ""."""
+        """Correct the rows of jobs whose supervisor has ended; return why this is impossible now, or ""."""
         try:
             reconcile(self._data, self._revive)
         except UserError as error:
@@ -167,13 +170,13 @@ class Watcher:
 
 
 class NewsOfJob:
-    """Detects news about a job since the last check."""
+    """Detects new events of a job since the last check."""
 
     def __init__(self, watcher: Watcher, job_id: int) -> None:
         self._watcher, self._job_id, self._n_seen = watcher, job_id, len(watcher.news)
 
     def has_come(self) -> bool:
-        """Return whether there is news about the job since the last call."""
+        """Return whether the job has had a new event since the last call."""
         news = self._watcher.news[self._n_seen :]
         self._n_seen += len(news)
         return any(one.job_id == self._job_id for one in news)
