@@ -287,7 +287,7 @@ class GpuPair:
     """The connection between two GPUs.
 
     `path` is nvidia-smi's name for the path between the GPUs (PIX, PXB, PHB, NODE or SYS), or None if it is unknown.
-    `peer_to_peer` tells whether the GPUs can read each other's memory; it is None if the driver does not report this.
+    `peer_to_peer` is True if the GPUs can read each other's memory, and None if the driver does not report this.
     `obstacle` explains why the GPUs cannot read each other's memory.
     """
 

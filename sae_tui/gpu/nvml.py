@@ -51,7 +51,7 @@ Variants = tuple[tuple[Any, ...], ...]
 class Nvml:
     """All NVIDIA GPUs of this machine, with NVML's indices, which do not change when a GPU fails.
 
-    The indices of MIG slices follow those of the GPUs.
+    The indices of MIG slices follow the indices of the GPUs.
     """
 
     name = "nvml"
@@ -354,7 +354,7 @@ class _NvmlGpu:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID or, if it is unknown, a placeholder, to which no job can be pinned.
+        """Return the UUID or, if it is unknown, a placeholder, which cannot be used to pin a job.
 
         Record a missing UUID in `failed`.
         """

@@ -45,7 +45,7 @@ def has_renewed(pynvml: Any) -> bool:
 
 
 def _installed() -> Iterator[str]:
-    """Yield the library's path in each folder from which this process has loaded it, even if the file was replaced."""
+    """Yield the path of each library file that this process has loaded, even if the file was replaced."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
     # For a known path, the loader returns the library in memory, so use an equivalent path with another spelling.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# The time for which an owner is cached. Without the cache, each process on each GPU would take 0.4 ms and a new thread
+# A cached owner expires after this time. Without the cache, each process on each GPU would take 0.4 ms and a new thread
 # every second.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096

@@ -1,6 +1,6 @@
 """Aligns the samples of all GPUs to a common grid of clock intervals.
 
-Without this grid, the readings of a GPU that responds slowly would be drawn later than those of the other GPUs.
+Without this grid, the readings of a GPU that responds slowly would be drawn later than the other GPUs' readings.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _bridge(
 ) -> None:
     """Fill the intervals between two readings: repeat the first reading in a short gap, set a longer gap to None.
 
-    In a long gap, only the intervals near a reading are set to None; those in the middle remain `BLANK`.
+    In a long gap, only the intervals near a reading are set to None; the other intervals remain `BLANK`.
     """
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1

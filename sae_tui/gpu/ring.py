@@ -78,7 +78,7 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
-        """Insert stored readings of a GPU, oldest first, before the live ones; replace those of an earlier call.
+        """Insert stored readings of a GPU, oldest first, before the live ones; replace earlier stored readings.
 
         Ignore readings that are not older than the first live one. Insert nothing if another GPU now has this index.
         """

@@ -25,7 +25,7 @@ SLACK, SLACK_PAGES = 0.1, 1000
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# The smallest clock jump, and the time for which the clock is distrusted after a jump.
+# The smallest clock jump, and how long the clock is distrusted after a jump.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
 # The smallest gap in the stored rows that is regarded as a jump, and the time that must be stored after the gap.
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
@@ -90,7 +90,7 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the time from which the age of rows is computed: `now`, unless the clock has jumped ahead.
+        """Return the reference time for the age of rows: `now`, unless the clock has jumped ahead.
 
         A jump while this process runs is detected by comparison with the time since boot; the new time is accepted
         after a day. A jump before the start is detected as a gap of hours in the stored rows; the new time is accepted

@@ -98,7 +98,7 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """Return a message that tells what a queued job does after its release.
+    """Return a message about what a queued job does after its release.
 
     `other` is a clause about the jobs that must finish first, or "" if there are none.
     """

@@ -99,7 +99,7 @@ def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> d
 
 
 def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -> list[str]:
-    """Return the default parts: those that are missing and do not take long or, if there are none, the rows."""
+    """Return the default parts: the missing parts that do not take long or, if there are none, the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
     # Rows are worth measuring again, since an evaluation reads more of them than the end of a training.

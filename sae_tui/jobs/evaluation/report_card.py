@@ -87,7 +87,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     probing: ProbingSummary | None = None
 
     def values(self) -> dict[str, float]:
-        """Return the metrics by which SAEs are compared, with their standard errors if known."""
+        """Return the metrics that are used to compare SAEs, with their standard errors if known."""
         own = self.figures
         values = {
             "card_fvu": own.fvu,
@@ -117,7 +117,7 @@ def whole_cards(folder: Path) -> dict[str, Card]:
 
 
 def read_cards(folder: Path) -> list[ReportCard]:
-    """Return the report card of the SAE in a folder, or those of all SAEs of a sweep."""
+    """Return the report card of the SAE in a folder, or the report cards of all SAEs of a sweep."""
     return [card for one in _folders(folder) if (card := read_card(one))]
 
 

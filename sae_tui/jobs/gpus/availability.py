@@ -111,7 +111,7 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short text that tells who uses a GPU, and the name of the text's style."""
+    """Return a short text about the use of a GPU, and the name of the style for this text."""
     if choice.state == "available":
         return choice.brief or "idle", "dim"
     return choice.brief, "good" if choice.job_id is not None else "warn"

@@ -19,7 +19,7 @@ IDLE_AFTER_S = 600.0
 
 
 def with_idle(held: Holders, data: DataDir) -> Holders:
-    """Add text that tells how long each held GPU has been idle; this takes a millisecond per GPU."""
+    """Add text about how long each held GPU has been idle; this takes a millisecond per GPU."""
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):

@@ -178,7 +178,7 @@ def _path(folder: Path, uuid: str) -> Path:
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Return whether any user can add files to a folder, but not remove those of other users, as in /tmp."""
+    """Return whether any user can add files to a folder, but not remove other users' files, as in /tmp."""
     try:
         return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:

@@ -201,7 +201,7 @@ def _n_gpus(gpus: list[int] | str) -> int:
 
 
 def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
-    """Return the indices of the GPUs that a job uses; if it may use any GPUs, return those that it would use now."""
+    """Return the indices of a job's GPUs; if the job may use any GPUs, return the GPUs that it would use now."""
     if isinstance(gpus, list):
         return gpus
     usable = [choice for choice in choices if choice.state != "unhealthy"]

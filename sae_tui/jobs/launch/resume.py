@@ -192,7 +192,7 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 
 
 def _with_its_place(job: Job) -> Job:
-    """Return the job with the `after` and `held` with which it is queued again.
+    """Return the job with the values of `after` and `held` that it has when it is queued again.
 
     A job that has never run keeps both, and a job that has run loses both. A job that its user stopped is no longer
     held, since `resume` also releases held jobs.

@@ -1,4 +1,4 @@
-"""Returns the settings of a job for display: first those that identify a run, then the others that are not default."""
+"""Lists the settings of a job for display: first the ones that identify a run, then others that are not default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return the names and values of the important settings, most important first, and of those with default values.
+    """Return two lists of setting names and values: the important ones, most important first, and the default ones.
 
     `became` contains the paths of settings that are "auto", with the values that were chosen for these settings.
     """

@@ -69,7 +69,7 @@ class Attempt(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """Wait up to `timeout_s` seconds; return the ranks that have ended (on a cluster, also those that started)."""
+        """Wait up to `timeout_s` seconds; return the ranks that have ended or, on a cluster, started in this time."""
         ...
 
     def rows(self) -> list[Rank]:

@@ -113,7 +113,7 @@ def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int
 
 
 def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
-    """Return the GPUs that a job may use; if it accepts any GPU, only those that were visible at its launch."""
+    """Return the GPUs that a job may use; if the job accepts any GPU, return the GPUs visible at its launch."""
     if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
     source = resolve(job.gpu_source)
@@ -133,7 +133,7 @@ def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reserv
 
 
 def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
-    """Return whether a job would end before the start of the job for which the GPU is reserved, if any."""
+    """Return whether a job may use a GPU, because it is not reserved or because the job would end early enough."""
     if gpu.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s

@@ -24,8 +24,8 @@ JUMP_S = 60.0
 class EnergyMeter:
     """Adds the energy of one attempt to that of earlier attempts; does nothing for a job without GPUs.
 
-    The energy is computed from the stored samples of the GPUs, regardless of which process stores them. The energy of a
-    shared GPU includes that of its other users.
+    The energy is computed from the stored samples of the GPUs; any process may have stored them. The energy of a shared
+    GPU includes the energy that its other users cause.
     """
 
     def __init__(

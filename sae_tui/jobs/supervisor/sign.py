@@ -20,7 +20,7 @@ class Sign:
     """Touches the run's lock file, and keeps the host name in the job's row and in its leases up to date."""
 
     def __init__(self, control: Control, job_id: int, paths: RunPaths, check_others: Callable[[], object]) -> None:
-        """Prepare the signs of life; `check_others` is called every 5 s to check those of other supervisors."""
+        """Prepare to give signs of life; `check_others` is called every 5 s to check the other supervisors."""
         self._control, self._job_id, self._file = control, job_id, paths.lock_file
         self._check_others = check_others
         self._host = ""

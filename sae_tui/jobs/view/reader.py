@@ -45,8 +45,8 @@ class JobView(Job, frozen=True, kw_only=True):
     """A job's row with the latest values of its run.
 
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
-    that the run could not store; it is None if the run's file was not read. `best_sae` is the SAE of a sweep to which
-    the loss and the metrics belong; it is "" for a single SAE. `others` maps the names of metrics without a column to
+    that the run could not store; it is None if the run's file was not read. `best_sae` is the SAE of a sweep that
+    has this loss and these metrics; it is "" for a single SAE. `others` maps the names of metrics without a column to
     their latest values. `k` and `d_sae` are text; for a sweep, they contain the lowest and the highest value.
     `evaluation` is the running evaluation of the SAEs. `silent` describes how long the job's host has given no sign of
     life; if it is set, the state of the job is unknown.
@@ -84,7 +84,7 @@ def overfitting_words(job: Job) -> str:
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric by which a job is judged, and whether the value is only from training batches.
+    """Return the value of a metric for judging a job, and whether the value is only from training batches.
 
     If the metric has a held-out value, that value is returned; there is none before the first evaluation of the run.
     """
