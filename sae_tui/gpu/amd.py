@@ -209,7 +209,7 @@ class _AmdGpu:
         return self._power_limit_w
 
     def _split(self, again: bool) -> str:
-        """Return why a partition of a split GPU cannot be used; "" if the GPU is not split.
+        """Return why a partition of a split GPU cannot be used, or "" if the GPU is not split.
 
         If `again`, read the partition mode again, since `amd-smi set -C` may change it.
         """
@@ -227,7 +227,7 @@ class _AmdGpu:
         return self._details.energy_j() if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes that have the GPU open; None if they cannot be listed."""
+        """Return the processes that have the GPU open, or None if they cannot be listed."""
         listed = self._asking.get("processes", "amdsmi_get_gpu_process_list", self.handle)
         if listed is None:
             return None

@@ -26,7 +26,7 @@ class Asking:
         self.failed, self.code = {}, None
 
     def get(self, field: str, function: str, *arguments: Any) -> Any:
-        """Return a function's result; None if it is not supported or fails. A failure is recorded for `field`."""
+        """Return a function's result, or None if it is not supported or fails. A failure is recorded for `field`."""
         try:
             return getattr(self._smi, function)(*arguments)
         except self._smi.AmdSmiLibraryException as error:
@@ -45,7 +45,7 @@ class Asking:
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first value of these keys in `answer` that is a number of at least `least`; None if there is none."""
+    """Return the first value of these keys in `answer` that is a number of at least `least`, or None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

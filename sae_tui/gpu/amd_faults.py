@@ -9,12 +9,12 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# Codes for a value that the GPU, the driver or this library version does not provide; other codes are failures.
+# Error codes for a value that the GPU, the driver or this library version does not provide; other codes are failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
 
-# Codes after which AMD SMI must be reopened.
+# Error codes after which AMD SMI must be reopened.
 STALE = frozenset({31, 32, DRIVER_NOT_LOADED})
 SILENT = "no sensor of the GPU answers any more; see `sudo dmesg | grep amdgpu`"
 SPLIT = (

@@ -136,7 +136,7 @@ class Condition:
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
-        """The reasons for involuntary throttling, excluding limits set by a user; None if unknown."""
+        """The reasons for involuntary throttling, excluding limits set by a user, or None if unknown."""
         return None if self.slowed_by is None else tuple(words for words in self.slowed_by if words in THROTTLING)
 
 
@@ -219,7 +219,7 @@ class GpuSample:
 
     @property
     def unexplained_bytes(self) -> int | None:
-        """The used memory that does not belong to the listed processes; None if unknown."""
+        """The used memory that does not belong to the listed processes, or None if unknown."""
         if self.is_memory_shared:
             return None
         listed = [process.memory_used_bytes for process in self.processes or ()]

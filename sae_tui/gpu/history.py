@@ -60,7 +60,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # The monotonic time at which the current turn started; None between turns.
+        # The monotonic time at which the current turn started; between turns, it is None.
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -79,7 +79,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """The reason why nothing can be stored, such as a disk that does not respond; None if there is no problem."""
+        """The reason why nothing can be stored, such as a disk that does not respond, or None if there is none."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"

@@ -134,7 +134,7 @@ class Monitor:
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the latest details of the GPU selected by `look_at`; None for another GPU, or if not yet read."""
+        """Return the latest details of the GPU selected by `look_at`, or None for other GPUs and before the first read."""
         return self._sampler.details(index)
 
     def past(self, n: int) -> RecentHistory:

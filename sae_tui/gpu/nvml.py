@@ -126,7 +126,7 @@ class Nvml:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of an NVML function; None if the driver, pynvml or the GPU does not support it."""
+        """Return the result of an NVML function, or None if the driver, pynvml or the GPU does not support it."""
         if None in arguments:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):

@@ -344,7 +344,7 @@ class NvmlDetails:
         return None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of an NVML function; None if the driver, pynvml or the GPU does not support it."""
+        """Return the result of an NVML function, or None if the driver, pynvml or the GPU does not support it."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return getattr(self._nvml, function)(*arguments)
         return None

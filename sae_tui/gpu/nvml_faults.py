@@ -15,16 +15,16 @@ from sae_tui.gpu.faults import LOST
 NOT_SUPPORTED = 3
 NO_LIBRARY = 12
 MISMATCH = 18  # the versions of the library and the driver differ
-# Codes for a function that this driver or pynvml lacks, or whose arguments have a different layout.
+# Error codes for a function that this driver or pynvml lacks, or whose arguments have a different layout.
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which count as separate GPUs"
 UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
-# Codes after which NVML must be reopened: the driver was reloaded, or does not recognise a handle or an index.
+# Error codes after which NVML must be reopened: the driver was reloaded, or does not recognise a handle or an index.
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
-# Codes for a GPU that only other users may use.
+# Error codes for a GPU that only other users may use.
 WITHHELD = frozenset({4, 17})
-# Messages for codes that the look-up of a GPU or all of its sensors return.
+# Messages for error codes that the look-up of a GPU or all of its sensors return.
 CARD = {
     1: "the driver was unloaded",
     2: "the driver no longer knows this GPU",

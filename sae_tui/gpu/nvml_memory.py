@@ -77,7 +77,7 @@ def _fields(used: int | None, free: int | None, total: int | None) -> dict[str, 
 
 
 def _cached_bytes(node: int | None) -> int:
-    """Return the size in bytes of the page cache that the kernel can drop on a NUMA node; 0 if unknown."""
+    """Return the size in bytes of the page cache that the kernel can drop on a NUMA node, or 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (_NODES / f"node{node}" / "meminfo").read_text().splitlines()
         # The file contains lines like `Node 1 FilePages:  1234 kB`.

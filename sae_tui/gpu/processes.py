@@ -181,13 +181,13 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job in which a process runs; "" if there is none or if it is the app's own."""
+    """Return the container or cluster job in which a process runs, or "" if there is none or if it is the app's own."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
 
 def _group(path: str) -> str:
-    """Return the container named in a cgroup file, like `docker 3f2a91bc04de`; "" if there is none."""
+    """Return the container named in a cgroup file, like `docker 3f2a91bc04de`, or "" if there is none."""
     try:
         text = Path(path).read_text(errors="replace")[:65_536]
     except OSError:

@@ -91,7 +91,7 @@ class Ring:
             self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
-        """Return the latest live sample; None before the first one."""
+        """Return the latest live sample, or None before the first one."""
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[RingReading]:

@@ -177,7 +177,7 @@ class Sampler:
             self._changed.notify_all()
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the latest details of the GPU selected by `look_at`; None for another GPU, or if not yet read."""
+        """Return the latest details of the GPU selected by `look_at`, or None for other GPUs and before the first read."""
         return self._gpus[index].details if index < len(self._gpus) and index == self._looked_at else None
 
     def _run(self) -> None:
@@ -353,7 +353,7 @@ class Sampler:
         return _blank(gpu.sample, f"has not answered for {now - gpu.answered:.0f} s")
 
     def _is_silent(self, gpu: _SampledGpu, now: float) -> bool:
-        """Return whether the current read of a GPU takes too long; False if the GPU is already unreadable."""
+        """Return whether the current read of a GPU takes too long; return False if the GPU is already unreadable."""
         if self._status is SamplerStatus.OPENING:
             return False
         waiting = gpu.sample.healthy or gpu.sample.reason == faults.NO_ANSWER_YET

@@ -83,7 +83,7 @@ class Sensor:
         return "_".join(filter(None, (stem, self.unit.base))) if self.unit else self.name
 
     def in_base_unit(self, value: object) -> float | None:
-        """Return a value in the base unit of Prometheus; None if it is not a number."""
+        """Return a value in the base unit of Prometheus, or None if it is not a number."""
         if not isinstance(value, int | float):
             return None
         return value * self.unit.times / self.unit.per if self.unit else value
@@ -131,7 +131,7 @@ def drop_impossible(reading: Any) -> dict[str, str]:
     names = [name for name, one in sensors.items() if not is_possible(getattr(reading, name), one.limits)]
     failed = {name: _words(getattr(reading, name)) for name in names}
     for name in names:
-        # Readings are frozen, but this is called only during their construction.
+        # Readings are frozen, but this function is called only while a reading is constructed.
         object.__setattr__(reading, name, None)
     return failed
 

@@ -52,7 +52,7 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
 
 
 def _scope_prefix() -> tuple[str, ...]:
-    """Return a command prefix that makes a program outlive the login session; () if this is impossible or unnecessary.
+    """Return a command prefix that makes a program outlive the login session, or () if this is not possible or needed.
 
     The prefix starts the program in a scope of the user's service manager. If lingering is enabled, that manager keeps
     running after the session has ended.

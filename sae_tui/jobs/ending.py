@@ -42,5 +42,5 @@ def write_ending(path: Path, ending: JobEnding) -> None:
 
 
 def read_ending(path: Path) -> JobEnding | None:
-    """Return how the job ended; None if there is no readable record."""
+    """Return how the job ended, or None if there is no readable record."""
     return read_json(path, JobEnding)

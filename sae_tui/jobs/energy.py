@@ -48,7 +48,7 @@ def is_whole(energy: Energy) -> bool:
 
 
 def energy_words(job: Job, settings: Settings) -> str:
-    """Return text like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`; "" if unknown."""
+    """Return text like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`, or "" if unknown."""
     energy = energy_of(job, settings)
     if energy.energy_wh is None or energy.energy_share is None:
         return ""

@@ -139,7 +139,7 @@ class Environment(msgspec.Struct, frozen=True):
         return OtherInterpreter(self.python, frozenset(answer.packages), *map(printable, build))
 
     def lack(self) -> str:
-        """Return why this environment cannot train any job, with a remedy; "" if it can."""
+        """Return why this environment cannot train any job, with a remedy, or "" if it can."""
         if (answer := self.answer) is None:
             return printable(self.failure or f"{self.python} is being checked; wait a moment")
         install = f"run `{self.python} -m pip install"
@@ -283,7 +283,7 @@ def _ask(path: str, limit_s: float) -> Environment:
 
 
 def _wrong_version(theirs: str, ours: str, install: str) -> str:
-    """Return why the trainer's version is incompatible with the app's; "" if the major and minor versions are equal."""
+    """Return why the trainer's version does not match the app's, or "" if the major and minor versions are equal."""
     wanted, has = _minor(ours), _minor(theirs)
     if has == wanted:
         return ""

@@ -174,5 +174,5 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
 
 
 def remedy(error: str | None) -> Remedy | None:
-    """Return the remedy for an error; None if its cause is unknown."""
+    """Return the remedy for an error, or None if its cause is unknown."""
     return next((cause for pattern, cause in _KNOWN if error and re.search(pattern, error, re.IGNORECASE)), None)

@@ -21,7 +21,7 @@ class LiveRun:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run overfits; None if it does not overfit, or if it has been resumed since the warning.
+        # The warning that the run overfits. It is None if the run does not overfit or has been resumed since the warning.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:
@@ -33,7 +33,7 @@ class LiveRun:
 
     @property
     def reader(self) -> SeriesReader | None:
-        """The reader of the store; None if the store is not open."""
+        """The reader of the store, or None if the store is not open."""
         return self._follower.store
 
     @property

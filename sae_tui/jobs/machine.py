@@ -48,7 +48,7 @@ def is_here(job: Job) -> bool:
 class Silence(NamedTuple):
     """The signs of life of a job on another machine, as seen from this machine."""
 
-    is_held: bool | None  # whether a process of the run holds the run's lock; None if unknown
+    is_held: bool | None  # whether a process of the run holds the run's lock, or None if unknown
     age_s: float  # the seconds since the files of the run last changed; infinite if there are no files
     is_local: bool = False  # whether the files are on a disk of this machine, which no other host can share
 

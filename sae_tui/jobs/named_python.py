@@ -53,7 +53,7 @@ def refuse(python: str | None) -> None:
 
 
 def refusal(python: str) -> str:
-    """Return why a Python cannot or must not be run, with a remedy; "" if it may be run."""
+    """Return why a Python cannot or must not be run, with a remedy, or "" if it may be run."""
     path = whole(python)
     if not os.path.isabs(path) or not path.isprintable():
         return f"takes {PYTHONS}, not {show(python)}"
@@ -78,7 +78,7 @@ def _kind(path: Path) -> str:
 
 
 def _distrust(python: Path) -> str:
-    """Return how other users could change a Python or add files to its folder; "" if they cannot.
+    """Return how other users could change a Python or add files to its folder, or "" if they cannot.
 
     If the path is a link, check the folder of the link and that of its target.
     """

@@ -20,7 +20,7 @@ NO_SHARD = "it had finished no shard"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return the folder of a job's output; None if there is no output yet."""
+    """Return the folder of a job's output, or None if there is no output yet."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_as(ExtractJob, table_of(job.config))
@@ -62,7 +62,7 @@ def _extraction(config: str) -> ExtractJob | None:
 
 
 def may_tell_tokens(config: str) -> bool:
-    """Return whether the data of a recorded job file may include tokens; True if the data is not on this machine."""
+    """Return whether the data of a recorded job file may include tokens; return True if it is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 

@@ -151,7 +151,10 @@ def _can_go_on(data: DataDir, job: Job) -> bool:
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Return whether a job's supervisor has ended; False on other machines and for a supervisor that is starting."""
+    """Return whether a job's supervisor has ended.
+
+    Return False if the job is on another machine, or if its supervisor may still be starting.
+    """
     if not is_here(job):
         return False
     if job.supervisor is None:

@@ -27,5 +27,5 @@ def as_recorded(paths: RunPaths, job: Job) -> Job:
 
 
 def read_record(paths: RunPaths) -> Job | None:
-    """Return the recorded row of a job; None if there is no readable record."""
+    """Return the recorded row of a job, or None if there is no readable record."""
     return read_json(paths.record_file, Job)

@@ -139,7 +139,7 @@ def answer_of(
     is_over: Callable[[], bool] = lambda: False,
     limit_s: float = float("inf"),
 ) -> bytes | None:
-    """Return the last line that a command of the trainer prints; None if `is_over` becomes true before it ends.
+    """Return the last line that a command of the trainer prints, or None if `is_over` becomes true before it ends.
 
     `python` is the interpreter that runs the command, None for the app's own. Raise `UserError` if the command fails.
     """

@@ -61,7 +61,7 @@ def is_cooling(job: Job) -> bool:
 
 
 def phase_words(job: Job) -> str:
-    """Return text about the phase of a job, such as `cooling down, 40 steps left`; "" if the phase is unknown."""
+    """Return text about the phase of a job, such as `cooling down, 40 steps left`, or "" if the phase is unknown."""
     phase: str = getattr(job, "phase", "")
     if phase != COOLING or job.total_steps is None:
         return phase

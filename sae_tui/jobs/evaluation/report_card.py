@@ -106,7 +106,7 @@ class ReportCard(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> ReportCard | None:
-    """Return the report card of the SAE in a folder; None if it is missing or unreadable."""
+    """Return the report card of the SAE in a folder, or None if it is missing or unreadable."""
     return read_json(folder / CARD, ReportCard)
 
 

@@ -192,7 +192,7 @@ def is_going(data: DataDir, job_id: int) -> bool:
 
 
 def idle_gpu(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> ReservedGpu | None:
-    """Return the idle GPU with the most free memory; None if all GPUs are busy, or if the job ran on the CPU."""
+    """Return the idle GPU with the most free memory, or None if all GPUs are busy, or if the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:
         return None

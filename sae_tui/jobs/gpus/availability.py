@@ -67,7 +67,7 @@ class Holders(msgspec.Struct, frozen=True):
     shared: Mapping[str, tuple[int, ...]] = {}
 
     def rank_of(self, pid: int) -> tuple[Job, int] | None:
-        """Return the job and the rank number of the rank with this pid; None if it is not one of our ranks."""
+        """Return the job and the rank number of the rank with this pid, or None if it is not one of our ranks."""
         uuid = next((uuid for uuid, one in self.pids.items() if one == pid), None)
         return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
 
@@ -179,7 +179,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return which process uses a GPU in exclusive compute mode, even if it uses little memory; "" if none does."""
+    """Return which process uses a GPU in exclusive compute mode, even if it uses little memory, or "" if none does."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 
@@ -200,7 +200,7 @@ def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
 
 
 def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
-    """Return whether an unlisted process must be using a GPU; False if one of our jobs leases the GPU."""
+    """Return whether an unlisted process must be using a GPU; return False if one of our jobs leases the GPU."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
     # Ignore a reading from before the last of our jobs ended on the GPU: it shows the use by that job.
@@ -222,7 +222,7 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the process of others that uses the most memory; None if all of them use little.
+    """Return the process of others that uses the most memory, or None if all of them use little.
 
     Include processes whose memory use is unknown.
     """

@@ -86,7 +86,7 @@ def lock_folder(data: DataDir, gpu_source: str) -> Path:
 
 
 def lock_problem(data: DataDir, gpu_source: str) -> str:
-    """Return why the GPU locks are not visible to all users of the machine; "" if they are visible."""
+    """Return why the GPU locks are not visible to all users of the machine, or "" if they are visible."""
     return _place(data, gpu_source)[1]
 
 
@@ -114,7 +114,7 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid that holds the lock of a file; None if no process in this PID namespace holds the lock."""
+    """Return the pid that holds the lock of a file, or None if no process in this PID namespace holds the lock."""
     return _holders({"": path}).get("")
 
 

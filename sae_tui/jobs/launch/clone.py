@@ -52,7 +52,7 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 
 def _present_name(data: DataDir, job_id: int) -> str:
-    """Return the current name of a job, which may have changed since its launch; "" if there is no such job."""
+    """Return the current name of a job, which may have changed since its launch, or "" if there is no such job."""
     with contextlib.suppress(UserError), existing(data, job_id) as control:
         return control.job(job_id).name
     return ""

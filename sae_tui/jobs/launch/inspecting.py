@@ -45,7 +45,7 @@ class Inspections:
     def inspect(
         self, place: str, is_over: Callable[[], bool] = lambda: False, python: str | None = None
     ) -> Inspected | None:
-        """Return the properties of the activations at `place`; None if `is_over` becomes true before the result.
+        """Return the properties of the activations at `place`, or None if `is_over` becomes true before the result.
 
         `python` is the interpreter to use instead of the app's. Raise `UserError` if the activations cannot be read.
         """

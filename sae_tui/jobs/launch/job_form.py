@@ -56,7 +56,7 @@ class Review(msgspec.Struct, frozen=True):
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
-    # Text about the GPU memory that the job would have to wait for; "" if enough is free.
+    # Text about the GPU memory that the job would have to wait for, or "" if enough is free.
     lack: str = ""
     # Maps the paths of overridden settings to their effective values, as far as these are known.
     comes_to: dict[str, str] = {}
@@ -75,7 +75,7 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> str:
-        """The question that the user must confirm before the launch; "" if there are no warnings."""
+        """The question that the user must confirm before the launch, or "" if there are no warnings."""
         others = [str(problem) for problem in self.warnings if not self.lack or self.lack not in problem.message]
         if self.lack:
             return "\n\n".join([*others, f"{self.lack}. Launch, and wait until it is free?"])
@@ -233,7 +233,7 @@ def kind_of(values: Mapping[str, Any]) -> str:
 def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
     """Return the classes that define a job's settings: a list of all sections, then one list per section with a choice.
 
-    The latter contains the class of the chosen entry, such as an architecture, or several classes for a sweep.
+    The list for a choice contains the class of the chosen entry, such as an architecture, or several for a sweep.
     """
     sections = job_class(kind_of(values)).sections
     of_entries = [
@@ -245,7 +245,7 @@ def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the words that are chosen in a section, or the default; [] if the section does not offer a choice."""
+    """Return the chosen words of a section, which may be the default, or [] if the section does not offer a choice."""
     if section not in CHOSEN:
         return []
     field = CHOSEN[section][0]
@@ -289,9 +289,9 @@ def question_about(code: Sequence[consent.Code], path: Path) -> str:
 
 
 def _beside(job_file: Path, where: str) -> str:
-    """Return a path from a job file in the form in which the launch form uses it.
+    """Return a path from a job file as the launch form needs it.
 
-    The path becomes absolute if it exists relative to the job file's folder, but not relative to the bases.
+    The path is made absolute if it exists relative to the job file's folder, but not relative to the base folders.
     """
     beside = (working_folder() / job_file).parent / where
     # For a folder that cannot be searched, os.path.exists returns False, whereas Path.exists raises.

@@ -18,7 +18,7 @@ class KeptDraft:
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
-        # The kind of job in the draft file; None if this form has no draft file.
+        # The kind of job in the draft file, or None if this form has no draft file.
         self._kind: str | None = None
         # True if the form was filled from the draft file of an earlier form.
         self.is_left = False
@@ -55,7 +55,7 @@ def drop(data: DataDir, kind: str) -> None:
 
 
 def kept(data: DataDir, kind: str) -> Path | None:
-    """Return the draft file for a kind of job; None if it is missing or cannot be read."""
+    """Return the draft file for a kind of job, or None if it is missing or cannot be read."""
     file = file_of(data, kind)
     with contextlib.suppress(OSError, UserError):
         status = file.lstat()

@@ -42,7 +42,10 @@ class PeakMemory(msgspec.Struct, frozen=True):
 
 
 class FreeMemory(msgspec.Struct, frozen=True):
-    """The free memory of the fullest GPU of a job, or of the machine; None if unknown. `where` is its name."""
+    """The free memory of a job's fullest GPU, or of the machine for a job on the CPU.
+
+    `free_bytes` is None if it is unknown, and `where` is the name of the GPU or the machine.
+    """
 
     free_bytes: int | None = None
     where: str = ""
@@ -73,7 +76,7 @@ class Need(msgspec.Struct, frozen=True):
         return self.measured.peak_bytes if self.measured else None
 
     def lacks(self, capacity: FreeMemory) -> bool:
-        """Return whether less memory is free than the job needs; False if the free memory is unknown."""
+        """Return whether less memory is free than the job needs; return False if the free memory is unknown."""
         return capacity.free_bytes is not None and capacity.free_bytes < self.rank_bytes * self.sharing
 
 
@@ -151,6 +154,6 @@ def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str
 def _recorded_shape(
     config: str, d_in: int, d_out: int | None, devices: int, mode: str, device: str
 ) -> tuple[Any, ...] | None:
-    """Return the result of `_shape` for a recorded job file; None if this version cannot read the file."""
+    """Return the result of `_shape` for a recorded job file, or None if this version cannot read the file."""
     job, _ = parse_job(table_of(config))
     return _shape(job, DataShape(d_in, d_out, 0), devices, mode, device) if job else None

@@ -51,7 +51,7 @@ class Placement(msgspec.Struct, frozen=True):
     # then the memory that the job needed on each GPU before.
     look: AnyOutlook | None = None
     had_bytes: int | None = None
-    # The vendor of the GPUs; "" if it is unknown.
+    # The vendor of the GPUs, or "" if it is unknown.
     vendor: str = ""
 
     @property
@@ -74,9 +74,9 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 
 
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
-    """Return the GPUs of the vendor that PyTorch is built for; if this is unknown, of the vendor with the most GPUs.
+    """Return the GPUs of the vendor that PyTorch is built for.
 
-    More than `count` GPUs of a vendor are no advantage.
+    If the vendor of the build is unknown, return the GPUs of the vendor that has the most of the `count` needed GPUs.
     """
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:

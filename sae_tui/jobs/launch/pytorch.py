@@ -11,7 +11,7 @@ OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the c
 
 
 def cuda_problem(vendors: Collection[str] = ()) -> str:
-    """Return why no job can use a GPU with the installed PyTorch; "" if jobs can use a GPU, or if this is unknown.
+    """Return why no job can use a GPU with the installed PyTorch, or "" if a job can or if this is unknown.
 
     `vendors` are the vendors of the GPUs; by default, all vendors whose drivers are installed.
     """

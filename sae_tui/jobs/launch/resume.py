@@ -59,7 +59,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
     counts: str = "step"
     # This cannot be derived from `step`, since the checkpoint of an imported SAE has step 0.
     has_checkpoint: bool = True
-    # The total number of steps; None unless the job is a training with a checkpoint.
+    # The total number of steps, or None unless the job is a training with a checkpoint.
     total_steps: int | None = None
     # Why a job that has never run does not start yet, like `is held until it is released`.
     waits: str = ""
@@ -203,7 +203,7 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return why a queued job does not start: it waits for other jobs or is held; "" if nothing prevents its start."""
+    """Return why a queued job does not start, namely because it waits for other jobs or is held, or "" if it starts."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 

@@ -100,7 +100,7 @@ class Attempt(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return text about an abnormal state of the ranks, such as a halted rank; "" if all ranks seem to work."""
+        """Return text about an abnormal state of the ranks, such as a halted rank, or "" if all ranks seem to work."""
         ...
 
     def dump_stacks(self, file: Path) -> None:

@@ -127,7 +127,7 @@ def _die_with(supervisor: int) -> None:
 
 
 def odd_state(pid: int) -> str:
-    """Return text about what prevents a process from running; "" if it runs or waits for other processes."""
+    """Return text about what prevents a process from running, or "" if it runs or waits for other processes."""
     return _ODD.get(state_of(pid), "")
 
 
@@ -161,6 +161,6 @@ def _stack(process: ProcessRef) -> str:
 
 
 def _py_spy() -> str | None:
-    """Return the path of py-spy, preferably of the one next to this Python; None if py-spy is not installed."""
+    """Return the path of py-spy, preferably of the one next to this Python, or None if py-spy is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")

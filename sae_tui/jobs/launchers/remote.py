@@ -33,7 +33,7 @@ class RemoteRank(OneRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal; None while the rank runs.
+        """The exit code, negative for a signal, or None while the rank runs.
 
         The exit code is `EXIT_FAILED` if the rank has ended, but its mark does not record this.
         """

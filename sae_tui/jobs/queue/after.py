@@ -20,7 +20,7 @@ def comes_after(job_ids: Iterable[int]) -> str:
 
 
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
-    """Return text about queued jobs that would wait for ever if the jobs in `deleted` were deleted; "" if none would.
+    """Return text about queued jobs that would wait for ever if the jobs in `deleted` were deleted, or "".
 
     Example: `job 2 comes after job 1 and would no longer start automatically`.
     """
@@ -37,7 +37,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Return a clause about the first unfinished job on which a job depends; "" if there is none.
+    """Return a clause about the first unfinished job on which a job depends, or "" if there is none.
 
     When a finished job is deleted, it is removed from `after`. A deleted job that is still in `after` had not finished.
     """
@@ -82,7 +82,7 @@ def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
 
 
 def _chain(after: dict[int, tuple[int, ...]], first: int, last: int) -> list[int]:
-    """Return a chain of job ids from `first` to `last` in which each job depends on the next; [] if there is none."""
+    """Return a chain of job ids from `first` to `last`, each depending on the next, or [] if there is no chain."""
     ways = [[first]]
     visited = {first}
     while ways:

@@ -187,7 +187,7 @@ def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
-    """Return the key in `VENDORS` for the vendor of a job's GPUs; "" if there are no GPUs or they are simulated."""
+    """Return the key in `VENDORS` for the vendor of a job's GPUs, or "" if there are no GPUs or they are simulated."""
     if not job.gpu_uuids:
         return ""
     source = resolve(job.gpu_source)
@@ -199,7 +199,7 @@ def vendor_of(data: DataDir, job: Job) -> str:
 
 
 def name_of(data: DataDir, job: Job) -> str:
-    """Return the name of the slowest GPU of a job; "" if the GPUs cannot be read."""
+    """Return the name of the slowest GPU of a job, or "" if the GPUs cannot be read."""
     samples = GpuReader(data, resolve(job.gpu_source)).samples(NAMED_S)
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
@@ -244,7 +244,7 @@ def _gpu(
 
 
 def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
-    """Return the bytes that other users leave free on a GPU that our jobs use; None if this is unknown.
+    """Return the bytes that other users leave free on a GPU that our jobs use, or None if this is unknown.
 
     Our jobs are assumed to use the memory of their leases, even before they allocate it. The memory of processes
     without a user name is attributed to our jobs up to the size of the leases, and beyond that to other users.

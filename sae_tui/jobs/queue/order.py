@@ -177,7 +177,7 @@ def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Rese
 
 
 def _obstacle(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> str:
-    """Return why a job cannot use this GPU now; "" if it can."""
+    """Return why a job cannot use a GPU now, or "" if it can."""
     if gpu.unusable:
         return f"GPU {gpu.index} cannot be used ({gpu.unusable})"
     if job.any_gpus and not job.takes_slices and is_slice(gpu.uuid):

@@ -295,14 +295,14 @@ class AttemptRunner:
 
 
 def _memory_limit(job: Job) -> int | None:
-    """Return the memory in bytes that each rank may use on a shared or simulated GPU; None if there is no limit."""
+    """Return the memory in bytes that each rank may use on a shared or simulated GPU, or None if there is no limit."""
     if job.gpus_wanted and job.device == "cpu":
         return job.estimated_memory_bytes
     return job.card_memory_bytes if job.shares_gpus else None
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:
-    """Return the latest undamaged checkpoint; None if there are no checkpoints.
+    """Return the latest undamaged checkpoint, or None if there are no checkpoints.
 
     Raise `UserError` if all checkpoints are damaged.
     """

@@ -138,7 +138,10 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
 
 
 def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
-    """Return a row for a run without a record, based on its job file and its last attempt; None without a job file."""
+    """Return a row for a run without a record, based on its job file and its last attempt.
+
+    Return None if there is no readable job file.
+    """
     try:
         text = read_plain_text(paths.job_file)
         name = str(parse_toml(text).get("name", "sae"))

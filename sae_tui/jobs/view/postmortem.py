@@ -96,7 +96,7 @@ def _drop_log_line(error: str, log: list[str]) -> str:
 
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
-    """Return the innermost frames of a rank's traceback and the exception; () if the error message is sufficient.
+    """Return the innermost frames of a rank's traceback and the exception, or () if the error message is sufficient.
 
     Omit the exception if the error message contains it.
     """
@@ -107,7 +107,7 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
 
 
 def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
-    """Return text about where a resumed job would continue; "" if the job would fail again."""
+    """Return text about where a resumed job would continue, or "" if the job would fail again."""
     helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
     if not helps or not paths.job_file.exists():
         return ""
@@ -123,7 +123,7 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
 
 
 def _saved_step(paths: RunPaths) -> int | None:
-    """Return the step of the latest checkpoint; 0 if there is no checkpoint, None if it cannot be read."""
+    """Return the step of the latest checkpoint, 0 if there is no checkpoint, or None if it cannot be read."""
     with contextlib.suppress(UserError):
         saved = newest_first(paths.checkpoints)
         return read_state(saved[0]).position.step if saved else 0

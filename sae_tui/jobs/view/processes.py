@@ -123,7 +123,7 @@ def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
 
 
 def _total(values: Sequence[Any]) -> Any:
-    """Return the sum of the values; None if any value is unknown."""
+    """Return the sum of the values, or None if any value is unknown."""
     return None if None in values else sum(values)
 
 

@@ -71,7 +71,7 @@ def is_loading(job: JobView) -> bool:
 
 
 def newest_value(job: Job, name: str) -> float | None:
-    """Return the latest value of a job's metric or loss; None if it is unknown."""
+    """Return the latest value of a job's metric or loss, or None if it is unknown."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)
         return value
@@ -79,7 +79,7 @@ def newest_value(job: Job, name: str) -> float | None:
 
 
 def overfitting_words(job: Job) -> str:
-    """Return text about how a job overfits; "" if it does not."""
+    """Return text about how a job overfits, or "" if it does not."""
     return f"overfits: {job.overfitting}" if job.overfitting else ""
 
 
@@ -129,7 +129,7 @@ class JobsReader:
 
     @property
     def passed_over(self) -> str:
-        """A message about jobs whose rows cannot be read; "" if there are none."""
+        """A message about jobs whose rows cannot be read, or "" if there are none."""
         return self._passed_over if not self.problem else ""
 
     def poll(self) -> bool:

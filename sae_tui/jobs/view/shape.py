@@ -18,12 +18,15 @@ _SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTAL
 
 
 def k_words(config: str) -> str:
-    """Return k as text, like `32`, or `8…64` for a sweep; "" if the job does not train an SAE with a k."""
+    """Return k as text, like `32`, or like `8…64` for a sweep; return "" if the job's SAE has no k."""
     return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
 
 
 def d_sae_words(config: str, d_in: int | None) -> str:
-    """Return the SAE width as text, like `1,536`, or `768…3072` for a sweep; "" if it depends on an unknown `d_in`."""
+    """Return the SAE width as text, like `1,536`, or like `768…3072` for a sweep.
+
+    Return "" if the width depends on `d_in`, which is unknown.
+    """
     settings = _settings(config)
     widths = _numbers(settings.get("d_sae"))
     if not any(widths):

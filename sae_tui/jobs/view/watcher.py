@@ -73,7 +73,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """The reason why jobs cannot be read or changed, such as a disk that does not respond; "" if there is none."""
+        """The reason why jobs cannot be read or changed, such as a disk that does not respond, or ""."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"

@@ -44,7 +44,7 @@ class LaunchKind(Generic[J, L]):
         return {}
 
     def measured(self, job: J, look: L, device: str, past: Iterable[Job]) -> PeakMemory | None:
-        """Return the peak memory of a finished job of the same shape; None if there is none."""
+        """Return the peak memory of a finished job of the same shape, or None if there is none."""
         return None
 
     def need(
