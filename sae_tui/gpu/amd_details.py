@@ -125,7 +125,7 @@ class AmdDetails:
         return None if speed is None else round(100 * min(speed, _FAN_MOST) / _FAN_MOST)
 
     def _slowed_by(self) -> tuple[str, ...] | None:
-        """Return the throttling reasons of a chip before MI300, or None for a later chip, which reports them elsewhere."""
+        """Return the throttling reasons of a chip before MI300; later chips report them elsewhere, so return None."""
         metrics = self._asking.ask("amdsmi_get_gpu_metrics_info", self._handle) or {}
         held_back = metrics.get("indep_throttle_status", "N/A")
         return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()

@@ -32,8 +32,8 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# If more memory than this is used but belongs to no listed process, an unlisted process uses the GPU. A desktop uses
-# less, and on an idle GPU, older drivers report only 0.3 to 0.9 GB as used.
+# If more memory than this is used but belongs to no listed process, an unlisted process uses the GPU.
+# A desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
 # The minimum GPU memory of a computing process, which its CUDA context occupies.
 CONTEXT_BYTES = 100 << 20
@@ -156,8 +156,8 @@ class GpuSample:
     _: KW_ONLY
     memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
-    # The free memory that the driver reports, which excludes the memory that the driver reserves for itself. If the
-    # driver does not report it, the total memory minus the used memory.
+    # The free memory that the driver reports, which excludes the memory that the driver reserves for itself.
+    # If the driver does not report it, this is the total memory minus the used memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
     utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[

@@ -23,11 +23,10 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# After this time, a write to the store is reported as hanging. Normally, it takes less than a second, plus up to 5 s of
-# waiting for another writer.
+# After this time, a write to the store is reported as hanging.
+# Normally, a write takes less than a second, plus up to 5 s of waiting for another writer.
 SILENT_AFTER_S = 30.0
-# The row of a minute is computed from the stored readings, so that each reading is included only once, even if two
-# processes write the same minute.
+# A minute's row is computed from stored readings, so that it is correct even if two processes write the same minute.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"

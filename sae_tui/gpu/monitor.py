@@ -53,8 +53,7 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # For the first read of the store (False) and for the final one (True): a dict that maps the index of each GPU
-        # whose ring has been filled to its UUID.
+        # The GPUs whose rings have been filled by the first read of the store (False) and by the final one (True).
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
@@ -134,7 +133,7 @@ class Monitor:
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the latest details of the GPU selected by `look_at`, or None for other GPUs and before the first read."""
+        """Return the latest details of the GPU selected by `look_at`; before the first read, return None."""
         return self._sampler.details(index)
 
     def past(self, n: int) -> RecentHistory:

@@ -40,9 +40,9 @@ POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagem
 ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # mJ; not supported before Volta
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
-# NVML's codes for the path between two GPUs, and for queries about a pair of GPUs. The query codes are not taken from
-# pynvml, in which the first one is a tuple by mistake.
+# NVML's codes for the path between two GPUs.
 PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+# NVML's codes for queries about two GPUs; pynvml's constant for the first one is a tuple by mistake.
 PEER_READ, PEER_NVLINK = 0, 2
 MOST_NVLINKS = 36
 Variants = tuple[tuple[Any, ...], ...]
@@ -247,8 +247,7 @@ class _NvmlGpu:
         processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # For a split GPU, the driver also reports the memory and processes of the entire GPU. Omit them here, since
-            # the samples of the slices include them.
+            # Omit the memory and processes of a split GPU, since the samples of its slices include them.
             **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
             "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,

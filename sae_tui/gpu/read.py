@@ -20,8 +20,8 @@ from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# The first probe starts this many seconds after a GPU is lost. The delay doubles after each probe, since a probe takes
-# 0.3 s of CPU time.
+# The first probe starts this many seconds after a GPU is lost.
+# The delay doubles after each probe up to a maximum, since a probe takes 0.3 s of CPU time.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 

@@ -22,7 +22,7 @@ class RingReading(NamedTuple):
     temperature_c: float | None = None
     power_w: float | None = None
     memory_total_bytes: float | None = None
-    energy_j: float | None = None  # None in readings from the store
+    energy_j: float | None = None  # readings from the store do not include it
 
     @property
     def is_blank(self) -> bool:

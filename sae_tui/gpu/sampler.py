@@ -177,7 +177,7 @@ class Sampler:
             self._changed.notify_all()
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the latest details of the GPU selected by `look_at`, or None for other GPUs and before the first read."""
+        """Return the latest details of the GPU selected by `look_at`; before the first read, return None."""
         return self._gpus[index].details if index < len(self._gpus) and index == self._looked_at else None
 
     def _run(self) -> None:
@@ -317,8 +317,7 @@ class Sampler:
             return sample
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
         failed = {**failed, **sample.failed}
-        # Values that are read only with the processes are kept until the next such read, unless this is a different
-        # GPU.
+        # Keep the values that are read only with the processes, unless this is a different GPU.
         kept = last if last.uuid == sample.uuid else sample
         return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 

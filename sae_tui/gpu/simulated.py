@@ -199,7 +199,7 @@ class _SimulatedGpu:
         return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
-        """Return a percentage: 0 for an idle GPU, waves between 80 and 95 for our job, about 97 for another user's."""
+        """Return a percentage: 0 for an idle GPU, 80 to 95 for our job, and about 97 for another user's job."""
         if not busy:
             return 0.0
         wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)

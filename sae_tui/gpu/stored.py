@@ -24,8 +24,8 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
-# The history is read in windows of this many seconds. All rows of a window are read before the first is yielded, since
-# a statement that stays open while a user pages through the output would prevent the truncation of the write-ahead log.
+# The history is read in windows of this many seconds, and all rows of a window are read before the first is yielded.
+# A statement that stayed open while a user pages through the output would prevent truncation of the write-ahead log.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_GPUS = 100_000
@@ -33,9 +33,9 @@ MOST_GPUS = 100_000
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The index is part of the primary key, since only one GPU has it at any time; the UUID identifies that GPU. Each row of
-# `places` is an index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each of these
-# rows becomes a range of the primary key.
+# The primary key contains the GPU index, since only one GPU has it at any time; the UUID identifies that GPU.
+# Each row of `places` is an index with the time ranges to read.
+# CROSS JOIN keeps the order of the tables, so that each row of `places` becomes a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
     " json_extract(value, '$[2]') AS sample_end, json_extract(value, '$[3]') AS minute_begin,"

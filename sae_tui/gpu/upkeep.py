@@ -18,8 +18,7 @@ from trainer.contract.store.database import transaction
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# Free pages are returned to the file system only if there are more of them than these limits, since the rows of the
-# next minute reuse free pages.
+# Free pages below these limits are not returned to the file system, since the rows of the next minute reuse them.
 SLACK, SLACK_PAGES = 0.1, 1000
 # Rewriting a file of this size takes a second and temporarily requires twice the size of the file on disk.
 SMALL_BYTES = 128 << 20

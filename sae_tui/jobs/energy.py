@@ -8,8 +8,7 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# A smaller measured share is reported to the user. It is below 1 since the readings of a job's last seconds may not be
-# stored yet when the job ends.
+# A smaller measured share is reported to the user. The last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
 

@@ -34,8 +34,8 @@ LIMIT_S = 60.0
 # A Python whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# A script that reports the properties of a Python. Python 2 can run it too, and reports its version. The alarm ends the
-# script even if the app has ended.
+# A script that reports the properties of a Python. Even Python 2 can run it and report its version.
+# The alarm ends the script even if the app has ended.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()

@@ -21,7 +21,7 @@ class LiveRun:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run overfits. It is None if the run does not overfit or has been resumed since the warning.
+        # The warning that the run overfits, or None if it does not or if it has been resumed since the warning.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:

@@ -20,9 +20,9 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# A supervisor touches the lock file of its run every `SIGN_EVERY_S` seconds. It is regarded as silent only after
-# `SILENT_S`, since the clocks of two hosts may differ by a minute.
+# The interval at which a supervisor touches the lock file of its run.
 SIGN_EVERY_S = 30.0
+# A supervisor is regarded as silent only after this time, since the clocks of two hosts may differ by a minute.
 SILENT_S = 180.0
 
 

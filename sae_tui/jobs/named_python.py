@@ -16,8 +16,7 @@ from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
 # Variables that make a Python import the packages of another Python, which may have other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Other programs are refused, since they would misinterpret the arguments for Python: `sh -c` would run the code as a
-# shell script.
+# Other programs are refused, since they would misinterpret arguments for Python: `sh -c` would run code as a script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 

@@ -30,8 +30,7 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import join_words
 
-# A job without a recorded supervisor is regarded as orphaned after this time. A launch normally takes less than one
-# second, but longer under heavy load.
+# A job without a recorded supervisor is regarded as orphaned after this time, in which even a slow launch succeeds.
 UNSUPERVISED_S = 30.0
 # Ranks receive SIGTERM when their supervisor dies, and then have this time to save.
 ORPHANS_S = 60.0
@@ -158,8 +157,8 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # Use the time at which the job was queued, since a resumed job was created long ago. `abs` limits the wait if
-        # the clock was set back.
+        # Use the time at which the job was queued, since a resumed job was created long ago.
+        # The absolute value limits the wait if the clock was set back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
 
@@ -170,8 +169,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # If no process holds the lock, ignore the processes in the rows: other users may write rows, so these processes may
-    # not belong to the run.
+    # If no process holds the lock, ignore the processes in the rows, which other users may have written.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     # Import the catalog only here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS

@@ -32,7 +32,7 @@ POLL_S = 0.2
 LIMIT_S = 120.0
 # Headers that could not be read are read again after this time, since a missing package may have been installed.
 FAILED_FOR_S = 10.0
-# The setting at the start of the trainer's error messages.
+# The trainer's error messages start with this setting.
 _FIELD = "data.path"
 
 # Path, size and modification time of each file.

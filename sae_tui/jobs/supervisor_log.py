@@ -20,8 +20,7 @@ def note(text: str) -> None:
 
 
 _last = ""
-# All attempts together take one minute if the store fails immediately, and six minutes if it is locked, so that each
-# attempt waits.
+# All attempts take one minute if the store fails immediately, and six minutes if each attempt waits for a lock.
 STORE_TRIES = 60
 STORE_PAUSE_S = 1.0
 

@@ -16,8 +16,7 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
 
-# Other processes may use this much memory on a GPU that is regarded as free, since a desktop compositor or a monitoring
-# program uses tens of MB.
+# A process that uses less memory does not occupy a GPU: a desktop compositor or a monitoring program uses tens of MB.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 

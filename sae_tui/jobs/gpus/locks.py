@@ -22,8 +22,8 @@ from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first folder is emptied at every boot, and on most machines all users can write to it. The locks are not in a
-# subfolder, since the user who created the subfolder would own it and could lock out other users.
+# The first folder is emptied at every boot, and on most machines all users can write to it.
+# The locks are not in a subfolder, since the user who created the subfolder would own it and could lock out others.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 # The time limit for reading the locks, which takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1

@@ -25,8 +25,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# What the measured peak omits or includes. PyTorch does not count the CUDA context and NCCL's buffers; the size of a
-# process includes Python and PyTorch.
+# PyTorch's measured peak excludes the CUDA context, and the size of a process includes Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 

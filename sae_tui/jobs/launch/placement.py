@@ -47,8 +47,8 @@ class Placement(msgspec.Struct, frozen=True):
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
-    # The job's outlook on these devices. If a job is resumed on its former devices, there is no outlook; `had_bytes` is
-    # then the memory that the job needed on each GPU before.
+    # The job's outlook on these devices, or None if a job is resumed on its former devices.
+    # In the latter case, `had_bytes` is the memory that the job needed on each GPU before.
     look: AnyOutlook | None = None
     had_bytes: int | None = None
     # The vendor of the GPUs, or "" if it is unknown.

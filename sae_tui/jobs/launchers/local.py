@@ -25,8 +25,7 @@ from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
 _DUMP_LIMIT_S = 20.0
-# Maps state letters in /proc/<pid>/stat to texts. A process is in state "D" only briefly, unless a disk or a driver
-# hangs.
+# Maps state letters in /proc/<pid>/stat to texts. State "D" lasts only briefly, unless a disk or a driver hangs.
 _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
 
 

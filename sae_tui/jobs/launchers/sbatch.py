@@ -23,8 +23,8 @@ from trainer.contract.store.rows import Device
 # A job is asked to save and stop this many seconds before its time limit; with a short limit, a quarter of the limit.
 SAVE_S = 120
 
-# The batch shell runs on the first node and receives USR1 before the time limit. A signal during `wait` makes its exit
-# code 138 (128 + SIGUSR1). The ranks do not use MPI.
+# The batch shell runs on the first node and receives SIGUSR1 before the time limit. The ranks do not use MPI.
+# If the signal arrives during `wait`, the exit code of `wait` is 138 (128 + SIGUSR1), and the script waits again.
 _SCRIPT = """\
 #!/bin/bash
 # {title}

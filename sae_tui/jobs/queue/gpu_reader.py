@@ -27,8 +27,7 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Readings up to this age are reused: a reading takes 0.1 s of one core, and what other users use rarely changes within
-# seconds.
+# Readings up to this age are reused, since a reading takes 0.1 s of one core.
 FRESH_S = 5.0
 # To look up the name of a GPU, readings up to this age are used, since the name does not change.
 NAMED_S = 86_400.0
@@ -38,8 +37,7 @@ READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 LATE_S = 5.0
 # The time limit for the exit of a process that has responded; normally, it exits immediately.
 END_S = 1.0
-# The pause after a reading process hangs in the driver, and its maximum. It doubles with each further process that
-# hangs.
+# The pause after a reading process hangs in the driver, and its maximum. It doubles with each further hang.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 

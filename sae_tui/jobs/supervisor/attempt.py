@@ -312,7 +312,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
     """Start storing GPU samples while the job runs, since no app may be running; return None if this fails.
 
-    An error of the recording never affects the job.
+    Errors in the recording never affect the job.
     """
     try:
         from sae_tui.jobs.supervisor.gpu_recording import record

@@ -47,8 +47,7 @@ class StallWatch:
         `place` is the phase and the step, and `now` is a monotonic time in seconds.
         """
         if place != self._place:
-            # Use only the durations of steps within a phase: a phase change may take any time, and a start takes many
-            # times as long as a step.
+            # Use only the durations of steps within a phase, since a start or a phase change takes much longer.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now

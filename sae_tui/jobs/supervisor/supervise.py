@@ -148,8 +148,8 @@ class Supervisor:
     def _is_over(self) -> bool:
         """Return whether a queued job must stop waiting; if so, record the end of the job."""
         if is_gone(self._data.root):
-            # The end cannot be recorded anywhere. If the data folder was moved, the next command that uses it starts a
-            # new supervisor.
+            # The end cannot be recorded anywhere.
+            # If the data folder was moved, the next command that uses it starts a new supervisor.
             note(f"ends, since {self._data.root} is gone")
             return True
         if self._control.version()[0] != self._store:
@@ -171,8 +171,8 @@ class Supervisor:
 
     def _run_ranks(self) -> Outcome:
         """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
-        # Import these modules only here, since a waiting supervisor does not need them. Import them all now, since the
-        # package may be replaced while the job runs.
+        # Import these modules only here, since a waiting supervisor does not need them.
+        # Import all of them now, since the package may be replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
         from sae_tui.jobs.supervisor.attempt import AttemptRunner

@@ -147,8 +147,7 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # Ignore values on training batches, which are lower than values on held-out rows and cannot be compared with
-        # them.
+        # Ignore values on training batches, which are lower than values on held-out rows.
         known = None if is_of_batch else value
         # Sort unfinished jobs after all finished jobs.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)

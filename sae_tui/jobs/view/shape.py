@@ -12,8 +12,7 @@ from typing import Any
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import count
 
-# This pattern finds the SAE section, since parsing an entire job file takes 0.5 ms, and a list may contain a thousand
-# jobs.
+# This pattern finds the SAE section: parsing an entire job file takes 0.5 ms, and a list may contain a thousand jobs.
 _SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 
 
