@@ -196,7 +196,7 @@ def _not_ended(data: DataDir, job: Job) -> str:
 
 
 def _remove(data: DataDir, folder: Path) -> None:
-    """Permanently delete a job's folder in the trash; keep an empty one for the newest job, so that its id stays used."""
+    """Permanently delete a job's folder in the trash; keep an empty one for the newest job, to reserve its id."""
     is_newest = int(folder.name) >= data.last_id()
     # Access the folder through a descriptor of the trash, since the trash could be replaced by a link in the meantime.
     with contextlib.suppress(FileNotFoundError):
