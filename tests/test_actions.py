@@ -114,7 +114,7 @@ def test_a_running_training_can_finish_early_instead_of_being_stopped(
     person.takes_other = True
     actions.stop(job_id)
     assert "it cools down over 30 steps" in person.questions[0][0]
-    assert "ends as finished" in person.told[0]
+    assert "then finishes" in person.told[0]
     # Finishing early is not a stop, so the next request is a stop rather than a kill.
     assert not state.jobs[0].stop_requested
     person.takes_other = False

@@ -90,7 +90,7 @@ class Amd:
     def _pair(self, asking: Asking, one: _AmdGpu, other: _AmdGpu) -> GpuPair:
         link = asking.ask("amdsmi_topo_get_link_type", one.handle, other.handle) or {}
         reads = asking.ask("amdsmi_is_P2P_accessible", one.handle, other.handle)
-        obstacle = "" if reads is not False else "the driver does not say why"
+        obstacle = "" if reads is not False else "the driver does not report why"
         is_xgmi = link.get("type") is not None and link["type"] == self._xgmi
         return GpuPair(one.index, other.index, nvlink=is_xgmi, peer_to_peer=reads, obstacle=obstacle)
 

@@ -16,7 +16,7 @@ DRIVER_NOT_LOADED = 34
 
 # Error codes after which AMD SMI must be reopened.
 STALE = frozenset({31, 32, DRIVER_NOT_LOADED})
-SILENT = "no sensor of the GPU answers any more; see `sudo dmesg | grep amdgpu`"
+SILENT = "no sensor of the GPU responds any more; see `sudo dmesg | grep amdgpu`"
 SPLIT = (
     "it is a part of a split GPU (%s), whose parts share one UUID in ROCm; "
     "`sudo amd-smi set -C SPX` makes it one GPU again"
@@ -25,11 +25,11 @@ CARD = {
     7: SILENT,
     8: "the GPU did not answer the driver in time",
     NO_PERMISSION: "no permission to read this GPU; join the groups render and video",
-    11: "the interrupts of the GPU do not arrive",
+    11: "the driver receives no interrupts from the GPU",
     12: "the GPU cannot be read; see `sudo dmesg | grep amdgpu`",
     14: SILENT,
     30: "the driver is busy with this GPU, as during a reset",
-    31: "the driver no longer knows this GPU",
+    31: "the driver no longer recognises this GPU",
     32: "the driver was unloaded",
     DRIVER_NOT_LOADED: "the driver was unloaded",
 }
@@ -53,7 +53,7 @@ SOURCE = {
     NO_PERMISSION: ("no permission to use the AMD driver", JOIN_GROUPS),
     DRIVER_NOT_LOADED: ("the AMD driver is not loaded", "load it with `sudo modprobe amdgpu`, or reboot"),
 }
-INSTALL = "install ROCm's package amd-smi-lib, or amdsmi of ROCm's version with pip"
+INSTALL = "install ROCm's package amd-smi-lib, or the pip package amdsmi in ROCm's version"
 
 
 def gpu(code: int) -> str:

@@ -122,7 +122,7 @@ class Nvml:
             path=PATHS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", handle, other)),
             nvlink=self._ask("nvmlDeviceGetP2PStatus", handle, other, PEER_NVLINK) == 0,
             peer_to_peer=None if peer is None else peer == 0,
-            obstacle=faults.NO_PEER.get(peer, "the driver does not say why") if peer else "",
+            obstacle=faults.NO_PEER.get(peer, "the driver does not report why") if peer else "",
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:

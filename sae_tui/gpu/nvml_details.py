@@ -27,7 +27,7 @@ _MOST_AT_ONCE = 100
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
-    43: "a kernel hung or was reset; its program ends",
+    43: "a kernel hung or was reset, and its program was ended",
     45: "a program was ended during a computation",
     46: "the GPU stopped computing; reset the GPU",
     48: "the memory had errors that could not be corrected; reset the GPU",

@@ -18,8 +18,8 @@ MISMATCH = 18  # the versions of the library and the driver differ
 # Error codes for a function that this driver or pynvml lacks, or whose arguments have a different layout.
 MISSING = frozenset({13, 25})
 
-SPLIT = "it is split into MIG slices, which count as separate GPUs"
-UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
+SPLIT = "it is split into MIG slices, which are listed as separate GPUs"
+UNCUT = "MIG is enabled, but the GPU has no slices; `nvidia-smi mig -cgi` creates some"
 # Error codes after which NVML must be reopened: the driver was reloaded, or does not recognise a handle or an index.
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
 # Error codes for a GPU that only other users may use.
@@ -27,17 +27,17 @@ WITHHELD = frozenset({4, 17})
 # Messages for error codes that the look-up of a GPU or all of its sensors return.
 CARD = {
     1: "the driver was unloaded",
-    2: "the driver no longer knows this GPU",
+    2: "the driver no longer recognises this GPU",
     4: "no permission to read this GPU; see /dev/nvidia*",
-    6: "the driver no longer knows this GPU",
+    6: "the driver no longer recognises this GPU",
     8: "the power cables of the GPU are not attached",
     10: "the GPU did not answer the driver in time",
-    11: "the interrupts of the GPU do not arrive",
+    11: "the driver receives no interrupts from the GPU",
     15: LOST,
     16: "the GPU needs a reset: nvidia-smi --gpu-reset",
     17: "the operating system blocks this GPU (container or cgroup)",
     MISMATCH: "the driver was updated; start sae-tui again if this persists",
-    28: "the driver no longer knows this GPU",
+    28: "the driver no longer recognises this GPU",
     999: "the driver reports an unknown error for this GPU",
 }
 SENSOR = {
@@ -54,13 +54,13 @@ SENSOR = {
 SOURCE = {
     4: ("no permission to use the NVIDIA driver", "ask for read and write access to /dev/nvidia*"),
     9: ("the NVIDIA driver is not loaded", "load it with `sudo modprobe nvidia`, or reboot"),
-    11: ("the interrupts of a GPU do not arrive", "see `sudo dmesg | grep NVRM`"),
+    11: ("the driver receives no interrupts from a GPU", "see `sudo dmesg | grep NVRM`"),
     NO_LIBRARY: (
         "there is no NVIDIA driver library (libnvidia-ml.so.1)",
         "install the NVIDIA driver, or start the container with --gpus all",
     ),
     MISMATCH: (
-        "the NVIDIA driver and its library are of different versions",
+        "the NVIDIA driver and its library have different versions",
         "reboot to finish the driver update; if `nvidia-smi` works, only a new process loads the new library:"
         " start sae-tui again",
     ),

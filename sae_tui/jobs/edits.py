@@ -104,7 +104,7 @@ def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> st
     """
     saved = newest_first(paths.checkpoints)
     starts = f"resumes from step {int(saved[0].name.removeprefix('step-'))}" if saved else "starts"
-    starts += " as soon as it has its GPUs" if job.gpus_wanted else ""
+    starts += " as soon as its GPUs are free" if job.gpus_wanted else ""
     if is_held:
         return f"is released; it {other}" if other else starts
     return f"is not held; it {other or (f'waits: {job.waits_for}' if job.waits_for else starts)}"
@@ -127,7 +127,7 @@ def stop(data: DataDir, job_id: int) -> str:
         job_id,
         "stop",
         queued=_stop_message,
-        running=_of_kind("saves a checkpoint and stops at its next step", "stops; its complete shards stay"),
+        running=_of_kind("saves a checkpoint and stops at its next step", "stops; its complete shards are kept"),
     )
 
 
@@ -138,7 +138,7 @@ def finish(data: DataDir, job_id: int) -> str:
         if not kind_of(job.config).trains:
             raise UserError(f"job {job_id} has no training to cool down; `sae-tui stop {job_id}` stops it")
         if job.state == JobState.FINISHED:
-            raise UserError(f"job {job_id} has finished already")
+            raise UserError(f"job {job_id} has already finished")
         if job.state.is_final or job.state == JobState.QUEUED:
             way = f"`sae-tui resume {job_id} --finish`" if job.attempt else f"`sae-tui stop {job_id}`"
             does = "cools it down and finishes it" if job.attempt else "removes it from the queue"
@@ -147,10 +147,10 @@ def finish(data: DataDir, job_id: int) -> str:
         if asked & ENDING:
             raise UserError(f"job {job_id} is being stopped; `sae-tui resume {job_id} --finish` finishes it later")
         if "finish" in asked:
-            return f"job {job_id} cools down already"
+            return f"job {job_id} is already cooling down"
         refuse_if_silent(data, job)
         control.request(job_id, "finish")
-        how = f"cools down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and ends as finished"
+        how = f"cools down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and then finishes"
         return f"job {job_id} {how}" + _if_elsewhere(data, job)
 
 
@@ -161,7 +161,7 @@ def kill(data: DataDir, job_id: int) -> str:
         job_id,
         "kill",
         queued=_stop_message,
-        running=_of_kind("is ended within 5 s, saved or not", "is ended within 5 s; its complete shards stay"),
+        running=_of_kind("is ended within 5 s, saved or not", "is ended within 5 s; its complete shards are kept"),
     )
 
 
@@ -173,8 +173,8 @@ def pause(data: DataDir, job_id: int) -> str:
         "pause",
         queued=_pause_message,
         running=_of_kind(
-            "saves a checkpoint at its next step and is paused, its GPUs free for others",
-            "is paused, its GPUs free for others; its complete shards stay",
+            "saves a checkpoint at its next step and is paused; others can then use its GPUs",
+            "is paused, so that others can use its GPUs; its complete shards are kept",
         ),
     )
 
@@ -219,7 +219,7 @@ def _stop_message(_: Job) -> str:
 
 def _pause_message(job: Job) -> str:
     word = describe_state(msgspec.structs.replace(job, held=True)).word
-    return f"is {word} already" if job.held else f"is {word} until it is released"
+    return f"is already {word}" if job.held else f"is {word} until it is released"
 
 
 def _of_kind(training: str, extraction: str) -> Words:

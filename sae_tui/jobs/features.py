@@ -38,7 +38,7 @@ def features_in(folder: Path) -> dict[str, Path]:
     The folder may also be a run folder. Raise `UserError` if there are no feature files.
     """
     place = folder / "sae" if os.path.isdir(folder / "sae") else folder
-    return _files(place, f"{folder} has no {FEATURES}; `sae-train eval` of the run writes it")
+    return _files(place, f"{folder} has no {FEATURES}; `sae-train eval` on the run writes it")
 
 
 def _files(folder: Path, problem: str) -> dict[str, Path]:
@@ -58,7 +58,7 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
     found = features.search_apart(words)
     if any(found):
         return found
-    raise UserError(f'no max-activating example has a token with "{words}"')
+    raise UserError(f'no max-activating example contains a token with "{words}"')
 
 
 def counts(features: Features) -> str:

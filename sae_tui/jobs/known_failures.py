@@ -26,7 +26,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"too little free memory|CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
         r"|Cuda failure (2 )?'out of memory'|CUDA driver error: out of memory",
-        Remedy("gpu-memory", "clone it with half the train.batch_size, or choose GPUs with more free memory", False),
+        Remedy("gpu-memory", "clone the job with half the train.batch_size, or choose GPUs with more memory", False),
     ),
     (
         r"shared memory segment|ncclShm|posix_fallocate|/dev/shm.*No space left|No space left.*/dev/shm",
@@ -38,7 +38,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"was killed \(SIGBUS\)",
-        Remedy("shared-memory", "/dev/shm is full, or a file that it reads was cut short or cannot be read; resume it"),
+        Remedy(
+            "shared-memory",
+            "/dev/shm is full, or a file that the job reads was truncated or cannot be read; resume the job",
+        ),
     ),
     (
         r"machine ran out of memory|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc",
@@ -54,11 +57,11 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"No space left|disk .*is full|Disk quota exceeded|free some space|Read-only file system",
-        Remedy("disk", "free disk space or raise the quota, then resume it: its last good checkpoint is intact"),
+        Remedy("disk", "free disk space or raise the quota, then resume the job: its last good checkpoint is intact"),
     ),
     (
         r"address already in use|EADDRINUSE|connectFullMesh failed",
-        Remedy("port", "another process uses the port; resume the job, which then takes a new port"),
+        Remedy("port", "another process uses the port; resume the job, which then uses a new port"),
     ),
     (
         r"Too many open files",
@@ -66,32 +69,36 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"No module named '(torch|numpy|safetensors)",
-        Remedy("version", "it was installed when the job was launched; `sae-tui doctor` says how to install it again"),
+        Remedy("version", "a package was removed after the launch; `sae-tui doctor` shows how to install it again"),
     ),
     (
         r"CUDA driver error: (operation )?not supported",
-        Remedy("version", "start it with PYTORCH_ALLOC_CONF=expandable_segments:False, as virtual GPUs need it", False),
+        Remedy(
+            "version", "virtual GPUs require PYTORCH_ALLOC_CONF=expandable_segments:False in the environment", False
+        ),
     ),
     (
         r"its GPU or a disk hangs",
-        Remedy("gpu-fault", "reset the GPU (`nvidia-smi --gpu-reset`) and resume it, or clone it elsewhere", False),
+        Remedy(
+            "gpu-fault",
+            "reset the GPU (`nvidia-smi --gpu-reset`) and resume the job, or use another GPU",
+            False,
+        ),
     ),
     (
         r"uncorrectable ECC|Cuda failure (214|'uncorrectable)",
-        Remedy("gpu-fault", "the GPU's memory fails: reset it (`nvidia-smi --gpu-reset`), or resume it on other GPUs"),
+        Remedy("gpu-fault", "the GPU's memory is failing: reset it (`nvidia-smi --gpu-reset`), or use other GPUs"),
     ),
     (
         r"illegal memory access|illegal instruction|unspecified launch failure|misaligned address|hardware stack error"
         r"|device-side assert|launch timed out|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|fallen off the bus"
         r"|GPU is lost|\bXid \d|(CUDA (driver )?error: |Cuda failure (999 )?')unknown error|reset required",
-        Remedy(
-            "gpu-fault", "the GPU or its driver failed; its page shows the driver's last error; resume it elsewhere"
-        ),
+        Remedy("gpu-fault", "the GPU or its driver failed; the GPU's page shows the last error; use another GPU"),
     ),
     (
         r"\(NVLS\)|nvls\.cc|Multicast memory|failure 401|performed in the present state",
         Remedy(
-            "gpu-link", "NVSwitch's multicast fails: start it with NCCL_NVLS_ENABLE=0, or restart fabricmanager", False
+            "gpu-link", "NVSwitch multicast fails: start it with NCCL_NVLS_ENABLE=0, or restart fabricmanager", False
         ),
     ),
     (
@@ -104,7 +111,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"system not yet initialized|SystemNotReady|error 802|failure 802|fabric ?manager",
-        Remedy("driver", "start nvidia-fabricmanager in the driver's version, and resume it", False),
+        Remedy("driver", "start the nvidia-fabricmanager version that matches the driver, and resume the job", False),
     ),
     (
         r"driver/library version mismatch|error 803|unsupported display driver",
@@ -120,7 +127,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"Duplicate GPU detected|invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
-        Remedy("gpu-taken", "not every rank sees a GPU: check CUDA_VISIBLE_DEVICES and `sae-tui gpus`", False),
+        Remedy("gpu-taken", "some ranks do not see a GPU: check CUDA_VISIBLE_DEVICES and `sae-tui gpus`", False),
     ),
     (
         r"driver version is insufficient|no kernel image|sees \d+ GPUs, so rank|forward compatibility"
@@ -137,12 +144,14 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"Watchdog caught collective operation timeout|watchdog got stuck|Heartbeat monitor timed out"
         r"|NCCL.*time-?d? ?out|made no step for|Timed out waiting",
-        Remedy("time-out", "a rank or the link between GPUs hung; stacks.txt of the attempt says where; resume it"),
+        Remedy(
+            "time-out", "a rank or the link between GPUs hung; the attempt's stacks.txt shows where; resume the job"
+        ),
     ),
     (
         r"ncclRemoteError|remote process (exited|has terminated)|Call to (recv|send)|Socket recv failed"
         r"|(gloo|NCCL|another rank).*Connection (closed|reset) by (remote )?peer",
-        Remedy("lost-rank", "another rank ended first: its log says why; resume it"),
+        Remedy("lost-rank", "another rank ended first: its log shows why; resume the job"),
     ),
     (
         r"the GPUs do not exchange data",
@@ -150,13 +159,11 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"ncclSystemError|System call \(",
-        Remedy("network", "NCCL needs a network or /dev/shm that it cannot use; NCCL_DEBUG=WARN names it in the log"),
+        Remedy("network", "NCCL cannot use the network or /dev/shm; with NCCL_DEBUG=WARN, the log shows which of them"),
     ),
     (
         r"DistBackendError|NCCL error|nccl[A-Z]\w+Error|ncclInvalid",
-        Remedy(
-            "gpu-link", "NCCL failed; start it with NCCL_DEBUG=WARN, which names the cause in the log, and resume it"
-        ),
+        Remedy("gpu-link", "NCCL failed; resume the job with NCCL_DEBUG=WARN, which makes the log show the cause"),
     ),
     (
         r"the ranks could not find each other",

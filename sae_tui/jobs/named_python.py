@@ -61,7 +61,7 @@ def refusal(python: str) -> str:
     try:
         return _kind(Path(path)) or _distrust(Path(path))
     except (FileNotFoundError, NotADirectoryError):
-        return f"there is no {path}; name another Python, or none to use the app's own"
+        return f"{path} does not exist; name another Python, or none to use the app's own"
     except OSError as error:
         return f"{path} cannot be run: {sentence(error)}"
 

@@ -16,7 +16,7 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 
 # The reason why a resumed extraction starts from the first row.
-NO_SHARD = "it had finished no shard"
+NO_SHARD = "no shard was complete"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:

@@ -159,7 +159,7 @@ def answer_of(
                     return None
                 if time.monotonic() > ends:
                     process.kill()
-                    raise UserError(f"the trainer has not read it within {limit_s:g} s; try again") from None
+                    raise UserError(f"the trainer has not read the data within {limit_s:g} s; try again") from None
     if reason := failure_in(output):
         raise UserError(reason)
     if output:

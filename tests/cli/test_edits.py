@@ -242,7 +242,7 @@ def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
         "launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100000000", "--tag", "later"
     )["id"]
     wait_for_state(shell, job_id, "running")
-    assert "and is paused, its GPUs free for others" in shell.run("pause", job_id).stdout
+    assert "and is paused; others can then use its GPUs" in shell.run("pause", job_id).stdout
     paused = wait_for_state(shell, job_id, "queued")
     assert paused["held"]
     listed = shell.run("jobs", "state:paused", "#later").stdout

@@ -133,7 +133,7 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     n_rows = shell.json("job", wanted)["step"]
     assert 100 < n_rows < 10_000
     failed = shell.json("job", 2)["error"]
-    assert f"mlp_out.0 holds {n_rows:,} rows, but job 1 promised 100,000,000; give it more text, or " in failed
+    assert f"mlp_out.0 contains {n_rows:,} rows, but job 1 promised 100,000,000; give that job more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
     # The existing rows count now, instead of the requested ones.

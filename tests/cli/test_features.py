@@ -98,9 +98,9 @@ def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tm
         ("features", "9" * 5000): f"has no {FEATURES}",
         ("features", other): f"job {other}: `sae-tui eval {other}` finds its max-activating examples",
         ("features", made_up): f"job {made_up}: it has no max-activating examples, since its data has no token",
-        ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `sae-train eval` of the run writes it",
+        ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `sae-train eval` on the run writes it",
         ("features", job_id, 2): "there is no latent 2",
-        ("features", job_id, "--search", "cow"): 'no max-activating example has a token with "cow"',
+        ("features", job_id, "--search", "cow"): 'no max-activating example contains a token with "cow"',
     }
     for words, message in refusals.items():
         (line,) = shell.errors(*words, code=1)

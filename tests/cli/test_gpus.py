@@ -163,7 +163,7 @@ def test_a_slow_gpu_is_still_read(shell, drivers):
     assert rows[1]["processes"] == []
 
 
-@pytest.mark.parametrize(("code", "said"), [(9, "is not loaded"), (18, "of different versions"), (999, "error 999")])
+@pytest.mark.parametrize(("code", "said"), [(9, "is not loaded"), (18, "have different versions"), (999, "error 999")])
 def test_a_broken_driver_is_one_error_line(shell, drivers, code, said):
     for command in (("gpus", "--json"), ("metrics",), ("recommend", shell.job_file, "--json")):
         done = on_nvml(shell, drivers, *command, code=1, INIT_ERROR=code)
@@ -187,7 +187,7 @@ def test_only_gpus_in_cuda_visible_devices_are_shown_under_their_own_indices(she
     assert json.loads(done.stdout)["gpus"] == [1]
     done = on_nvml(shell, drivers, "gpus", "--json", CUDA_VISIBLE_DEVICES="", **setting)
     assert done.stdout.strip() == "[]"
-    assert done.stderr == 'sae-tui: CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs; unset it, or name GPUs in it\n'
+    assert done.stderr == 'sae-tui: CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs; unset it, or list GPUs in it\n'
 
 
 def test_commands_work_in_a_locale_without_a_degree_sign(shell):

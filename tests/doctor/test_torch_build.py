@@ -139,7 +139,7 @@ def test_a_build_for_another_vendors_gpus_is_an_error_with_its_remedy(torch_says
     (cuda,) = torch_says(source="amdsmi")
     assert cuda.level == "error"
     assert cuda.sentence == "2.9.0 is built for CUDA, so no job can use the GPUs of AMD"
-    assert cuda.remedy == "install a build of torch for ROCm; pytorch.org/get-started has the command"
+    assert cuda.remedy == "install a build of torch for ROCm; pytorch.org/get-started shows the command"
     (neither,) = torch_says(cuda=None, source="amdsmi")
     assert neither.sentence == "2.9.0 is built without ROCm, so no job can use the 2 GPUs"
     (rocm,) = torch_says(cuda=None, hip="6.4.43482")

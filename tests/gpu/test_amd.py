@@ -110,9 +110,9 @@ def test_a_name_cannot_control_the_terminal(on_amd: Run) -> None:
 def test_a_lost_gpu_is_a_row_with_the_reason_and_shifts_no_index(on_amd: Run) -> None:
     lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
     assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
-    assert "no sensor of the GPU answers" in lost["reason"]
+    assert "no sensor of the GPU responds" in lost["reason"]
     assert lost["failed"] == {"uuid": "unknown"}
-    assert (named["reason"], named["name"]) == ("the driver no longer knows this GPU", "AMD Instinct MI300X")
+    assert (named["reason"], named["name"]) == ("the driver no longer recognises this GPU", "AMD Instinct MI300X")
     assert (other["index"], other["healthy"], other["uuid"]) == (2, True, "GPU-9f3a5c00d1e2f0a2")
 
 
@@ -132,7 +132,7 @@ print(json.dumps(seen))
     before, lost, back = on_amd(script)
     assert (before[0], lost[0], back[0]) == (True, False, True)
     assert before[1:3] == lost[1:3] == back[1:3]
-    assert "no sensor of the GPU answers any more" in lost[3]
+    assert "no sensor of the GPU responds any more" in lost[3]
 
 
 def test_a_gpu_that_hangs_does_not_block_another(on_amd: Run) -> None:

@@ -39,7 +39,7 @@ def test_measurements_of_a_physical_gpu_are_not_reported_for_its_slices(read_all
     assert split["temperature_c"] is not None
     # The memory is counted only once, for the slices.
     assert split["memory_total_bytes"] is None
-    assert split["unusable"].startswith("it is split into MIG slices, which count as separate GPUs")
+    assert split["unusable"].startswith("it is split into MIG slices, which are listed as separate GPUs")
 
 
 def test_a_slice_must_not_be_used_if_its_physical_gpu_must_not(on_nvml: Run) -> None:
@@ -100,7 +100,7 @@ pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlDeviceGetMigDeviceHandleByIndex = mem
 seen.append(nvml.sample(1, processes=True))
 print(json.dumps([[one.healthy, one.reason] for one in seen]))
 """
-    lost = [False, "the driver no longer knows this GPU"]
+    lost = [False, "the driver no longer recognises this GPU"]
     assert on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="") == [[True, ""], lost, lost, [True, ""]]
 
 
@@ -123,5 +123,5 @@ sample = nvml.sample(0, processes=True)
 print(json.dumps([n, sample.unusable, sample.memory_total_bytes]))
 """
     n, unusable, total = on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="")
-    assert (n, unusable.split(";")[0]) == (1, "MIG is on, but it has no slices")
+    assert (n, unusable.split(";")[0]) == (1, "MIG is enabled, but the GPU has no slices")
     assert total is not None

@@ -151,7 +151,7 @@ def test_an_exclusive_gpu_is_busy_with_even_the_smallest_process_and_never_share
     sample = GpuSample(0, "GPU-a", "H200", 1.0, **_used(0, 1 * GIB, 80 * GIB), processes=(small,), condition=alone)
     (taken,) = choices([sample], Holders())
     assert taken.state == "busy"
-    assert "takes one process at a time" in taken.reason
+    assert "allows one process at a time" in taken.reason
     (idle,) = choices([replace(sample, processes=())], Holders())
     assert idle.may_be_offered
     job = Job(

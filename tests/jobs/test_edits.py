@@ -80,14 +80,14 @@ def test_a_release_removes_the_hold_but_not_the_other_reasons_to_wait(box):
     assert (box.job(second).held, box.job(second).after) == (False, (first,))
     assert edit(box, edits.release, second) == f"job {second} is not held; it comes after job {first}, which is queued"
     assert edit(box, edits.come_after, second, []) == f"job {second} no longer waits for other jobs"
-    assert edit(box, edits.release, second) == f"job {second} is not held; it starts as soon as it has its GPUs"
+    assert edit(box, edits.release, second) == f"job {second} is not held; it starts as soon as its GPUs are free"
 
 
 def test_releasing_a_paused_job_names_the_checkpoint_from_which_it_resumes(box):
     job_id = box.record(attempt=1, step=520, held=True, gpus_wanted=1)
     (box.data.run(job_id).checkpoints / "step-00000501").mkdir(parents=True)
     assert edit(box, edits.hold, job_id) == f"job {job_id} is paused until it is released"
-    assert edit(box, edits.release, job_id) == f"job {job_id} resumes from step 501 as soon as it has its GPUs"
+    assert edit(box, edits.release, job_id) == f"job {job_id} resumes from step 501 as soon as its GPUs are free"
 
 
 @pytest.mark.parametrize("what", [edits.hold, edits.release])
@@ -124,9 +124,9 @@ def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        (edits.stop, "job 1 stops; its complete shards stay"),
-        (edits.pause, "job 1 is paused, its GPUs free for others; its complete shards stay"),
-        (edits.kill, "job 1 is ended within 5 s; its complete shards stay"),
+        (edits.stop, "job 1 stops; its complete shards are kept"),
+        (edits.pause, "job 1 is paused, so that others can use its GPUs; its complete shards are kept"),
+        (edits.kill, "job 1 is ended within 5 s; its complete shards are kept"),
     ],
 )
 def test_an_extraction_is_not_promised_a_checkpoint(box, what, said):
@@ -142,7 +142,7 @@ def test_only_a_running_training_can_finish_early(box):
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
     assert "cools down over the next 15%" in edits.finish(box.data, job_id)
-    assert edits.finish(box.data, job_id) == f"job {job_id} cools down already"
+    assert edits.finish(box.data, job_id) == f"job {job_id} is already cooling down"
     assert box.control.open_requests(job_id) == {"finish"}
     edits.stop(box.data, job_id)
     with pytest.raises(UserError, match=f"`sae-tui resume {job_id} --finish` finishes it later"):
@@ -150,7 +150,7 @@ def test_only_a_running_training_can_finish_early(box):
     stopped = box.record(state=JobState.STOPPED, attempt=1)
     with pytest.raises(UserError, match=f"was stopped; `sae-tui resume {stopped} --finish` cools it down"):
         edits.finish(box.data, stopped)
-    with pytest.raises(UserError, match="has finished already"):
+    with pytest.raises(UserError, match="has already finished"):
         edits.finish(box.data, box.record(state=JobState.FINISHED))
     with pytest.raises(UserError, match="has no training to cool down"):
         edits.finish(box.data, box.record(state=JobState.RUNNING, config='kind = "extract"\n'))

@@ -144,8 +144,8 @@ def test_a_path_that_is_no_python_is_not_run(tmp_path: Path) -> None:
     (plain := tmp_path / "python").write_text("")
     (other := stand_in(tmp_path, f"touch {tmp_path}/was-run", "ruin"))
     for path, sentence in (
-        (tmp_path / "gone" / "python", f"there is no {tmp_path}/gone/python; name another Python"),
-        (plain / "python", f"there is no {plain}/python; name another Python"),
+        (tmp_path / "gone" / "python", f"{tmp_path}/gone/python does not exist; name another Python"),
+        (plain / "python", f"{plain}/python does not exist; name another Python"),
         (env, f"{env} is a folder; name the Python in it, {env}/bin/python"),
         (plain, f"{plain} is not executable; `chmod u+x` it"),
         ("env/bin/python", 'takes the whole path of a Python, like "/home/me/env/bin/python", not "env/bin/python"'),
@@ -241,7 +241,7 @@ def test_a_missing_python_fails_the_job_with_its_path(tmp_path: Path, box: Box) 
     python.unlink()
     box.control.update(job_id, held=False)
     job = box.wait_ended(job_id)
-    assert job.error == f"there is no {python}; name another Python, or none to use the app's own"
+    assert job.error == f"{python} does not exist; name another Python, or none to use the app's own"
 
 
 def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp_path: Path) -> None:

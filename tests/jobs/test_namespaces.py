@@ -66,4 +66,4 @@ def test_the_trash_of_an_open_app_is_not_emptied_from_another_pid_namespace(box)
     box.data.run(job_id).create()
     trash.throw_away(box.data, job_id)
     assert seen_elsewhere(box) == "[] 0 []"
-    assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is back"
+    assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is restored"

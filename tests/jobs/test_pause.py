@@ -59,7 +59,7 @@ def test_a_pause_that_is_followed_by_a_stop_does_not_queue_the_job(box):
 def test_a_paused_job_releases_its_gpus_and_continues_after_its_release(box):
     job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
     box.wait_steps(job_id, rank_count=2)
-    message = f"job {job_id} saves a checkpoint at its next step and is paused, its GPUs free for others"
+    message = f"job {job_id} saves a checkpoint at its next step and is paused; others can then use its GPUs"
     assert edits.pause(box.data, job_id) == message
     paused = wait_paused(box, job_id)
     assert (paused.ended, paused.error, paused.attempt) == (None, None, 1)
@@ -92,7 +92,7 @@ def test_a_paused_job_can_be_stopped(box):
     box.wait_steps(job_id)
     edits.pause(box.data, job_id)
     wait_paused(box, job_id)
-    assert edits.pause(box.data, job_id) == f"job {job_id} is paused already"
+    assert edits.pause(box.data, job_id) == f"job {job_id} is already paused"
     assert edits.stop(box.data, job_id) == f"job {job_id} is removed from the queue"
     assert box.wait_ended(job_id).state == JobState.STOPPED
     assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"

@@ -122,7 +122,7 @@ def test_a_failure_is_one_sentence_and_is_kept_for_a_moment(
 def test_a_process_that_hangs_is_ended(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.shard_headers.LIMIT_S", 0.1)
     headers = ShardHeaders(DataDir(tmp_path / "data"), [sys.executable, "-c", "import time; time.sleep(600)"])
-    assert "the trainer has not read it within 0.1 s; try again" in refusal(headers, shards)
+    assert "the trainer has not read the data within 0.1 s; try again" in refusal(headers, shards)
 
 
 def test_the_python_that_a_job_names_reads_the_headers(tmp_path: Path, shards: Path) -> None:

@@ -93,7 +93,7 @@ class Box:
         terminal.wait_for("2 GPUs, ")
         terminal.send("\x0c")  # ctrl+l
         if steps > 1000:
-            terminal.wait_for("Launch all the same?")
+            terminal.wait_for("Launch anyway?")
             terminal.send("y")
 
     def close(self) -> None:

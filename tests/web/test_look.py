@@ -31,7 +31,7 @@ async def test_a_job_outlives_its_browser_session_and_only_write_mode_can_stop_i
             ("n", "Review"),
             (CTRL_O, "Job file to open"),
             (f"{box.job_file(1_000_000)}\r", "3 GPUs, "),
-            (CTRL_L, "Launch all the same?"),
+            (CTRL_L, "Launch anyway?"),
             ("y", "1 running"),
         ):
             await look.press(keys)

@@ -59,7 +59,7 @@ class RunningEvaluation:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
-            raise UserError("another evaluation of this job runs")
+            raise UserError("another evaluation of this job is running")
         # Answer an old stop request, which was meant for an earlier evaluation.
         self._answer_stop()
         self._locks: GpuLocks | None = None
@@ -229,7 +229,7 @@ def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
     except UserError as error:
         return None, str(error)
     if before := [one for one in jobs if _is_before(one, job.host, since)]:
-        return None, f"job {before[-1].id} queued before it"
+        return None, f"job {before[-1].id} was queued before it"
     reader = _reader(data.root, source)
     samples = reader.samples()
     if not samples and reader.problem:

@@ -21,7 +21,7 @@ def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple
     """Return the kind, the message and the level of the event about a completed evaluation of `parts`."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
-        return FAILED, f"is evaluated, but its report card is {last}; the log has the figures", "warning"
+        return FAILED, f"is evaluated, but its report card is {last}; the log contains the metrics", "warning"
     if not (cards := read_cards(data.sae(job_id))):
         return FAILED, f"is evaluated, but {data.sae(job_id)} has no {CARD} that can be read", "warning"
     return DONE, f"is evaluated: {_figures(cards, parts)}; {_contexts(data, job_id)}", "info"

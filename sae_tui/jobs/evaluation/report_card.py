@@ -142,7 +142,7 @@ def version_of(folder: Path, number: int) -> dict[str, Version]:
         return shown
     there = sorted({one.number for versions in cards.values() for one in versions})
     raise UserError(
-        f"--card: takes one of {', '.join(map(str, there))}" if there else "--card: there is no report card"
+        f"--card: must be one of {', '.join(map(str, there))}" if there else "--card: there is no report card"
     )
 
 

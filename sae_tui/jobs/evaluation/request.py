@@ -93,7 +93,7 @@ def evaluate(data: DataDir, request: Request) -> str:
     except UserError:
         # The evaluation may have failed to start because another process has started one.
         if is_going(data, request.job_id):
-            raise UserError(f"job {request.job_id} is being evaluated already") from None
+            raise UserError(f"job {request.job_id} is already being evaluated") from None
         raise
     if request.waits and not request.gpu:
         return f"job {request.job_id} will be evaluated once a GPU is free; this continues if you quit"
@@ -120,7 +120,7 @@ def refuse(data: DataDir, job: Job) -> None:
     if data.exported_folder(job.id) is None:
         raise UserError(f"job {job.id} has no SAE to evaluate in {data.sae(job.id)}")
     if is_going(data, job.id):
-        raise UserError(f"job {job.id} is being evaluated already")
+        raise UserError(f"job {job.id} is already being evaluated")
     if not python_of(data, job.id):
         refuse_without_trainer()
 
@@ -162,7 +162,7 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
     none_yet = f"job {job_id} has no max-activating examples yet"
     return (
         none_yet,
-        f"{none_yet.capitalize()}. Evaluate it now? That takes seconds to minutes and continues if you quit.",
+        f"{none_yet.capitalize()}. Evaluate it now? This takes seconds to minutes, and continues if you quit.",
     )
 
 

@@ -154,7 +154,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     elif sample.processes is None:
         reason, brief = _unlisted_reason(sample)
     elif sample.is_latched:
-        reason = f"no process uses it; its {sample.utilization} % is a stale reading until a program uses CUDA there"
+        reason = f"no process uses it; its {sample.utilization} % is a stale reading until a program uses CUDA on it"
         brief = "idle, stale reading"
     return GpuChoice(
         index=sample.index,
@@ -180,7 +180,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
     """Return which process uses a GPU in exclusive compute mode, even if it uses little memory, or "" if none does."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
-    return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
+    return f"{_used_by(alone[0])}; the GPU allows one process at a time" if takes_one_process(sample) and alone else ""
 
 
 def _usable(sample: GpuSample) -> int | None:

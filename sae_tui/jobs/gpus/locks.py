@@ -27,7 +27,7 @@ ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 # The time limit for reading the locks, which takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
-_ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
+_ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder with mode 1777"
 
 
 class GpuLocks:
@@ -102,7 +102,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     for folder in _MACHINE_FOLDERS:
         if _is_open_to_all(folder) and folder.stat().st_uid == 0:
             return folder, ""
-    return data.locks, f"neither {' nor '.join(map(str, _MACHINE_FOLDERS))} is root's with mode 1777; {_ALONE}"
+    return data.locks, f"neither {' nor '.join(map(str, _MACHINE_FOLDERS))} belongs to root and has mode 1777; {_ALONE}"
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:

@@ -80,7 +80,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
     columns = [_values(axis) for axis in axes]
     sets = [list(combination) for combination in itertools.product(*columns)]
     if len(sets) > MOST_AT_ONCE:
-        raise JobFileError([Problem("--grid", f"stands for {len(sets)} jobs; at most {MOST_AT_ONCE} at once")])
+        raise JobFileError([Problem("--grid", f"gives {len(sets)} jobs, but at most {MOST_AT_ONCE} are possible")])
     return sets
 
 

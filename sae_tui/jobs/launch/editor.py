@@ -15,7 +15,7 @@ from sae_tui.jobs.launch.job_form import read_job_table
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 
-_WRONG, _REMEDY = "# ✗", "# → correct it and save; if you change nothing, the form stays as it was"
+_WRONG, _REMEDY = "# ✗", "# → correct it and save; if you change nothing, the form remains unchanged"
 
 
 def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -89,8 +89,8 @@ def _without_comments(text: str) -> str:
 def _keep_text(written: str, first: str) -> str:
     """Write an edited text to a file; return a message that the form is unchanged, with the path of that file."""
     if written == first:
-        return "the form is as it was"
+        return "the form is unchanged"
     handle, path = tempfile.mkstemp(prefix="sae-tui-job-", suffix=".toml")
     with os.fdopen(handle, "w", encoding="utf-8") as stream:
         stream.write(written)
-    return f"the form is as it was; your text is in {path}"
+    return f"the form is unchanged; your text is in {path}"

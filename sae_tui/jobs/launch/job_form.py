@@ -79,7 +79,7 @@ class Review(msgspec.Struct, frozen=True):
         others = [str(problem) for problem in self.warnings if not self.lack or self.lack not in problem.message]
         if self.lack:
             return "\n\n".join([*others, f"{self.lack}. Launch, and wait until it is free?"])
-        return "\n".join([*others, "", "Launch all the same?"]) if others else ""
+        return "\n".join([*others, "", "Launch anyway?"]) if others else ""
 
     @property
     def by_field(self) -> dict[str, str]:

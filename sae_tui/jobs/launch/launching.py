@@ -115,7 +115,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **option
             if not launched:
                 raise
             before = join_words([f"job {job_id}" for job_id in launched])
-            raise UserError(f"{job.name}: {error}; launched before it: {before}") from None
+            raise UserError(f"{job.name}: {error}; already launched: {before}") from None
     return launched
 
 

@@ -63,7 +63,7 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
     """Recommend up to `count` GPUs of one vendor that are free, readable and large enough, most free memory first."""
     reasons, usable = {}, []
     for choice in choices:
-        alone = "a MIG slice, which runs a job alone" if count > 1 and is_slice(choice.uuid) else ""
+        alone = "a MIG slice, which cannot join other GPUs" if count > 1 and is_slice(choice.uuid) else ""
         obstacle = alone or _obstacle(choice, needed_bytes)
         reasons[choice.index] = obstacle or f"{gibibytes(choice.memory_free_bytes or 0)} free"
         if not obstacle:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
 from trainer.contract.planning.torch_build import installed_build
 
-OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the command"
+OTHER_BUILD = "install another build of torch; pytorch.org/get-started shows the command"
 
 
 def cuda_problem(vendors: Collection[str] = ()) -> str:
@@ -41,4 +41,4 @@ def for_another_vendor(version: str, runtime: str, vendor: Vendor) -> str:
 
 def remedy_for(vendor: Vendor) -> str:
     """Return advice to install a PyTorch build for a vendor's GPUs."""
-    return f"install a build of torch for {vendor.runtime_words}; pytorch.org/get-started has the command"
+    return f"install a build of torch for {vendor.runtime_words}; pytorch.org/get-started shows the command"

@@ -72,7 +72,7 @@ class SlurmJob:
         with open_own(file) as stream:
             slurm_id = stream.read(100).decode(errors="replace").strip()
         if not _is_id(slurm_id):
-            raise SlurmError(f"{file} holds no SLURM job id; cancel the job that squeue shows, then remove the file")
+            raise SlurmError(f"{file} contains no SLURM job id; cancel the job that squeue shows, then remove the file")
         return cls(slurm_id)
 
     def look(self) -> bool:
@@ -139,7 +139,7 @@ def _run(argv: Sequence[str]) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return "", f"{argv[0]} got no answer within {TIMEOUT_S:g} s"
+        return "", f"{argv[0]} received no response within {TIMEOUT_S:g} s"
     if process.returncode == 0:
         return answer, ""
     lines = [line for line in errors.splitlines() if line.strip()]

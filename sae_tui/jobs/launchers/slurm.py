@@ -35,7 +35,7 @@ _REASONS = {
     "CANCELLED": "it was cancelled",
     "DEADLINE": "its deadline has passed",
     "NODE_FAIL": "a node failed",
-    "OUT_OF_MEMORY": "a node ran out of memory; ask for more by --mem in launch.sbatch_options",
+    "OUT_OF_MEMORY": "a node ran out of memory; request more with --mem in launch.sbatch_options",
     "PREEMPTED": "another job took its nodes",
     "TIMEOUT": "its time limit was reached; raise launch.time_limit",
 }
@@ -120,7 +120,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         try:
             write_whole(self._paths.stop_file(self._spec.attempt), b"")
         except OSError as error:
-            note(f"asking the ranks to stop failed and is tried again: {error}")
+            note(f"asking the ranks to stop has failed and will be tried again: {error}")
             return
         self._asked_to_stop = True
         self._end_if_pending()
@@ -159,7 +159,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
 
     def dump_stacks(self, file: Path) -> None:
         """Write the names of the nodes to the file, since this host cannot read the stacks of processes on them."""
-        where = self.describe() or "SLURM has not answered"
+        where = self.describe() or "SLURM has not responded"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 
     # The following methods track the state of the SLURM job.

@@ -67,7 +67,7 @@ class GpuReader:
             self._read()
         # Use `abs`, since an old reading must not count as fresh after the clock was set back.
         if not self._has_reading() or abs(self._age_s()) > fresh_s + LATE_S:
-            self.problem = self.problem or "the reading is not written"
+            self.problem = self.problem or "the reading could not be written"
             return ()
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 

@@ -171,7 +171,7 @@ def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Rese
     reasons = [word for gpu in wanted if (word := _obstacle(job, gpu, reservations))]
     if missing > 0:
         reasons.append(f"{plural(missing, 'GPU')} of this job cannot be read")
-    few = "this machine has fewer" if gpus else "no GPU can be read"
+    few = "this machine has fewer GPUs" if gpus else "no GPU can be read"
     text = join_words(list(dict.fromkeys(reasons))) if reasons else few
     return f"{plural(job.gpus_wanted, 'GPU')}: {text}" if job.any_gpus else text
 

@@ -58,8 +58,8 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
         message = f"rows in {folder} have {stored.d_in} values, but job {writer} promised {promise.d_in}; clone the job"
         raise JobFileError([Problem(field, message)])
     if stored.n_tokens < promise.n_tokens:
-        message = f"{folder} holds {stored.n_tokens:,} rows, but job {writer} promised {promise.n_tokens:,}"
-        cure = f"give it more text, or train on these with `sae-tui resume {job.id}`"
+        message = f"{folder} contains {stored.n_tokens:,} rows, but job {writer} promised {promise.n_tokens:,}"
+        cure = f"give that job more text, or train on these rows with `sae-tui resume {job.id}`"
         raise JobFileError([Problem(field, f"{message}; {cure}")])
 
 

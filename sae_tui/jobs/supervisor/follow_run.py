@@ -26,7 +26,7 @@ PUBLISH_EVERY_S = 1.0
 # The time limit for a start: importing torch and joining the process group take 10 to 30 s on a busy machine.
 SLOW_START_S = 120.0
 _WORDS: dict[RequestKind, str] = {
-    "kill": "was asked to end at once",
+    "kill": "was asked to end immediately",
     "stop": "was asked to stop: its ranks agree on a step and save",
     "pause": "was asked to pause: its ranks agree on a step and save, and it is paused",
 }
@@ -205,7 +205,7 @@ class Watch:
         """Restore the job's row in a store that replaced a deleted one."""
         job = msgspec.structs.replace(self._job, state=self._state)
         if self._control.restore(as_recorded(self._paths, job)):
-            message = "the store was replaced while it ran; what happened before is in its run folder"
+            message = "the store was replaced while the job ran; earlier events are in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
         elif self._state != JobState.STARTING:
             # A repair has already restored the row, but with the state from the start of the attempt.
@@ -236,7 +236,7 @@ class Watch:
     def _warn_of_slow_start(self) -> None:
         """Warn once of a slow start, since ranks that hang before their first step do not write a heartbeat."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
-            message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
+            message = f"has not started to train after {SLOW_START_S:.0f} s; its logs may show why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
@@ -248,7 +248,7 @@ class Watch:
         elif self._state == JobState.RUNNING and stalled:
             self._move(JobState.STALLED, f"has made no step for {self._stall.limit_s:.0f} s", "warning")
         elif self._state == JobState.STALLED and not stalled:
-            self._move(JobState.RUNNING, "makes steps again")
+            self._move(JobState.RUNNING, "is taking steps again")
 
     def _move(self, to: JobState, message: str, level: str = "info") -> None:
         if self._control.transition(self._job.id, to):

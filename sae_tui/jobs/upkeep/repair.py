@@ -82,7 +82,8 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
         recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
         job = control.mend(job_id, recovered or _unknown_job(job_id), above=data.last_id())
         control.add_event(job.id, "repaired", "its row could not be read, and was rebuilt", "warning")
-        yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {describe_state(job).word}"
+        rebuilt = f"was rebuilt as job {job.id} ({job.name}), {describe_state(job).word}"
+        yield f"the row of job {job_id} could not be read, and {rebuilt}"
 
 
 def _unknown_job(job_id: int) -> Job:

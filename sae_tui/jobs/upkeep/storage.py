@@ -13,4 +13,6 @@ def store_warning(data: DataDir) -> str:
     # Ignore file systems in which no files can be created.
     if name in (None, "proc", "sysfs"):
         return ""
-    return f"{data.root} is on {name}, where reading and writing jobs wait for each other; choose a local --data-dir"
+    return (
+        f"{data.root} is on {name}, where processes that read or write jobs block each other; choose a local --data-dir"
+    )

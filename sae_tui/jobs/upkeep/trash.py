@@ -96,7 +96,7 @@ def put_back(data: DataDir, job_id: int) -> str:
     with open_control(data) as control:
         if left := _put_back(data, control, thrown):
             raise UserError("; ".join(left))
-    return f"job {job_id} ({thrown.job.name}) is back"
+    return f"job {job_id} ({thrown.job.name}) is restored"
 
 
 def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
@@ -249,7 +249,7 @@ def _move_all_back(data: DataDir, job_id: int) -> list[str]:
 
 def _move_back(source: Path, target: Path) -> str:
     """Move a folder back from the trash; return why this has failed, or ""."""
-    reason = "its place is taken"
+    reason = "the target exists"
     try:
         _move(source, target)
     except OSError as error:

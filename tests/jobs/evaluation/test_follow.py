@@ -121,11 +121,11 @@ def test_a_job_has_one_evaluation_at_a_time_which_dies_with_its_process(box: Box
     log = box.data.run(job_id).evaluation_log
     wait_for(lambda: len(log.read_text().split()) == 2, "the evaluation")
     trainer, follower = (ProcessRef.of(int(pid)) for pid in log.read_text().split())
-    with pytest.raises(UserError, match="is being evaluated already"):
+    with pytest.raises(UserError, match="is already being evaluated"):
         evaluate(box, monkeypatch, job_id, "true")
     # An evaluation that loses the race for the lock fails with the same message.
     monkeypatch.setattr(request, "refuse", lambda *_: None)
-    with pytest.raises(UserError, match=f"job {job_id} is being evaluated already$"):
+    with pytest.raises(UserError, match=f"job {job_id} is already being evaluated$"):
         evaluate(box, monkeypatch, job_id, "true")
     follower.send(signal.SIGKILL)
     wait_for(lambda: not trainer.is_alive(), "the end of the trainer")

@@ -64,7 +64,7 @@ def test_an_invalid_grid_is_rejected_with_the_name_of_its_flag(axis):
 
 def test_a_grid_has_at_most_a_hundred_jobs():
     assert len(grid([f"train.seed={','.join(map(str, range(100)))}"])) == 100
-    with pytest.raises(JobFileError, match="--grid: stands for 200 jobs; at most 100 at once"):
+    with pytest.raises(JobFileError, match="--grid: gives 200 jobs, but at most 100 are possible"):
         grid([f"train.seed={','.join(map(str, range(100)))}", "sae.k=2,4"])
 
 

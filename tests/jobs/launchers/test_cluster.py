@@ -74,7 +74,7 @@ def test_an_invalid_job_number_is_never_passed_to_scancel(program, tmp_path, lef
     (tmp_path / "slurm_job").write_text(left)
     cancel_left_behind(tmp_path)
     assert not (tmp_path / "asked").exists()
-    with pytest.raises(SlurmError, match="slurm_job holds no SLURM job id"):
+    with pytest.raises(SlurmError, match="slurm_job contains no SLURM job id"):
         SlurmJob.read(tmp_path / "slurm_job")
     (tmp_path / "slurm_job").write_text("7\n")
     cancel_left_behind(tmp_path)

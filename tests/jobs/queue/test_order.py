@@ -287,7 +287,7 @@ def test_slices_are_only_for_single_gpu_jobs_and_independent_processes():
 
 
 def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
-    assert turns([job(1, gpus_wanted=2)], [gpu(0)], NOW)[1].waits_for == "2 GPUs: this machine has fewer"
+    assert turns([job(1, gpus_wanted=2)], [gpu(0)], NOW)[1].waits_for == "2 GPUs: this machine has fewer GPUs"
     assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: no GPU can be read"
     assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of this job cannot be read"
 

@@ -76,7 +76,7 @@ def test_a_slow_start_is_reported_once(box, watching, monkeypatch):
     followed.poll()
     (event,) = box.control.events(2)
     assert (event.kind, event.level) == ("slow-start", "warning")
-    assert event.message.startswith("has not begun to train")
+    assert event.message.startswith("has not started to train")
 
 
 def test_a_resumed_job_is_running_only_once_its_new_ranks_have_begun(box, watching, monkeypatch):

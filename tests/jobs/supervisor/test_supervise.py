@@ -253,7 +253,7 @@ def test_a_waiting_supervisor_ends_when_its_data_folder_is_moved_or_deleted(box)
     moved = box.data.root.rename(box.data.root.with_name("moved"))
     box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to end")
     assert not box.data.root.exists()
-    assert "is gone" in (moved / "runs" / "1" / "logs" / "supervisor.log").read_text()
+    assert "no longer exists" in (moved / "runs" / "1" / "logs" / "supervisor.log").read_text()
     assert Control(moved / "control.db", readonly=True).state(1) == JobState.QUEUED
 
 

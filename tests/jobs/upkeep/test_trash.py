@@ -45,7 +45,7 @@ def test_a_deleted_job_disappears_with_its_files_and_can_be_restored_completely(
     assert trash.throw_away(box.data, job_id) == f"job {job_id} (job) is deleted"
     assert (is_listed(box, job_id), files(box, job_id)) == (False, [False, False])
     assert box.control.events(job_id) == []
-    assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is back"
+    assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is restored"
     assert (box.job(job_id), files(box, job_id)) == (before, [True, True])
     assert not (box.data.trash / str(job_id)).exists()
 
@@ -155,7 +155,7 @@ def test_a_failed_deletion_that_cannot_be_undone_reports_both_in_one_sentence(bo
     first, second = str(error.value).split("; ")
     assert first == f"the files of job {job_id} cannot be moved: Is a directory"
     run = box.data.trash / str(job_id) / "run"
-    assert second == f"{run} cannot be moved back to {box.data.run(job_id).root}: its place is taken"
+    assert second == f"{run} cannot be moved back to {box.data.run(job_id).root}: the target exists"
     assert run.is_dir()
     assert (is_listed(box, job_id), is_listed(box, other), files(box, other)) == (True, True, [True, True])
 
@@ -164,7 +164,7 @@ def test_one_job_that_cannot_be_restored_does_not_prevent_restoring_others(box):
     movable, blocked = ended(box), ended(box)
     trash.throw_all_away(box.data, [blocked, movable])
     box.data.run(blocked).root.write_text("in the way")
-    with pytest.raises(UserError, match="its place is taken"):
+    with pytest.raises(UserError, match="the target exists"):
         trash.put_all_back(box.data, [blocked, movable])
     assert (is_listed(box, movable), files(box, movable)) == (True, [True, True])
 
@@ -174,7 +174,7 @@ def test_a_repair_continues_if_files_cannot_be_moved_back(box):
     subprocess.run([sys.executable, "-c", CUT_OFF, str(box.data.root), "4", str(blocked)])
     box.data.run(blocked).root.write_text("in the way")
     messages = list(repair(box.data))
-    assert "its place is taken" in messages[0]
+    assert "the target exists" in messages[0]
     assert is_listed(box, blocked)
 
 
