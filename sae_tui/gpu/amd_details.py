@@ -1,6 +1,6 @@
 """Reads the details of an AMD GPU.
 
-This takes four driver calls with each process list, and a dozen while the GPU's page is open.
+Reading takes four driver calls with each process list, and a dozen while the GPU's page is open.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AmdDetails:
     def condition(self, *, whole: bool = True) -> Condition:
         """Return the GPU's memory errors and, if `whole`, also its clock, fan speed and throttling reasons.
 
-        This takes up to four driver calls. The first call with `whole` also reads the slowdown temperature.
+        Use up to four driver calls. The first call with `whole` also reads the slowdown temperature.
         """
         if not whole:
             return Condition(ecc_uncorrected=self._uncorrected())

@@ -142,7 +142,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One reading of one GPU. `timestamp` is in seconds since the epoch.
+    """A reading of a GPU; `timestamp` is in seconds since the epoch.
 
     `healthy` is False for a GPU that cannot be read; `reason` gives the cause in one clause. `unusable` explains why
     jobs cannot run on a GPU that can be read. `failed` maps each field whose sensor failed or returned an impossible
@@ -323,7 +323,7 @@ class GpuFacts:
 
 
 class SourceUnavailable(Exception):
-    """Raised if no GPU can be read: `reason` explains why, and `remedy` explains how to fix it.
+    """Raised if no GPU can be read; `reason` is the cause, and `remedy` is advice for the user.
 
     `is_broken` is True if something must be repaired, and False if the machine has no GPUs.
     """

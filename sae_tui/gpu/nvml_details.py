@@ -1,6 +1,6 @@
 """Reads the details of an NVIDIA GPU from NVML.
 
-This takes five driver calls with each process list, and two dozen while the GPU's page is open.
+Reading takes five driver calls with each process list, and two dozen while the GPU's page is open.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class NvmlDetails:
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
         self._health, self._health_due = Condition(), 0.0
-        # Functions that this GPU does not support. They are not called again.
+        # Functions that this GPU does not support; they are not called again.
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:

@@ -66,7 +66,7 @@ class Ancestor:
 
 
 class ProcessReader:
-    """Reads the processes on GPUs. It remembers them between reads, since CPU usage is computed from two reads."""
+    """Reads the processes on GPUs; remembers them between reads, since CPU usage is computed from two reads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _OsProcess] = {}

@@ -22,7 +22,7 @@ class RingReading(NamedTuple):
     temperature_c: float | None = None
     power_w: float | None = None
     memory_total_bytes: float | None = None
-    energy_j: float | None = None  # readings from the store do not include it
+    energy_j: float | None = None  # stored readings do not include the energy
 
     @property
     def is_blank(self) -> bool:
@@ -48,7 +48,7 @@ class Readable(Protocol):
 
 
 class Ring:
-    """A ring buffer of the latest samples of one GPU. It is thread-safe, and its lock is held only for microseconds."""
+    """A thread-safe ring buffer of the latest samples of one GPU; its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.power_limit_w: float | None = None  # from the latest sample that has it

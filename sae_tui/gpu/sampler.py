@@ -100,7 +100,7 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver. Then only `os._exit` can end the process."""
+        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` can end the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class Sampler:
             self.source.hurry()
 
     def resume(self) -> None:
-        """Reopen the driver, on the sampler's own thread."""
+        """Make the sampler's own thread reopen the driver after a pause."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()

@@ -48,7 +48,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
     "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
 }  # fmt: skip
-# These programs accept a password only directly after -p, without a space. A word after a space is a database name.
+# These programs accept a password only directly after -p; after a space, the next word is a database name.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
 # Longer texts are truncated, since searching them would take seconds.
 _LONGEST = 4096

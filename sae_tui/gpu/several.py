@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# The time limit for opening the vendors' drivers.
-# It is shorter than the limit for opening this source, so that the drivers that respond can still be used.
+# This limit is shorter than that for opening the entire source, so that the drivers that respond can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 

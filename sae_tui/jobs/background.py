@@ -12,7 +12,7 @@ from trainer.contract.process import take_back_signals
 
 
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
-    """Fork and call `begin` in the child. In the parent, return 0 once `begin` has succeeded, and 1 if it has failed.
+    """Fork and call `begin` in the child; in the parent, return 0 once `begin` has succeeded, and 1 if it has failed.
 
     The child then calls the function that `begin` returned, and exits without returning. If an error occurs, the child
     writes it to stderr and exits with 1.

@@ -214,7 +214,7 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
     """Check a job against the packages of the Python that it names, and yield the problems of that Python.
 
-    In the context, all checks of a job use these packages. If the job names no Python, yield no problems.
+    Within the context, all checks use the packages of that Python. If the job names no Python, yield no problems.
     """
     if not (python := job.launch.python):
         yield []

@@ -85,7 +85,7 @@ class Evaluations:
     def poll(self) -> bool:
         """Read the files and return whether an evaluation has changed; never raise.
 
-        This takes microseconds if there are no evaluations.
+        If there are no evaluations, a call takes only microseconds.
         """
         going = {one.job_id: _shown(one) for entry, one in _files(self._folder) if _is_going(entry, one)}
         changed, self.going = going != self.going, going

@@ -34,9 +34,9 @@ def this_machine() -> dict[str, Any]:
 def is_here(job: Job) -> bool:
     """Return whether a job is on this machine, even if the machine's name has changed.
 
-    The job is on this machine if it has the current boot id. Otherwise, the host name decides, unless the machine id
-    shows that another machine has this name. Equal machine ids prove nothing, since machines that were created from
-    the same image share their id.
+    The job is on this machine if it has the current boot id. If its boot id differs, the host name decides, unless the
+    machine id shows that another machine has this name. Equal machine ids prove nothing, since machines that were
+    created from the same image share their id.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -92,7 +92,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # This is unknown, since the job has no files whose times could show that it is alive.
+        # The job has no files whose times could show whether its host is silent.
         return ""
     # Import the module only here, since a waiting supervisor does not need it.
     import shlex

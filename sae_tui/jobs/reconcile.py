@@ -39,7 +39,7 @@ ORPHANS_S = 60.0
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
     """Correct the rows of jobs whose supervisor has ended; return the ids of the jobs whose state has changed.
 
-    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. This is fast if no row needs a
+    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. A call is fast if no row needs a
     correction.
     """
     try:

@@ -1,6 +1,6 @@
 """Restarts the supervisors of queued jobs that no longer have one, for example after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` runs in the background, so that commands need not wait for it. It starts the
+`python -m sae_tui.jobs.revive DATA_DIR` runs in the background, so that commands need not wait for it, and starts the
 supervisors one after another, in queue order.
 """
 

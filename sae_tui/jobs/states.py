@@ -80,7 +80,7 @@ def is_ranked(job: Job) -> bool:
 def was_resumed(job: Job) -> bool:
     """Return whether a job was started again by its user and not only automatically.
 
-    If so, `started` in the job's row is the time of the latest start.
+    For a resumed job, `started` in its row is the time of the latest start.
     """
     return job.attempt > job.restarts + 1
 

@@ -50,7 +50,7 @@ def _note_once(error: str) -> None:
 def retry(action: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    A store error is logged, and the call is retried for at least a minute. After that, the error is raised.
+    A store error is logged, and the call is retried; if it still fails after at least a minute, the error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:

@@ -192,7 +192,7 @@ def _usable(sample: GpuSample) -> int | None:
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
     """Return the processes on a GPU; for a leased GPU, omit processes without a user name.
 
-    Such a process may be a rank of the job that leases the GPU, since the processes in a container have no user name.
+    A process without a user name may be a rank of the job that leases the GPU, if that job runs in a container.
     """
     processes = sample.processes or ()
     return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes

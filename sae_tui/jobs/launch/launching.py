@@ -150,8 +150,7 @@ def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
     """Raise `JobFileError` if an untrusted job file sets code to run or sbatch options.
 
-    `distrust` explains why the file is not trusted, for example because other users can write to it. It is "" if the
-    file is trusted.
+    `distrust` explains why the file is not trusted, for example because other users can write to it; "" if it is.
     """
     # Check local jobs too: the options are copied into our own job file, and a later resume may use SLURM.
     table = to_table(job)

@@ -48,8 +48,8 @@ class Placement(msgspec.Struct, frozen=True):
     world_size: int
     any_gpus: bool = False
     # The job's outlook on these devices, or None if a job is resumed on its former devices.
-    # In the latter case, `had_bytes` is the memory that the job needed on each GPU before.
     look: AnyOutlook | None = None
+    # The memory that a job which is resumed on its former devices needed on each GPU before.
     had_bytes: int | None = None
     # The vendor of the GPUs, or "" if it is unknown.
     vendor: str = ""

@@ -57,7 +57,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     # The unit of `step`: "step" of a training, or "row" of an extraction.
     counts: str = "step"
-    # This cannot be derived from `step`, since the checkpoint of an imported SAE has step 0.
+    # False if there is no checkpoint; `step` does not show this, since the checkpoint of an imported SAE has step 0.
     has_checkpoint: bool = True
     # The total number of steps, or None unless the job is a training with a checkpoint.
     total_steps: int | None = None
@@ -203,7 +203,7 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return why a queued job does not start, namely because it waits for other jobs or is held, or "" if it starts."""
+    """Return a clause that explains why a queued job does not start yet, or "" if nothing prevents its start."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 

@@ -117,7 +117,7 @@ class RankGroup(RankStates[RankProcess]):
 def _die_with(supervisor: int) -> None:
     """Make the kernel send SIGTERM to this rank when the supervisor dies; exit if it has already died.
 
-    This runs in the rank's process before its program is executed.
+    This function runs in the rank's process before the rank's program is executed.
     """
     # Reset the handlers, since the handlers of the supervisor would handle these signals until the program is executed.
     for number in STOP_SIGNALS:
@@ -138,7 +138,7 @@ def is_halted(pid: int) -> bool:
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
     """Write the Python stacks of these processes to a file, as far as they can be read.
 
-    This also works for a process that is halted, or that waits in C++ code.
+    The stacks of processes that are halted or wait in C++ code can be read too.
     """
     sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(sections).encode(errors="replace"))

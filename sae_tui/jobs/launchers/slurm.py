@@ -1,6 +1,6 @@
 """Runs the ranks of an attempt on nodes that SLURM chooses.
 
-The supervisor stays on the host that submitted the job. It follows the ranks and their progress through files in the
+The supervisor stays on the host that submitted the job, and follows the ranks and their progress through files in the
 run folder, which all nodes can access.
 """
 

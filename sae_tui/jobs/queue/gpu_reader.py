@@ -31,13 +31,13 @@ from trainer.contract.store.rows import Job, Lease
 FRESH_S = 5.0
 # To look up the name of a GPU, readings up to this age are used, since the name does not change.
 NAMED_S = 86_400.0
-# This includes the startup of Python, and the time limits for opening the driver and for reading a GPU.
+# The time limit includes the startup of Python, and the limits for opening the driver and for reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 # Samples may be this many seconds older than requested while another process is reading the GPUs.
 LATE_S = 5.0
 # The time limit for the exit of a process that has responded; normally, it exits immediately.
 END_S = 1.0
-# The pause after a reading process hangs in the driver, and its maximum. It doubles with each further hang.
+# The pause after a reading process hangs in the driver, which doubles with each further hang, and its maximum.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 

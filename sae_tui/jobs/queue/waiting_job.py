@@ -78,7 +78,7 @@ class QueueEntry:
     def _is_news(self, kind: str, before: str) -> bool:
         """Return whether the reason for waiting is new and was not recorded in the last `RECORDED_FOR_S` seconds.
 
-        Otherwise, a job that waits for a month while processes on its GPUs change every minute would fill its history.
+        The limit is needed because the processes on a GPU may change every minute while a job waits for a month.
         """
         now = time.monotonic()
         if kind == before or now - self._recorded_at.get(kind, -RECORDED_FOR_S) < RECORDED_FOR_S:
@@ -165,7 +165,7 @@ class QueueEntry:
     def _report_halted(self) -> None:
         """Record which supervisors of skipped jobs are halted or hang, since this job starts before these jobs.
 
-        Such a supervisor may have given a sign of life just before it was halted. `report_silent` later reports
+        A halted supervisor may have given a sign of life just before it was halted. `report_silent` later reports
         supervisors that no longer give a sign of life.
         """
         with tolerate("reporting supervisors that do not answer"):

@@ -310,7 +310,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Start storing GPU samples while the job runs, since no app may be running; return None if this fails.
+    """Start storing GPU samples while a job runs, in case no app is running; return None if this fails.
 
     Errors in the recording never affect the job.
     """

@@ -14,7 +14,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# This interval is long enough to use little time, and short enough that little is lost if the supervisor is killed.
+# The interval between updates is long enough to use little time, and short enough to lose little energy after a kill.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
 # A smaller forward step of the clock is an ordinary adjustment.

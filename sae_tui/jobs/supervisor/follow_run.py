@@ -84,7 +84,7 @@ class Watch:
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # This is initially None, so that the first poll also reads requests that were made during the start.
+        # The version is initially None, so that the first poll also reads requests that were made during the start.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0

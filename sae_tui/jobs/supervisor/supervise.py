@@ -121,7 +121,7 @@ class Supervisor:
                     write_record(self._paths, self._job)
                     return True
             if self._orders.to_end_since:
-                # This is reached only if the store cannot be read. `_conclude` also records the end in the run folder.
+                # The store cannot be read at this point. `_conclude` also records the end of the job in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)
@@ -319,7 +319,7 @@ class Supervisor:
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
     """Fork the supervisor; in the parent, return 0 once the supervisor has registered itself, or 1 if this has failed.
 
-    In the child, this function never returns.
+    This function never returns in the child.
     """
     root, job_id = arguments
 

@@ -48,7 +48,7 @@ class Postmortem(msgspec.Struct, frozen=True):
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
-    """Return why a job failed or was lost; return None for any other job. This reads a few small files."""
+    """Return why a job failed or was lost, based on a few small files; return None for any other job."""
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)

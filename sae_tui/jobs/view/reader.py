@@ -243,7 +243,7 @@ class _SilentHosts:
 
 
 class JobReader:
-    """Reads a job with its curves, events and logs; `view` is None until the job is read, and after its deletion."""
+    """Reads a job with its curves, events and logs; `view` is None until the job is read, and after it is deleted."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
         """Read a job in a data folder; if `mends`, rebuild missing roll-ups of the job's metrics once."""

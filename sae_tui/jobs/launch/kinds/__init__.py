@@ -25,7 +25,7 @@ L = TypeVar("L", bound=AnyOutlook)
 class LaunchKind(Generic[J, L]):
     """The summary, the memory need and the row of a kind of job.
 
-    These default implementations are sufficient for a kind of job whose needs are unknown.
+    The default implementations are sufficient for a kind of job whose needs are unknown.
     """
 
     # The heading above the settings in the launch form.
