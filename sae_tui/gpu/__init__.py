@@ -23,7 +23,7 @@ def source_names() -> tuple[str, ...]:
 
 
 def load_source(name: str, **options: Any) -> GpuSource:
-    """Return the named source, not yet opened; `options` are passed to its constructor.
+    """Return the named source, not yet opened; `options` are passed to the source's constructor.
 
     Raise `UserError` if no source has this name.
     """
@@ -56,5 +56,5 @@ def resolve(name: str) -> str:
 
 
 def vendor_to_name(source_name: str) -> Vendor:
-    """Return the vendor to mention in messages about a source's GPUs; for simulated GPUs, return the first one."""
+    """Return the vendor to mention in messages about a source's GPUs; for simulated GPUs, return the first vendor."""
     return VENDORS.get(source_name) or next(iter(VENDORS.values()))

@@ -76,7 +76,7 @@ class CapacityShares:
 
 
 def shares(past: RecentHistory) -> CapacityShares:
-    """Return the share of their total capacity that all GPUs used in each interval of a history."""
+    """Return the share of the total capacity that all GPUs together used in each interval of a history."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     quantities = zip(*rows, strict=True) if rows else ((),) * 4

@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI. Its Python module is loaded by `open`, not when this module is imported."""
+"""Reads AMD GPUs through AMD SMI, whose Python module is loaded only when a source is opened."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class _AmdGpu:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the sample fields of a GPU that cannot be read: a fault, or none if it never supported any sensor."""
+        """Return the sample fields of an unreadable GPU: a fault, or no fields if it has never supported a sensor."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}

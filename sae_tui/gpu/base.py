@@ -156,8 +156,7 @@ class GpuSample:
     _: KW_ONLY
     memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
-    # The free memory that the driver reports, which excludes the memory that the driver reserves for itself.
-    # If the driver does not report it, this is the total memory minus the used memory.
+    # The free memory without the memory that the driver reserves or, if unknown, the total minus the used memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
     utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[
@@ -211,7 +210,7 @@ class GpuSample:
     def is_latched(self) -> bool:
         """True if the GPU reports full utilisation although no process uses its memory, as Blackwell does after a kill.
 
-        The reading stays at 100 % until a process creates a CUDA context.
+        The reported utilisation stays at 100 % until a process creates a CUDA context.
         """
         unexplained = self.unexplained_bytes
         is_free = self.processes == () and unexplained is not None and unexplained <= CONTEXT_BYTES
@@ -339,7 +338,7 @@ class GpuSource(Protocol):
     """A way to read GPUs. Every call may block forever; each GPU is read only from its own thread."""
 
     name: str
-    cuda: bool  # True if PyTorch uses these GPUs as "cuda" devices; False if CPU processes simulate them
+    cuda: bool  # whether PyTorch uses these GPUs as "cuda" devices, rather than CPU processes that simulate them
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable` on failure."""

@@ -38,8 +38,8 @@ class GpuMeter:
     """Measures the energy that one GPU has used since `begin`; readings must arrive in chronological order.
 
     Between two readings of the energy counter, the energy is the difference of the readings, even across a gap.
-    Elsewhere, it is the power integrated by the trapezoidal rule. The first power reading also applies to the time
-    before it, and the last one to the time after it, up to `LONGEST_GAP_S` each.
+    Elsewhere, the energy is the power integrated by the trapezoidal rule. The first power reading also applies to the
+    time before it, and the last one to the time after it, up to `LONGEST_GAP_S` each.
     """
 
     def __init__(self, begin: float) -> None:

@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the GPU history of a host. Only one process per host, which holds a file lock, writes to it."""
+"""Writes `gpu.db`, the GPU history of a host; only one process per host, which holds a file lock, does so at a time."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Recorder:
         If none of them is stored, return the readings that are later than all stored ones.
         """
         times = [row.timestamp for row in rows]
-        # The GPU may have had another index before.
+        # Search all indices of this host, since the GPU may have had another index before.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
         stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
         known = [place for place, time_ in enumerate(times) if time_ in stored]

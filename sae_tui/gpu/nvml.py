@@ -37,7 +37,7 @@ TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0)
 UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)
 POWER = (("nvmlDeviceGetPowerUsage",),)
 POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagementLimit",))
-ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # mJ; not supported before Volta
+ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # in mJ; not supported by GPUs before Volta
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
 # NVML's codes for the path between two GPUs.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# A cached owner expires after this time. Reading the owner of a process takes 0.4 ms and a new thread.
+# Owners are cached for this time, since reading the owner of a process takes 0.4 ms and a new thread.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
 # Cached results by pid and start time, each with the monotonic time when it expires.

@@ -1,7 +1,7 @@
 """Reads the files of a process in /proc with a time limit.
 
 The kernel locks the memory of a process while its command line or environment is read. A process that hangs in a driver
-may hold that lock forever and so block the reader.
+may hold the memory lock forever, and so block the reader.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class ProcessReader:
         shares = [sm_percents[index][pid] for index, _ in on_gpus if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
-        # The driver's pid may belong to another container; in this one, a process of another user then has that pid.
+        # The driver's pid belongs to another container if, in this one, a process of another user has that pid.
         if host is not None and None is not listed.user != host.user:
             host = None
         return ProcessDetails(

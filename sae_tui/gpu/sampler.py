@@ -53,7 +53,7 @@ class _SampledGpu:
 
     sample: GpuSample
     ring: Ring
-    answered: float  # monotonic time of the last response
+    answered: float  # the monotonic time of the last response
     took_s: float = 0.0  # duration of the last read
     buffered: tuple[RingReading, ...] | None = None  # the driver's buffer at the first healthy read
     details: GpuDetails | None = None
@@ -106,7 +106,7 @@ class Sampler:
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # The first thread is the one that starts the others. Once it has ended, no further threads are added.
+        # Wait for the first thread first: it starts the others, so none is added once it has ended.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)

@@ -1,4 +1,4 @@
-"""The sensors of a GPU. Each is declared once, at a field of a reading; all views and the JSON output use this.
+"""The sensors of a GPU, which are declared once, at the fields of a reading, for all views and the JSON output.
 
 Drivers sometimes return impossible values, such as a number with all bits set, or a negative number as an unsigned one.
 The readings of all vendors are checked, since a single impossible value would make the sums, stored values and plots of

@@ -78,7 +78,7 @@ LAST_BUSY = (
 class StoredSample(NamedTuple):
     """A row of the history: one sample, or the mean of several samples; `samples` is their number.
 
-    For a mean, `timestamp` is the time of the first possible sample.
+    The `timestamp` of a mean is the start of its time step.
     """
 
     gpu_index: FewAtOnce
@@ -203,7 +203,7 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """Return the `places` of a query as JSON: GPU indices, each with its time ranges of samples and of minute means.
+    """Return the `places` of a query as JSON, that is, GPU indices with the time ranges of samples and minute means.
 
     If `uuid` is given, include only the indices that this GPU has had. If both tables cover a time, read the samples;
     with `minutes`, read the minute means, which are sixty times fewer.

@@ -59,7 +59,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Set a job's priority in the queue (-100 to 100); that of a running job applies if the job is queued again."""
+    """Set a job's priority in the queue (-100 to 100); for a running job, it applies if the job is queued again."""
     if not -100 <= priority <= 100:
         raise UserError(f"a priority is -100 to 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)

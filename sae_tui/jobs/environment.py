@@ -132,7 +132,7 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def packages(self) -> OtherInterpreter:
-        """The installed packages, which a job is checked against."""
+        """The installed packages, for the checks of a job."""
         if (answer := self.answer) is None:
             return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
@@ -150,7 +150,7 @@ class Environment(msgspec.Struct, frozen=True):
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
         if answer.trainer_error:
             return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
-        # Import it only here, since this takes as long as an entire command.
+        # Import the function only here, since the import takes as long as an entire command.
         from importlib.metadata import version
 
         if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):

@@ -62,7 +62,7 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Return the numbers of dense and silent latents: `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    """Return the numbers of dense and silent latents, like `23 dense (on more than 10 % of the rows), 3 never fire`."""
     return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 

@@ -67,7 +67,7 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
 
 
 def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
-    """End the jobs of another host that will not return, and yield a message for each job.
+    """End the jobs of a host that is permanently gone, and yield a message for each job.
 
     Without `host`, end only jobs that cannot be alive anywhere, and yield messages about hosts that have long been
     silent. Do not change jobs that have recently given a sign of life. Raise `UserError` if `host` has no active jobs.

@@ -20,7 +20,7 @@ def write_record(paths: RunPaths, job: Job) -> None:
 def as_recorded(paths: RunPaths, job: Job) -> Job:
     """Return the row for rebuilding a lost store: the recorded row, but with the state of `job`.
 
-    Unlike `job`, the recorded row includes later edits. If there is no record, return `job`.
+    The recorded row includes edits that `job` lacks. If there is no record, return `job`.
     """
     record = read_record(paths)
     return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job

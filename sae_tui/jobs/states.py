@@ -72,7 +72,7 @@ def is_ranked(job: Job) -> bool:
     """Return whether a job's quality can be compared with that of other jobs, which requires a complete training.
 
     Most of the improvement happens while the learning rate falls. Halfway through a run, the FVU is 15 % above that of
-    a finished run that is a quarter as long. A comparison at that point would favour the wrong recipes.
+    a finished run that is a quarter as long. A comparison of unfinished runs would favour the wrong recipes.
     """
     return job.state.is_final and job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST)
 
@@ -86,5 +86,5 @@ def was_resumed(job: Job) -> bool:
 
 
 def stands(job: Job) -> str:
-    """Return a job's state as a predicate that follows "job 5": `is running`, `is paused` or `has finished`."""
+    """Return a job's state as a predicate that follows "job 5", such as `is running` or `has finished`."""
     return ENDED.get(job.state) or f"is {describe_state(job).word}"

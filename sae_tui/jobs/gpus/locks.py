@@ -108,7 +108,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """Return a dict that maps the UUID of each locked GPU to the pid that acquired the lock.
 
-    Locks that were acquired in another PID namespace are omitted. No lock is acquired to determine this.
+    Locks that were acquired in another PID namespace are omitted. This function does not acquire any lock.
     """
     return _holders({uuid: _path(folder, uuid) for uuid in uuids})
 

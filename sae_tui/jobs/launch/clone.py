@@ -40,7 +40,7 @@ def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) ->
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-    """Return a name that no other job has; if `quick` is taken, return `quick-2`, or else `quick-3` and so on."""
+    """Return a name that no other job has, such as `quick-2` if `quick` is taken, or `quick-3` if both are taken."""
     names = set(taken)
     if name not in names:
         return name

@@ -21,8 +21,8 @@ _WRONG, _REMEDY = "# ✗", "# → correct it and save; if you change nothing, th
 def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
     """Open a job file in the editor until it is valid, and return its table; return None if the user changed nothing.
 
-    Comments at the top show the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot be run, or if it
-    exits without a valid job file; in the latter case, the message names a file that contains the edited text.
+    Comments at the top show the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot be run. Also
+    raise it if the editor exits without a valid job file; the message then names a file with the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:

@@ -106,7 +106,7 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
-    """Launch jobs one after another and return their ids; if one fails, raise `UserError` that lists those launched."""
+    """Launch jobs one after another and return their ids; if one fails, raise `UserError` with the launched jobs."""
     launched: list[int] = []
     for job, placement in jobs:
         try:

@@ -49,7 +49,7 @@ class Placement(msgspec.Struct, frozen=True):
     any_gpus: bool = False
     # The job's outlook on these devices, or None if a job is resumed on its former devices.
     look: AnyOutlook | None = None
-    # The memory that a job which is resumed on its former devices needed on each GPU before.
+    # The memory that the job needed on each GPU before, if it is resumed on its former devices.
     had_bytes: int | None = None
     # The vendor of the GPUs, or "" if it is unknown.
     vendor: str = ""

@@ -17,7 +17,7 @@ from trainer.contract.trust import open_own
 LOOK_EVERY_S = 1.5
 # The time limit for SLURM's commands: a busy controller responds late, and one that is down does not respond at all.
 TIMEOUT_S = 15.0
-# A job that SLURM does not know this many times in a row has ended and was forgotten (after MinJobAge).
+# A job that SLURM does not know this many times in a row has ended: SLURM forgets ended jobs after MinJobAge.
 # A restarted controller may briefly not know a running job.
 TIMES_UNKNOWN = 3
 _OVER = {

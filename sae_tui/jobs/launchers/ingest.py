@@ -18,7 +18,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Copies progress lines into a store. The position is saved next to the file, so that a restart continues there."""
+    """Copies progress lines into a store; saves its position, so that a restarted supervisor continues from there."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db

@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank that is followed through its mark file; `launch_log` contains the output before it had its own log."""
+    """A rank that is followed through its mark file; `launch_log` contains output from before the rank had a log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))

@@ -25,7 +25,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# After a failure, the job may end on its own within this time before it is cancelled; SLURM then reports the reason.
+# A job that has failed is cancelled only after this time, since SLURM reports the reason if the job ends on its own.
 ENDS_ITSELF_S = 15.0
 # The delay after which a network file system shows the last data that a node has written.
 WORDS_S = 5.0

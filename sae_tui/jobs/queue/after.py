@@ -47,7 +47,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         except Unreadable as error:
             return f"{comes_after([other])}, but {error}"
         if state is None and data.run(other).root.is_dir():
-            # The store was lost, and with it the state of the other job.
+            # The state of the other job is unknown, since the store was lost.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` restores it"
         if state is None:
             remedy = f"stop waiting for it: `sae-tui after {job.id}`"

@@ -1,9 +1,9 @@
 """Decides which queued job starts next; all supervisors reach the same decision from the same queue and GPUs.
 
 Jobs are ordered by priority, then by age. A job that cannot start yet reserves the GPUs that will become free for it
-first. Until then, other jobs may use these GPUs (backfill) if they are expected to end in time. Backfill ends when the
-waiting job has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits at most for that time plus the
-duration of the longest running job.
+first. Other jobs may use reserved GPUs if they are expected to end in time (backfill). Backfill ends when the waiting
+job has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits for at most `BACKFILL_S` plus the duration
+of the longest running job.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
     def has_memory(self, job: Job) -> bool:
         """Return whether a job fits into the memory that other users leave free, regardless of our own jobs.
 
-        If that memory is unknown, return True for a job that names its GPUs, and False for one that accepts any GPU.
+        If the free memory is unknown, return True for a job that names its GPUs, and False for one that accepts any.
         """
         if self.free_bytes is None:
             return not job.any_gpus
@@ -142,7 +142,7 @@ def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) 
 def _keep(
     job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
-    """Return the job's reservations: a dict that maps the UUIDs of the GPUs that it can use first to reservations.
+    """Return a dict that maps the UUIDs of the GPUs that will be the first to be free for a job to its reservations.
 
     Return {} if the job waits for other users, since it is unknown when their processes will end.
     """

@@ -18,7 +18,7 @@ from trainer.contract.store.states import DONE
 
 
 def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
-    """Return a dict that maps the folders that the unfinished jobs in `after` will write to what they will contain.
+    """Return the future content of the folders that the unfinished jobs in `after` will write, by folder.
 
     Raise `UserError` if a job does not exist.
     """
@@ -32,7 +32,7 @@ def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
 
 
 def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
-    """Return a dict that maps the folders that queued and running jobs will write to what they will contain."""
+    """Return the future content of the folders that queued and running jobs will write, by folder."""
     return {folder: one for job in jobs if not job.state.is_final for folder, one in _promises(job).items()}
 
 

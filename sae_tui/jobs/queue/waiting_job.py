@@ -26,7 +26,7 @@ from trainer.contract.store.states import JobState
 
 # A job that may start reads the GPUs again, unless they have been read within this time.
 JUST_NOW_S = 1.0
-# A supervisor that could have started its job for this time is regarded as silent: it checks its turn every 10 s.
+# A supervisor that does not start its job for this time although it could is regarded as silent.
 SILENT_AFTER_S = 30.0
 # The states of a process that is halted by a signal or a debugger, or that waits for a disk.
 _HALTED = ("T", "t", "D")

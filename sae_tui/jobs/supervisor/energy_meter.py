@@ -36,7 +36,7 @@ class EnergyMeter:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start measuring now. The samples also use `clock`, whereas `steady` never goes backwards."""
+        """Start measuring now; `clock` is the clock of the samples, and `steady` is a clock that never jumps."""
         self._steady = steady
         self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock

@@ -245,7 +245,8 @@ class Supervisor:
     def _pause(self, ending: JobEnding) -> JobEnding | None:
         """Put the job back into the queue, where it is held, and free its GPUs for other jobs.
 
-        Return None if the job is paused. Return its ending if it must stop instead, or if the pause cannot be recorded.
+        Return None if the job is paused. Return an ending if the job must stop instead, or if the pause cannot be
+        recorded.
         """
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:

@@ -38,7 +38,7 @@ class Installed:
         return _state() == self._at_start
 
     def restart_if_replaced(self) -> bool:
-        """Restart the program of this process if its package has been replaced; return True if it has not been.
+        """Restart the program of this process if its package has been replaced; otherwise, return True.
 
         The new program has the same log and environment, but the locks are released. Return False if the package has
         been replaced but cannot be loaded, as in the middle of an upgrade.

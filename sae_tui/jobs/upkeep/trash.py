@@ -224,7 +224,7 @@ def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # Remove this file first: without it, the deletion is regarded as interrupted, so that no file is deleted.
+        # Remove this file first, so that the deletion is regarded as interrupted and the job's files are not deleted.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
