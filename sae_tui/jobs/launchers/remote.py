@@ -66,7 +66,7 @@ class RemoteRank(OneRank):
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
-        # Ignore a mark without an end, which was written when the rank started.
+        # Ignore a mark that was written when the rank started and does not record its end.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)

@@ -50,7 +50,7 @@ TICK_S = 0.25
 # The time to wait for the driver's own error after a GPU has failed; GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
-NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone it"
+NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone the job"
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -195,7 +195,7 @@ class Watch:
             self._asked_to_finish |= "finish" in asked
             self._seen_version = version
         if self.requests and not self._is_stopping:
-            # If the store is unavailable, this raises an error, and the next call tries again.
+            # If the store is unavailable, `_move` raises an error, and the next call tries again.
             kind = next(kind for kind in _WORDS if kind in self.requests)
             self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
             self._is_stopping = True

@@ -121,7 +121,7 @@ class Supervisor:
                     write_record(self._paths, self._job)
                     return True
             if self._orders.to_end_since:
-                # The store cannot be read at this point. `_conclude` also records the end of the job in the run folder.
+                # Although the store cannot be read, `_conclude` can record the end of the job in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)

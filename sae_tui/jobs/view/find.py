@@ -72,7 +72,7 @@ def architectures(job: Job) -> str:
 
 
 def waits(job: Job) -> str:
-    """Return a short text about why a job waits, which is shown after its state.
+    """Return a short text about why a job waits; the text is shown after the job's state.
 
     The text starts with the job's priority if that is not 0. If the job's host is silent, the text describes this.
     """
