@@ -1,6 +1,6 @@
 """Prints the modelled speed-up of several GPUs: every mode compared with our step on one GPU.
 
-    python tests/benchmarks/speedup.py [--card "NVIDIA H200"] [--d-in 2304] [--d-sae 65536] [--batch 4096]
+    python tests/benchmarks/speedup.py [--gpu "NVIDIA H200"] [--d-in 2304] [--d-sae 65536] [--batch 4096]
     python tests/benchmarks/speedup.py --markdown | --write
 
 The first command uses the speeds in `box.json` if jobs or `sae-tui doctor --probe` have measured this GPU, otherwise
@@ -73,7 +73,7 @@ GPUS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--card", default="NVIDIA H200")
+    parser.add_argument("--gpu", default="NVIDIA H200")
     parser.add_argument("--d-in", type=int, default=2304)
     parser.add_argument("--d-sae", type=int, default=65536)
     parser.add_argument("--k", type=int, default=64)
