@@ -92,6 +92,25 @@ async def test_the_title_of_the_focused_panel_has_the_accent_colour(make_app, jo
         assert log.styles.border_title_color != settings.styles.border_title_color
 
 
+async def test_moving_the_focus_inside_a_form_restyles_no_other_fields(make_app, monkeypatch) -> None:
+    app = make_app(2)
+    async with app.run_test(size=SIZES["framed"]) as pilot:
+        await pilot.press("n", "tab")
+        await pilot.pause()
+        assert app.screen.query_one("#settings-panel").has_class("-focused")
+        sizes, update_nodes = [], app.stylesheet.update_nodes
+
+        def update(nodes, animate=False):
+            sizes.append(len(nodes := list(nodes)))
+            update_nodes(nodes, animate)
+
+        monkeypatch.setattr(app.stylesheet, "update_nodes", update)
+        await pilot.press("down")
+        await pilot.pause()
+        # A row has four widgets, and the form over a hundred.
+        assert 0 < max(sizes) < 10
+
+
 @pytest.mark.parametrize("frame", SIZES)
 async def test_a_long_name_leaves_space_for_state_and_devices_in_the_title(make_app, data, frame) -> None:
     long = record_job(data, "n" * 80, JobState.RUNNING, world_size=2)
