@@ -1,1 +1,1 @@
-"""Headless trainer of sparse autoencoders. Importing it loads nothing."""
+"""Headless trainer of sparse autoencoders. Importing this package loads no other module."""

@@ -1,8 +1,8 @@
-"""Trains an SAE from Python, on an iterator of tensors, without files, other processes or a store.
+"""Trains an SAE in the current process on an iterable of tensors, without a job file, a run folder or a store.
 
 from trainer.api import train
 
-# Tensors [n_tokens, d_in], or pairs of them for a transcoder.
+# `batches` yields tensors [n_tokens, d_in], or pairs of tensors for a transcoder.
 fitted = train(batches, d_sae=3072, k=32, n_steps=500, held_out=rows)
 print(fitted.values["heldout_fvu"], fitted.encode(x).shape)  # "fvu" is measured on the last training batches
 fitted.save("my-sae")  # SAELens' format
@@ -47,7 +47,7 @@ Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Fitted:
-    """A trained SAE, and `values`, the metrics of its last log interval."""
+    """A trained SAE. `values` contains the metrics of the last log interval."""
 
     def __init__(self, learner: Learner, values: Mapping[str, float]) -> None:
         self.sae, self.values = learner.sae, dict(values)
@@ -84,11 +84,12 @@ def train(
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
-    """Train on `n_steps` batches of raw activations and return the SAE; `data` restarts at its end if re-iterable.
+    """Train on `n_steps` batches of raw activations and return the SAE.
 
-    `settings` are the settings of `[sae]` and `[train]` in a job file, by name. Raise `JobFileError` if a setting is
-    unknown or invalid, and `UserError` if training on the data is impossible; warn if there is too little data.
-    `on_log(step, values)` is called every `log_every` steps; `values` are means over the steps since the last call.
+    If `data` ends too early, it is iterated again, unless it can be iterated only once. `settings` accepts the settings
+    of the sections `[sae]` and `[train]` of a job file. Raise `JobFileError` if a setting is unknown or invalid, and
+    `UserError` if training on the data is impossible; warn if there is too little data. `on_log(step, values)` is
+    called every `log_every` steps; `values` contains the means of the metrics over the steps since the last call.
     `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include `heldout_fvu` and
     `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
     """
@@ -147,7 +148,7 @@ _NOT_HERE = {
 
 def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
     train = {"n_steps": n_steps, "batch_size": batch_size}
-    # A placeholder: a job requires a [data] section, but here the data is tensors.
+    # A placeholder: a job requires a [data] section, but here the data is passed as tensors.
     table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
     for name, value in settings.items():
         if name in _NOT_HERE:

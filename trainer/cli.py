@@ -65,14 +65,14 @@ from trainer.ranks.foreground import (
 if TYPE_CHECKING:
     from trainer.training.push import Push
 
-# Commands that start without torch; `rank` starts so that it can record a missing package as the reason for failure.
+# Commands that start without torch. `rank` does, so that it can record a missing package as the reason for its failure.
 _WITHOUT_TORCH = ("estimate", "rank")
 # The default parent folder for runs.
 RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; print errors that a user can cause, with one line per problem."""
+    """Run one command and return its exit code; print user errors with one line per problem."""
     take_back_signals()
     keep_own_access()
     with inspecting_by(foreign.inspect):
@@ -120,7 +120,7 @@ def _warn(text: str) -> None:
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
-    """Return all paths among the flags, by their text, plus the default parent folder for runs."""
+    """Return a dict that maps the text of each path argument to its `Path`; without `--out`, `run` adds its default."""
     values = [*vars(flags).values(), *getattr(flags, "paths", ())]
     paths = {str(value): value for value in values if isinstance(value, Path)}
     return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
@@ -150,7 +150,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
     """Return the job; raise `JobFileError` if the job runs a model's own code and no flag allows this."""
-    # The Python and the sbatch options need no check here, since only `sae-tui` uses them.
+    # The job's Python interpreter and sbatch options need no check here, since only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job
 
@@ -293,7 +293,7 @@ def _export(flags: argparse.Namespace) -> int:
 
 
 def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Export the SAEs of one checkpoint, or a set from several runs; return the result as JSON and as lines of text."""
+    """Export the SAEs of one checkpoint, or a set from several runs; return the result as a dict and as text lines."""
     from trainer.evaluation.contexts import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set, is_set
@@ -418,7 +418,7 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
         raise UsageError("--gpus: there is no GPU here; cpu checks this machine's CPU")
-    # This makes memory and matrix products the same as in a run.
+    # Set the same environment variables as a run, so that memory use and matrix products are the same.
     cuda_variables.set_here()
     from trainer.self_test.base import Check
     from trainer.self_test.run import run

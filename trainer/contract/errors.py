@@ -1,4 +1,4 @@
-"""Errors for the user; each message is one sentence that names the field and the fix."""
+"""Errors that are shown to the user; each message is one sentence that names the affected field and the fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem with a job: the setting (`train.batch_size`), the message and the severity."""
+    """A problem with a job: the setting (such as `train.batch_size`), the message and the severity."""
 
     path: str
     message: str
@@ -36,7 +36,7 @@ class BadUsage(UsageError):
 
 
 class JobFileError(UsageError):
-    """Reports that a job cannot run, with all the reasons."""
+    """An error that lists all the reasons why a job cannot run."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -44,15 +44,18 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: an `OSError`'s reason without its number, or another error's text."""
+    """Return the message for the user: the reason of an `OSError` without its number, or the text of another error."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return a library error's first line (two lines if the first ends with a colon), or its class name if empty."""
+    """Return the first line of a library error, or the name of the error's class if it has no text.
+
+    A first line that ends with a colon is joined with the second.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
-    # For such a file, torch recommends `weights_only=False`, which would run code in the file.
+    # For a pickle of more than tensors, torch recommends `weights_only=False`, which would run code from the file.
     return "it holds a pickle with more than tensors, which could run code" if "weights_only" in line else line
 
 

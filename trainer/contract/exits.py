@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """An exit code with a short meaning, for the end of help texts, and a full meaning."""
+    """An exit code with two descriptions: `short`, for the end of help texts, and the full `meaning`."""
 
     short: str
     meaning: str

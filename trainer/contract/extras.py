@@ -1,7 +1,7 @@
 """The trainer's optional packages: whether they are installed, and which command installs them.
 
-Without them, the app still shows GPUs and jobs and takes 50 MB of disk space; the smallest torch build takes 1 GB. The
-trainer uses the packages of this Python, or of another Python that a job names and that reports its packages.
+Without these packages, the app still shows GPUs and jobs. The app takes 50 MB of disk space, and the smallest torch
+build takes 1 GB. The trainer uses the packages of this Python, or of another Python interpreter if a job names one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OF_TRAINER = ("torch", "numpy", "safetensors")
 
 
 class OtherInterpreter(NamedTuple):
-    """The packages of another Python; `names` contains the installed ones among the requested packages, None if
-    unknown.
+    """The packages of another Python interpreter.
 
-    `python` is its path. `torch_version` is "" if unknown. `torch_runtime` is the platform for which this Python's
-    torch is built: "cuda", "hip", or "" for neither.
+    `python` is the path of the interpreter. `names` contains the requested packages that are installed there, or is
+    None if unknown. `torch_version` is "" if unknown. `torch_runtime` is the platform for which this Python's torch is
+    built: "cuda", "hip", or "" for neither.
     """
 
     python: str
@@ -39,13 +39,13 @@ _ELSEWHERE: ContextVar[OtherInterpreter | None] = ContextVar("elsewhere", defaul
 
 
 def elsewhere() -> OtherInterpreter | None:
-    """Return the packages of the other Python that jobs are currently checked against; None if it is this Python."""
+    """Return the other Python that jobs are currently checked against, with its packages; None if it is this Python."""
     return _ELSEWHERE.get()
 
 
 @contextlib.contextmanager
 def judged_by(there: OtherInterpreter | None) -> Iterator[None]:
-    """Check jobs, in this thread, against the packages of another Python."""
+    """Check jobs against the packages of another Python within this context."""
     token = _ELSEWHERE.set(there)
     try:
         yield
@@ -54,9 +54,9 @@ def judged_by(there: OtherInterpreter | None) -> Iterator[None]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a job could import a module; True if unknown. The module is not imported.
+    """Return whether a job could import a module, without importing it; True if unknown.
 
-    A folder that merely has the module's name does not count.
+    A folder that merely has the module's name is not considered a module.
     """
     if (there := elsewhere()) is not None:
         return there.names is None or module in there.names
@@ -68,7 +68,7 @@ def is_installed(module: str) -> bool:
 
 
 def install(extra: str) -> str:
-    """Return the command that adds an extra to the Python that jobs are checked against."""
+    """Return the command that installs an extra of sae-tui into the Python that jobs are checked against."""
     if (there := elsewhere()) is not None:
         return f"{there.python} -m pip install 'sae-tui[{extra}]'"
     return f"{_way_of(Path(sys.prefix))} 'sae-tui[{extra}]'"
@@ -78,7 +78,7 @@ def _way_of(prefix: Path) -> str:
     """Return the install command that suits an environment; pipx and uv create environments without pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
-    # `uvx` creates environments in its cache, which do not last.
+    # `uvx` creates temporary environments in its cache.
     is_of_uvx = prefix.parent.name.startswith("archive-v")
     return "uv tool install" if is_of_uvx or (prefix / "uv-receipt.toml").exists() else "pip install"
 

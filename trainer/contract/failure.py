@@ -1,4 +1,4 @@
-"""Errors as JSON: the output of a failed command if a script requested JSON."""
+"""Errors as JSON, which is the output of a failed command with `--json`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show_failure(error: Exception | str) -> None:
 
 
 def failure_in(output: bytes | str) -> str:
-    """Return the error in the last line of a failed command's output as a sentence; "" if the line is no `Refusal`."""
+    """Return the error in the last line of a failed command's output as a sentence; "" if that line is no `Refusal`."""
     lines = output.splitlines()
     try:
         first = decode_as(lines[-1] if lines else b"", Refusal).error
@@ -55,7 +55,7 @@ def failure_in(output: bytes | str) -> str:
 
 
 def refusal(error: Exception | str) -> Refusal:
-    """Convert an error to its JSON output."""
+    """Convert an error to the output of a failed command."""
     if isinstance(error, BadUsage):
         return Refusal(Failure(*_field_and_rest(_utf8(error.message)), error.fix))
     if isinstance(error, JobFileError):
@@ -75,7 +75,7 @@ def _field_and_rest(sentence: str) -> tuple[str | None, str]:
 
 
 def _what_and_fix(sentence: str) -> tuple[str, str | None]:
-    """Split `what is wrong; what to do` at the first semicolon outside brackets."""
+    """Split `what is wrong; what to do` at the first semicolon outside parentheses."""
     depth = 0
     for place, char in enumerate(sentence):
         depth += (char == "(") - (char == ")")
@@ -85,5 +85,5 @@ def _what_and_fix(sentence: str) -> tuple[str, str | None]:
 
 
 def _utf8(text: str) -> str:
-    """Replace characters that cannot be encoded as UTF-8, which a file name may contain."""
+    """Replace characters that cannot be encoded as UTF-8; a file name may contain such characters."""
     return text.encode(errors="replace").decode()

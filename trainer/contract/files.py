@@ -1,4 +1,4 @@
-"""Writes small files atomically, and opens other people's files without blocking on a pipe or a device."""
+"""Writes small files atomically, and opens other users' files without blocking on a pipe or a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.paths import file_mode, open_below
 
 # The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this long, so an older temporary file was left by a killed process.
+# No write takes this many seconds, so an older temporary file was left behind by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
@@ -25,7 +25,7 @@ _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write a file atomically: a reader sees the complete file or none, even after a power cut.
 
-    Only its owner may read the file, unless a group shares the folder. Without `durable`, the call does not wait for
+    Only the owner may read the file, unless a group shares the folder. Without `durable`, the call does not wait for
     the disk, and a power cut may leave an empty file; use this for expendable files that are written every few seconds.
     """
     with replacing(path, file_mode(path.parent), durable=durable) as stream:
@@ -33,9 +33,10 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
 
 
 def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Atomically write a file that acts with its owner's rights, such as settings; a sharing group may only read it.
+    """Atomically write a file that controls what programs do on behalf of its owner, such as settings.
 
-    Without `durable` the call does not wait for the disk, and a power cut may lose the file.
+    A group that shares the folder may read the file but not change it. Without `durable`, the call does not wait for
+    the disk, and a power cut may lose the file.
     """
     with replacing(path, file_mode(path.parent) & ~0o020, durable=durable) as stream:
         stream.write(_encoded(content))
@@ -47,7 +48,7 @@ def _encoded(content: bytes | str) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a stream to a new file, which replaces `path` once it is complete and on disk; links are not followed."""
+    """Yield a stream to a temporary file that replaces `path` when the context exits; links are not followed."""
     # Use a random name: if other users could guess it, they could create a link with this name first.
     temporary = f".{path.name[:40]}.{os.urandom(8).hex()}"
     folder = open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -74,7 +75,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 def _sync_names(folder: Path) -> None:
     """Flush a folder's entries to disk if its file system supports this."""
-    # The file is already in place, so a folder that cannot be read or synced is not a failure.
+    # The file is already in place, so a failure to read or sync the folder is ignored.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -84,7 +85,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove temporary files that this user's killed processes left: all in the folder, or only those for `name`."""
+    """Remove temporary files that killed processes of this user left in a folder; with `name`, only those for it."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)
@@ -98,7 +99,10 @@ def _is_cut_off(status: os.stat_result) -> bool:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file for reading; raise `OSError` for a pipe or device, which might never end, or a git-lfs pointer."""
+    """Open a file for reading.
+
+    Raise `OSError` for a git-lfs pointer, and for a pipe or device, since reading it might never end.
+    """
     descriptor = open_below(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -114,7 +118,7 @@ def lfs_pointer_in(place: Path) -> Path | None:
     """Return the first git-lfs pointer in a folder, or `place` itself if it is a pointer; otherwise None."""
     with contextlib.suppress(OSError):
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
-            # A pointer has three short lines.
+            # A git-lfs pointer consists of three short lines.
             if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER):
                 return file
     return None

@@ -6,12 +6,12 @@ import os
 import stat
 from pathlib import Path
 
-# The fix for a link that is not followed.
+# The suggested fix for a link that is not followed.
 COPY = "copy the file itself there, as `cp -rL` does"
 
 
 def plain_file(file: Path) -> Path:
-    """Return the file at a path: the file itself, or the blob that a link of the hub's cache leads to.
+    """Return the given path, or the blob that it leads to if it is a link in the hub's cache.
 
     All other links are refused, since they could lead to any file that this user can read. The blob must be a regular
     file directly in the `blobs` folder of the same `models--*` folder, owned by this user, by root or, in a shared

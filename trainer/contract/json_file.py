@@ -14,7 +14,8 @@ import msgspec
 
 from trainer.contract.files import open_plain, write_whole
 
-# The maximum file size in bytes. Our files are far smaller; a larger file is not ours and would fill the memory.
+# The maximum file size in bytes. The files of this project are far smaller, and reading a huge file would exhaust the
+# memory.
 LARGEST = 64 * 2**20
 # The maximum number of characters in an error message, which may quote a long value.
 _LONGEST_REASON = 300
@@ -29,7 +30,8 @@ _preparing = threading.RLock()
 def prepare(kind: Any) -> None:
     """Build msgspec's decoder for a type, in one thread at a time; raise `TypeError` for an unsupported type.
 
-    msgspec otherwise builds it when a type is first used, and crashes if two threads do this at once (seen with 0.22).
+    Otherwise, msgspec builds the decoder when the type is first used, and crashes if two threads do this at once (seen
+    with msgspec 0.22).
     """
     if kind not in _prepared:
         with _preparing:

@@ -1,4 +1,4 @@
-"""File locks, which the kernel releases when the last process that holds them ends, even after `kill -9`."""
+"""File locks; the kernel releases a lock when the last process that holds it exits, even after `kill -9`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 class FileLock:
-    """An exclusive lock on a dedicated file; it elects one process among several."""
+    """An exclusive lock on a dedicated file, used to elect one of several processes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,10 @@ class FileLock:
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take or keep the lock; return False if another process holds it, raise `UserError` if locks do not work."""
+        """Acquire the lock, or keep it if this process holds it already; return False if another process holds it.
+
+        Raise `UserError` if locks do not work.
+        """
         if self._descriptor is not None:
             return True
         private_folder(self._path.parent)

@@ -1,4 +1,4 @@
-"""Reads this machine's memory without a library, since waiting supervisors and ranks must stay small."""
+"""Reads this machine's memory without a library, since waiting supervisors and ranks must use little memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class MachineMemory(NamedTuple):
-    """Bytes of memory: available to new processes without swapping, and in total."""
+    """The memory of the machine in bytes: available to new processes without swapping, and in total."""
 
     available_bytes: int
     total_bytes: int

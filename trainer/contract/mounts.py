@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 MOUNTS = Path("/proc/self/mountinfo")
 # Types of local file systems, whose files only this machine can open. All other types are treated as network file
-# systems, since a wrong guess could damage a store that two hosts write.
+# systems, since a wrong guess could damage a store that two hosts write to.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
 )
@@ -26,7 +26,7 @@ class Mount(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name to show to users: `NFS`, `FUSE (sshfs)`."""
+        """The name to show to users, such as `NFS` or `FUSE (sshfs)`."""
         base, _, program = self.kind.partition(".")
         if base in ("fuse", "fuseblk"):
             return f"FUSE ({program})" if program else "FUSE"

@@ -1,4 +1,4 @@
-"""Writes a command's standard output and error, in any locale, and handles closed, full or broken outputs."""
+"""Writes a command's standard output and error in any locale, and handles closed pipes and full disks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.contract.errors import BadUsage, UserError, sentence
 from trainer.contract.exits import Exit
 from trainer.contract.printable import printable_lines
 
-# Replacements for characters that a terminal without UTF-8 cannot show.
+# Replacements for characters that terminals without UTF-8 cannot show.
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
-# Actions that this command has completed and that must not be repeated; see `has_done`.
+# Completed actions of this command that must not be repeated; see `has_done`.
 _DONE: list[str] = []
 
 # Matches the start of an argparse message about an argument, such as `argument -n/--count: `.
@@ -28,7 +28,7 @@ _ARGUMENT = re.compile(r"argument ([^\s:]+): ")
 
 
 class OutputLost(UserError):
-    """Standard output can no longer be written."""
+    """An error writing to standard output, for example on a full disk."""
 
 
 class SafeParser(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ class SafeParser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # Python 3.14 colours the messages, and the filter would turn the colour codes into visible characters.
+        # Python 3.14 colours the messages, and `printable_lines` would turn the colour codes into visible characters.
         self.color = False
 
     def error(self, message: str) -> NoReturn:
@@ -47,7 +47,7 @@ class SafeParser(argparse.ArgumentParser):
         raise BadUsage(name + said, printable_lines(self.sentence_on(message)), f"see {self.prog} --help")
 
     def sentence_on(self, message: str) -> str:
-        """Return the message about bad usage for a person."""
+        """Return the error message about bad usage that is shown to a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
@@ -56,10 +56,10 @@ class SafeParser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[], int], teller: str = "") -> int:
-    """Run a command and return its exit code, even if its output is closed, full or broken.
+    """Run a command and return its exit code, even if the command's output cannot be written.
 
-    If standard output or error is closed, do not run the command: its messages would be lost, and the next opened file
-    would get the descriptor of the output. `teller` is the prefix of the message that reports this.
+    If standard output or error is closed, the command is not run: its messages would be lost, and the next opened file
+    would get the file descriptor of the output. `teller` is the prefix of the message that reports this.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
@@ -84,14 +84,14 @@ def has_done(what: str) -> None:
 
 
 def show_text(text: str) -> None:
-    """Write to standard output and flush; raise `OutputLost` if that fails, as on a full disk."""
+    """Write a text to standard output and flush; raise `OutputLost` if that fails, for example on a full disk."""
     with _lost_output():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """Write to standard error and flush; ignore a failure."""
+    """Write a text to standard error and flush; ignore failures."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -116,7 +116,10 @@ def _code_of(command: Callable[[], int]) -> int:
 
 
 def _without_output(teller: str, why: str, code: Exit) -> Exit:
-    """Report completed actions and the lost output on standard error; print nothing if only the pipe was closed."""
+    """Report the completed actions and the lost output on standard error.
+
+    Print nothing if the reader closed the pipe and no action was completed.
+    """
     _drop(sys.stdout)
     if _DONE or code != Exit.UNREAD:
         complain(f"{teller}{printable_lines('; '.join([*_DONE, why]))}\n")
@@ -149,13 +152,13 @@ def _refuse_without_output(teller: str) -> int:
 
 
 def _drop(stream: TextIO) -> None:
-    """Redirect the stream to /dev/null, because the interpreter flushes it on exit, which would fail again."""
+    """Redirect a stream to /dev/null, since the interpreter flushes the stream on exit and would fail again."""
     with contextlib.suppress(OSError):  # the stream has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _replace_unknown_characters() -> None:
-    """Make outputs print a substitute for characters that their encoding lacks, instead of failing."""
+    """Make standard output and error print substitutes for characters that their encodings lack, instead of failing."""
     codecs.register_error("plain", _as_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not can_show("…°", stream):

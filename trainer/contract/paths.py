@@ -1,4 +1,4 @@
-"""The paths of all stored files, in the data folder and in run folders."""
+"""The paths of all files in the data folder and in run folders."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# A file next to the checkpoints that reserves disk space for the last checkpoint.
+# The name of a file next to the checkpoints that reserves disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
-# Folders below which links are not followed, since other users may write there. The folders themselves may be links.
+# Folders below which links are not followed, since other users may create links there. The folders themselves may be
+# links.
 _KEPT: set[str] = set()
 
 
@@ -31,11 +32,11 @@ class RunPaths:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.exit_file = root / "exit.json"
-        # All processes of the run hold this lock while they live.
+        # Each process of the run holds this lock until it exits.
         self.lock_file = root / "run.lock"
-        # The process that evaluates the run's SAEs holds this lock while it lives.
+        # The process that evaluates the run's SAEs holds this lock until it exits.
         self.evaluation_lock = root / "evaluation.lock"
-        # The job's row in the store at its last start; a lost store is restored from this file.
+        # The job's database row as of its last start; a lost store is restored from these files.
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
@@ -59,7 +60,7 @@ class RunPaths:
         return self.logs / "evaluation.log"
 
     def attempt(self, number: int) -> Path:
-        """Return the folder of one attempt, where its ranks find each other and record how they ended."""
+        """Return the folder in which the ranks of an attempt find each other and record how they ended."""
         return self.root / f"attempt{number}"
 
     def rank_spec(self, attempt: int) -> Path:
@@ -79,11 +80,11 @@ class RunPaths:
         return self.attempt(attempt) / "first.json"
 
     def rank_mark(self, attempt: int, rank: int) -> Path:
-        """Return the path of the `RankMark` of a rank on another host, which records its host and how it ended."""
+        """Return the path of a rank's `RankMark`, which records the rank's host and how the rank ended."""
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON lines file in which rank 0 on another host reports its progress."""
+        """Return the path of the JSON lines file in which a rank 0 on another host reports its progress."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
@@ -100,7 +101,7 @@ class RunPaths:
         self.refuse_links()
 
     def refuse_links(self) -> None:
-        """Raise `UserError` if a folder in which this program writes and deletes is a symbolic link."""
+        """Raise `UserError` if a folder in which this program writes and deletes files is a symbolic link."""
         for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*"), *self.checkpoints.glob("step-*")):
             refuse_link(folder)
 
@@ -115,19 +116,21 @@ class DataDir:
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
         self.trash = root / "trash"
-        # The progress of running evaluations, one file each.
+        # The folder with one progress file for each running evaluation.
         self.evaluations = root / "evaluations"
-        # What the trainer has read in the headers of shards, one file for each data path.
+        # The folder with the contents of shard headers, one file for each data path.
         self.headers = root / "headers"
 
     @property
     def host_word(self) -> str:
-        """This host's name in file names, since hosts that share the folder have separate files."""
+        """The form of this host's name that is used in file names; hosts that share the data folder have separate
+        files.
+        """
         return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
 
     @property
     def gpu_db(self) -> Path:
-        """This host's GPU history or, if it does not exist, the `gpu.db` that earlier versions shared among hosts."""
+        """The file with this host's GPU history or, if it does not exist, the `gpu.db` that earlier versions shared."""
         own, of_all = self.own_gpu_db, self.root / "gpu.db"
         return of_all if of_all.exists() and not own.exists() else own
 
@@ -141,29 +144,31 @@ class DataDir:
         return self.root / f"box-{self.host_word}.json"
 
     def alerts(self, host: str) -> Path:
-        """Return the file with a host's alerts, which only apps on that host write."""
+        """Return the file with a host's alerts; only apps on that host write to it."""
         return self.root / f"alerts-{host}.json"
 
     @property
     def app_log(self) -> Path:
-        """The log that receives libraries' standard error output while this user's app uses the terminal."""
+        """The log that receives what libraries write to standard error while this user's app uses the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
 
     def sae(self, job_id: int) -> Path:
-        """Return the folder of a job's finished SAE, with `cfg.json` and weights; a sweep has a subfolder per SAE."""
+        """Return the folder of a job's finished SAE, or of a sweep's SAEs, each in a subfolder."""
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id that has files in this folder, even if the store lacks it; 0 if there are none."""
+        """Return the highest job id that has files in this folder, even if the store lacks the job; 0 if there are
+        none.
+        """
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
 
     def exported_folder(self, job_id: int) -> str | None:
-        """Return the folder of a job's SAE, or of a sweep's SAEs; None if none has been written yet."""
+        """Return the folder of a job's SAE, or of a sweep's SAEs; None if no SAE has been written yet."""
         folder = self.sae(job_id)
         exists = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
         return str(folder) if exists else None
@@ -177,7 +182,7 @@ class DataDir:
                 _make(folder, shared=is_shared(self.root))
 
     def refuse_links(self, job_id: int | None = None) -> None:
-        """Raise `UserError` if a folder of the data folder, or of job `job_id`, is a symbolic link."""
+        """Raise `UserError` if a subfolder of the data folder, or a folder of job `job_id`, is a symbolic link."""
         for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash, self.evaluations, self.headers):
             refuse_link(folder)
         if job_id is not None:
@@ -191,8 +196,8 @@ class DataDir:
 def free_disk(path: Path) -> tuple[Path, int | None]:
     """Return the nearest existing folder at or above a path, and the free bytes on its disk.
 
-    The bytes are None if the file system reports no size, as /proc and some network file systems do. This does not
-    check whether a folder can be created there.
+    The number of bytes is None if the file system reports no size, as with /proc and some network file systems. Whether
+    a folder can be created there is not checked.
     """
     while not os.path.exists(path):
         path = path.parent
@@ -208,8 +213,8 @@ def numbered(folder: Path) -> list[Path]:
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     """Return the data folder: `chosen`, or $SAE_TUI_DATA_DIR, or the platform's user data folder.
 
-    Raise `UserError` if this requires a home folder that does not exist, for example for a nameless user in a
-    container.
+    Raise `UserError` if this requires a home folder that does not exist, for example for a container user without an
+    account.
     """
     path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
     if str(path) == "~" or str(path).startswith("~/"):
@@ -230,7 +235,7 @@ def _usual_data_folder() -> str:
 
 
 def box_file() -> Path | None:
-    """Return the file of this machine's measured speeds; None if the user has no data folder."""
+    """Return the path of the file with this machine's measured speeds; None if the user has no data folder."""
     try:
         return data_dir().box_file
     except UserError:
@@ -238,7 +243,7 @@ def box_file() -> Path | None:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether a group was deliberately given access by `chmod 2770`; the setgid bit is never set by accident."""
+    """Return whether a group was deliberately given access with `chmod 2770`; a setgid bit is never set by accident."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -257,14 +262,14 @@ def follow_no_link_below(root: Path) -> None:
 
 
 def keep_run(path: Path) -> None:
-    """From now on refuse links below the data folder of a run or SAE, or below the run if it has no data folder.
+    """From now on, refuse links below the data folder of a run or SAE, or below the run if it has no data folder.
 
-    `path` is the run or a path inside it. Any other path is ignored, since a user's folder with a job file may contain
-    the user's own links, such as `activations -> /scratch`.
+    `path` is the path of a run or SAE, or of a file in it. Any other path is ignored, since a folder with a job file
+    may contain the user's own links, such as `activations -> /scratch`.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
-    # Use the outermost folder, since other users may have created files with these names in an inner folder.
+    # Use the outermost match, since other users may have created files with these names in an inner folder.
     data = [folder for folder in around if _is_data_folder_of(folder, place)][-1:]
     runs = [folder for folder in around if _is_run_of(folder, place)][-1:]
     for folder in data or runs:
@@ -277,7 +282,9 @@ def _is_data_folder_of(folder: Path, place: Path) -> bool:
 
 
 def _is_run_of(folder: Path, place: Path) -> bool:
-    """Return whether `folder` is a run that has begun and `place` is the run or one of its standard folders."""
+    """Return whether `folder` is a started run that contains `place` in one of its standard folders, or is `place`
+    itself.
+    """
     inside = _inside(folder, place)
     is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)
     files = ("job.toml", "run.lock") if inside else ("job.toml",)
@@ -292,10 +299,11 @@ def _inside(folder: Path, place: Path) -> str:
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file or folder like `os.open`; raise `OSError` if the path has a link below a folder in `_KEPT`.
 
-    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link meanwhile.
+    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link in the
+    meantime.
     """
     whole = os.path.abspath(path)
-    # Iterate over a copy, since another thread may add a folder.
+    # Iterate over a copy of `_KEPT`, since another thread may add a folder.
     root = min((one for one in tuple(_KEPT) if whole.startswith(f"{one}/")), key=len, default=None)
     if root is None:
         return os.open(path, flags, mode)
@@ -333,7 +341,7 @@ def refuse_links_on_the_way(path: Path) -> None:
 def open_private(file: Path, flags: int) -> int:
     """Open a file for writing and return its descriptor; a new file gets `file_mode`, regardless of the umask.
 
-    Raise `OSError` for a link or anything else that is not a plain file, since we could overwrite another file.
+    Raise `OSError` for a link or anything else that is not a plain file, since opening it could overwrite another file.
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -345,13 +353,15 @@ def open_private(file: Path, flags: int) -> int:
 
 
 def _open_existing(file: Path, flags: int) -> int:
-    """Open a file without changing its mode; truncate it only once it is known to be a plain, unshared file."""
+    """Open an existing file without changing its mode; truncate it only after checking that it is a plain, unshared
+    file.
+    """
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
     # Without O_NONBLOCK, opening a pipe without a reader would block.
     descriptor = open_below(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
     status = os.fstat(descriptor)
-    # Hard links are also refused if other users can write to the folder.
+    # In a folder that other users can write to, refuse files with other hard links too.
     if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{file.name} is not a plain file or has other hard links; remove it", str(file))
@@ -387,9 +397,9 @@ def working_folder() -> Path:
 
 
 def leave_deleted_folder(given: Mapping[str, Path]) -> None:
-    """Change to / if the working folder has been deleted: child processes and torch could not start in it.
+    """Change to / if the working folder has been deleted, since child processes and torch could not start in it.
 
-    `given` maps command-line arguments to their paths. Raise `UsageError` if a path is relative, since it can no longer
+    `given` maps command-line arguments to their paths. Raise `UsageError` for a relative path, since it can no longer
     be resolved.
     """
     try:
@@ -404,9 +414,9 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
 def private_folder(path: Path, setting: str = "") -> Path:
     """Create the folder and all missing parents with mode 0700, or 2770 in a data folder that a group shares.
 
-    `mkdir(parents=True)` would leave the parents open. Outside data folders, sharing is not inherited: a lab's folders
-    often belong to its group, which does not mean that new folders should be shared. `setting` names the setting that
-    chooses the folder, unless that is --data-dir.
+    `mkdir(parents=True)` would leave the parents accessible to other users. Outside data folders, sharing is not
+    inherited, since the folders of a lab often belong to a group although new folders should not be shared. `setting`
+    is the name of the setting that specifies the folder; if empty, error messages suggest --data-dir.
     """
     with _explain_failure(path, setting):
         refuse_links_on_the_way(path / "any")
@@ -419,8 +429,8 @@ def private_folder(path: Path, setting: str = "") -> Path:
 def _make(folder: Path, *, shared: bool) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-        # Set the mode afterwards: the umask would remove bits from the `mode` argument, and the parent's setgid bit
-        # adds one.
+        # Set the mode afterwards: the umask would remove bits from the `mode` argument, and a setgid bit of the parent
+        # would be inherited.
         folder.chmod(0o2770 if shared else 0o700)
 
 
@@ -440,7 +450,7 @@ def _is_in_data_folder(folder: Path) -> bool:
 
 
 def shipped_data() -> Path:
-    """Return the folder with sample data and job files, in the installed package or next to the packages in a clone."""
+    """Return the folder with sample data and job files: in the installed package, or in the root folder of a clone."""
     root = Path(__file__).parents[2]
     installed = root / "sae_tui" / "data"
     return installed if installed.exists() else root / "data"

@@ -1,4 +1,4 @@
-"""Kernel calls that Python lacks: end with the parent process, adopt orphans, and rename without replacing."""
+"""System calls that Python lacks: to end with the parent process, to adopt orphans, and to rename without replacing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _FROM_WORKING_FOLDER, _NO_REPLACE = -100, 1
-# Loaded at import: `end_with_parent` may run between fork and exec, when no library may be loaded.
+# The C library is loaded at import, since `end_with_parent` may run between fork and exec, when loading is unsafe.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies; exit at once with 1 if it has already died.
+    """Make the kernel send SIGTERM to this process when its parent dies; exit with code 1 if the parent is already
+    dead.
 
-    `parent` is the parent's original pid; a process whose parent has died gets a new parent.
+    `parent` is the original pid of the parent. If the parent has died, the kernel has given this process another
+    parent.
     """
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
@@ -30,7 +32,7 @@ def become_subreaper() -> None:
 
 
 def rename_if_new(source: Path, target: Path) -> bool:
-    """Rename a file unless its target exists; return False if the file system cannot do this atomically."""
+    """Rename a file unless the target exists; return False if the file system does not support this atomically."""
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 MARK = "�"
 # Characters that are special in Markdown.
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
-# Characters that names must not contain: C0 and C1 control characters, which control a terminal, line separators, and
+# Characters that names must not contain: C0 and C1 control characters (which control a terminal), line separators, and
 # marks that change the reading direction.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -17,14 +17,14 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]
 def printable(text: str) -> str:
     """Replace every character that could control a terminal or reorder text by a visible mark; keep tabs.
 
-    These are the characters that Unicode classifies as not printable: C0 and C1 control characters such as escape, and
-    right-to-left marks. Line ends are replaced too, so that the text stays on one line.
+    The replaced characters are those that Unicode classifies as not printable, such as C0 and C1 control characters and
+    right-to-left marks. Line ends are also replaced, so that the text stays on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """Make every line of a text `printable` and keep its line ends."""
+    """Apply `printable` to every line of a text, and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -48,7 +48,7 @@ def printable_toml(text: str) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8; False for bytes in another encoding, which a terminal may send."""
+    """Return whether a text can be encoded as UTF-8, unlike undecodable bytes that a terminal may send."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-# The kernel's range of pids; its calls refuse larger numbers.
+# A pid in the range that system calls accept.
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 # The initial PID namespace of Linux, outside all containers (PROC_PID_INIT_INO).
@@ -19,7 +19,9 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
-    """A process: pid, start time in clock ticks since boot, and the id of the boot and PID namespace (`boot_id`)."""
+    """A process, identified by its pid, its start time in clock ticks since boot, and the id of its boot and PID
+    namespace.
+    """
 
     pid: Pid
     start_ticks: Annotated[int, msgspec.Meta(ge=0)]
@@ -27,7 +29,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef | None:
-        """Return the process that has this pid now; None if it is gone or a zombie."""
+        """Return the process that currently has this pid; None if there is none or it is a zombie."""
         start = _start_ticks(pid)
         return None if start is None else cls(pid, start, boot_id())
 
@@ -38,23 +40,26 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return process
 
     def is_alive(self) -> bool:
-        """Return whether this process is visibly alive; False if it `is_elsewhere`, since it is not visible here."""
+        """Return whether this process is known to be alive; False for a process in another PID namespace, which is not
+        visible.
+        """
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
     def is_gone(self) -> bool:
-        """True if the process has certainly ended; False for a process that is not visible here."""
+        """Whether the process has certainly ended; False for a process that is not visible here."""
         return self.boot_id == boot_id() and not self.is_alive()
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the pid belongs to another PID namespace (a container) on this machine."""
+        """Whether the process belongs to another PID namespace on this machine, such as that of a container."""
         return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process; return False if it is gone.
 
-        The pidfd is opened before the identity is checked, so that a pid reused in between is never signalled.
+        The pidfd is opened before the process is identified, so that another process with a reused pid is never
+        signalled.
         """
         try:
             pidfd = os.pidfd_open(self.pid)
@@ -71,17 +76,17 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# Signals that request to save and stop: SIGTERM, and signals that schedulers send before they end a job. These are
-# SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, sent every second once the CPU time is used
-# up.
+# Signals that request a checkpoint and a stop: SIGTERM, and signals that schedulers send before they end a job. These
+# are SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, which is sent every second once the CPU
+# time limit is exceeded.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
 def take_back_signals() -> None:
-    """Reset inherited signal settings, which some daemons and containers change.
+    """Reset inherited signal settings, since some daemons and containers change them.
 
-    If SIGCHLD is ignored, the kernel reaps child processes, and each seems to exit with 0. If SIGTERM is blocked, ranks
-    cannot be stopped.
+    If SIGCHLD is ignored, the kernel reaps child processes, and each of them seems to exit with code 0. If SIGTERM is
+    blocked, ranks cannot be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS})
@@ -94,13 +99,13 @@ def boot_id() -> str:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Outside containers, return the plain boot id, like earlier versions, so that stored rows stay valid.
+    # Outside containers, return the plain boot id, as earlier versions did, so that ids in databases stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
 @functools.cache
 def machine_id() -> str:
-    """Return the machine id, which a Linux installation keeps across restarts; "" if it has none.
+    """Return the id of this Linux installation, which stays the same across restarts; "" if there is none.
 
     Containers from one image share the image's machine id, so the result is "" in a container.
     """
@@ -145,10 +150,10 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of a process in /proc, starting with its state; [] if there is no such process."""
+    """Return the fields of `/proc/<pid>/stat`, starting with the process's state; [] if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
-    # The command name may contain spaces and brackets, so fields are counted after the last bracket.
+    # The command name may contain spaces and parentheses, so split only the text after the last parenthesis.
     return stat.rpartition(b")")[2].split()

@@ -19,9 +19,9 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The environment variable with the file descriptor that a child process writes its progress to.
+# The environment variable with the file descriptor to which a child process writes its progress.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
-# Seconds. A command that takes less than `QUIET_S` shows no bar.
+# Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
 _LONGEST_STAGE = 200
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """The current stage, the share of all work that is done, and the seconds left; None if unknown."""
+    """The current stage of a command, the completed share of the work, and the seconds left; None if unknown."""
 
     stage: str = ""
     share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -37,13 +37,13 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The progress as text: `rows, 41 %, 3 min left`."""
+        """The progress as text, such as `rows, 41 %, 3 min left`."""
         share, left, stage = self.words_apart
         return ", ".join(filter(None, (stage, share, left)))
 
     @property
     def words_apart(self) -> tuple[str, str, str]:
-        """The share, the time left and the stage as texts, each "" if unknown."""
+        """The completed share, the time left and the stage as texts, each of which is "" if unknown."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
         return share, left, self.stage
@@ -61,7 +61,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class _Stage:
-    """The current stage; `before` counts the completed runs of each stage."""
+    """The current stage; `before` maps each stage to the number of its completed runs."""
 
     def __init__(self, name: str, total: float | None, before: Mapping[str, int]) -> None:
         self.name, self.total, self.before = name, total, before
@@ -72,7 +72,7 @@ class _Stage:
 
     @property
     def part(self) -> float | None:
-        """The completed share of the stage, 0 to 1; None if unknown."""
+        """The completed share of the stage (0 to 1); None if unknown."""
         return min(1.0, self.n / self.total) if self.total else None
 
     @property
@@ -82,23 +82,23 @@ class _Stage:
         return elapsed * (1 - part) / part if part and elapsed > 1 else None
 
     def after(self) -> dict[str, int]:
-        """Return how many runs of each stage are complete once this stage ends."""
+        """Return a dict that maps each stage to the number of its completed runs after the end of this stage."""
         return {**self.before, self.name: self.before.get(self.name, 0) + 1} if self.name else {**self.before}
 
 
 class Progress:
-    """A context manager that shows the progress of `what`; if stages are `planned`, over all of them together.
+    """A context manager that shows the progress of a command; with `planned` stages, the progress over all of them.
 
-    By default, it writes to the file descriptor given in the environment, or else to standard error.
+    By default, the progress is written to the file descriptor given in the environment, or else to standard error.
     """
 
     def __init__(self, what: str, planned: Mapping[str, Planned] | None = None, *, to_descriptor: bool = True) -> None:
         self.what = what
         self._planned = planned or {}
         self._whole_s = sum(one.seconds for one in self._planned.values())
-        # The actual time divided by the planned time, so far.
+        # The ratio of the actual time so far to the planned time.
         self._pace = 1.0
-        # Never modified but always replaced by a new object, since another thread may read it at any time.
+        # The stage object is only modified by this thread, but replaced for a new stage, since another thread reads it.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
         self._over = threading.Event()
@@ -106,7 +106,7 @@ class Progress:
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def stage(self, name: str, total: float | None = None) -> None:
-        """Begin a stage of `total` units, or None if their number is unknown."""
+        """Start a stage of `total` units; None means an unknown number."""
         self._stage = _Stage(name, total, self._stage.after())
 
     def advance(self, n: float = 1) -> None:
@@ -130,7 +130,7 @@ class Progress:
         if part and once and left_in_stage is not None:
             # Assume that the other stages deviate from the plan by the same factor.
             self._pace = elapsed / part / once
-        # A stage without units may take any time, so it counts as at most 90 % done.
+        # A stage without units may take any time, so consider it at most 90 % complete.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
@@ -182,19 +182,19 @@ _shown: list[Progress] = []
 
 
 def stage(name: str, total: float | None = None) -> None:
-    """Begin a stage of `total` units in the active progress."""
+    """Start a stage of `total` units in the active `Progress`."""
     for progress in _shown[-1:]:
         progress.stage(name, total)
 
 
 def advance(n: float = 1) -> None:
-    """Mark `n` more units of the stage as done."""
+    """Mark `n` more units of the current stage as done."""
     for progress in _shown[-1:]:
         progress.advance(n)
 
 
 def track(values: Iterable[T], name: str, total: float | None = None) -> Iterator[T]:
-    """Begin a stage and yield the values, each of which counts as one unit."""
+    """Start a stage and yield the values; each value is one unit of the stage."""
     stage(name, len(values) if total is None and isinstance(values, Sized) else total)
     for value in values:
         yield value
@@ -202,7 +202,7 @@ def track(values: Iterable[T], name: str, total: float | None = None) -> Iterato
 
 
 def read_reached(line: bytes) -> Reached | None:
-    """Parse the progress in a line that another process wrote; return None if the line is not valid."""
+    """Parse a line of progress that another process wrote; return None if the line is not valid."""
     try:
         reached = decode_as(line, Reached)
     except ValueError:
@@ -211,7 +211,7 @@ def read_reached(line: bytes) -> Reached | None:
 
 
 def _descriptor() -> int | None:
-    """Return the file descriptor given in the environment, or None, and hide it from child processes."""
+    """Return the file descriptor given in the environment, or None; child processes do not inherit it."""
     with contextlib.suppress(ValueError, OSError):
         number = int(os.environ.pop(ENV_DESCRIPTOR, ""))
         os.set_inheritable(number, False)
@@ -225,17 +225,17 @@ def _bar_or_line(what: str) -> Callable[[Reached | None, float], None]:
 
 
 class _ProgressLines:
-    """Prints a line every 10 s."""
+    """Prints the progress as a line every 10 s."""
 
     def __init__(self, what: str) -> None:
         self._what, self._next_s = what, LINE_EVERY_S
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            # Count from now, so that no missed lines are printed after a suspension.
+            # Schedule the next line from now on, so that missed lines are not printed after a suspension.
             self._next_s = elapsed_s + LINE_EVERY_S
-            # Import late: a waiting supervisor imports this module, and argparse would take 1 MiB of the supervisor's
-            # 20 MiB.
+            # Import late: a waiting supervisor, which uses 20 MiB, imports this module, and argparse would take another
+            # 1 MiB.
             from trainer.contract.output import complain
 
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")

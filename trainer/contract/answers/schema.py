@@ -8,13 +8,13 @@ from typing import Any, get_type_hints
 import msgspec
 
 Schema = dict[str, Any]
-# A type that msgspec can describe, or a schema.
+# A type for which msgspec can build a schema, or a schema itself.
 Kind = Any
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def whole(title: str, schema: Schema) -> Schema:
-    """Add the draft and a title to the schema of a command's output."""
+    """Add the JSON Schema draft and a title to the schema of a command's output."""
     return {"$schema": DRAFT, "title": title} | {key: value for key, value in schema.items() if key != "title"}
 
 
@@ -39,9 +39,10 @@ def typed(
     without: Iterable[str] = (),
     no_number_is_null: bool = False,
 ) -> Schema:
-    """Return the schema of a Struct, dataclass or NamedTuple that always writes all fields, each with a description.
+    """Return the schema of a Struct, dataclass or NamedTuple with all fields required.
 
-    `inner` contains the schemas of fields that are objects. With `no_number_is_null`, NaN is written as null.
+    `words` contains the description of each field, and `inner` the schemas of fields that are objects. With
+    `no_number_is_null`, a float field may be null, since NaN is written as null.
     """
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
     assert hints.keys() == words.keys(), (kind, hints.keys() ^ words.keys())

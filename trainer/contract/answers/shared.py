@@ -1,4 +1,4 @@
-"""JSON Schemas that both programs use: errors, results and report cards."""
+"""JSON Schemas that `sae-tui` and `sae-train` share: errors, results and report cards."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def metric_words(name: str) -> str:
 
 
 def metrics() -> Described:
-    """Return the metrics of an SAE by name."""
+    """Return a dict that maps each metric of an SAE to its type and description."""
     return {name: (float | None, metric_words(name)) for name in measured_names()}
 
 
-# Fields that both import commands add to their output.
+# Fields in the output of both import commands.
 IMPORT_CHECK: Described = {
     "check": (
         typed(
@@ -280,7 +280,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
     "features": (str, 'Digest of the stored file of its latents; "": none, or the report card is current.'),
 }
-# JSON fields for the progress of a training, with the names of the metrics in a run's store.
+# JSON fields for the progress of a training; each has the name of the metric in the run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {
     PASSES: (float | None, "Passes over the training rows; null: a stream, or not measured."),
     BEST_STEP: (int | None, "Step at which the held-out FVU was lowest; null: not measured."),

@@ -1,1 +1,1 @@
-"""Estimates whether a job fits, how long it takes, and how its ranks share the work; loads no torch."""
+"""Estimates whether a job fits into memory, how long it takes, and how its ranks share the work, without torch."""

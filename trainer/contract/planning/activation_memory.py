@@ -1,4 +1,4 @@
-"""Peak bytes of one rank's tensors in a pass: the largest of a few phases, each the sum of its live tensors."""
+"""Estimates the peak memory of one rank's tensors in a pass: the largest of several phases' sums of live tensors."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
-# Pre-activations per group in a GPU's top-k, which first compares the groups' maxima. On an H200, 4,096 rows of 24,576
-# took 0.21 ms with groups of 8 and 0.14 ms with groups of 32; for 65,536 columns, 64 was slower again.
+# Pre-activations per group in a GPU's top-k, which first compares the maxima of the groups. On an H200, 4,096 rows of
+# 24,576 columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32; with 65,536 columns, groups of 64 were
+# slower again.
 GROUP = 32
-# Bytes per pre-activation while an evaluation counts those above a threshold: two masks.
+# Bytes per pre-activation of the two masks with which an evaluation counts pre-activations above a threshold.
 COUNTED_BYTES = 2
-# Candidates that a CPU rank sends per token, as a multiple of the values that are chosen from it on average; a GPU
-# sends all possible candidates. Two ranks on one CPU that use a rounded product first send a quarter more, which is not
-# counted.
+# Candidates that a CPU rank sends per token, as a multiple of the values that are chosen from that rank on average. A
+# GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter more;
+# this is not included.
 MARGIN_PER_TOKEN = 4
 
-# At the start of an architecture with a penalty: the rows used to find its threshold, and the most values at once.
+# For architectures with a sparsity penalty: the rows from which the initial threshold is found, and the maximum number
+# of values in memory at once.
 START_ROWS, START_VALUES = 2048, 2**21
-# topk on a CPU allocates 16 bytes per value in addition to the value's 4.
+# On a CPU, `topk` allocates 16 bytes per value in addition to the 4 bytes of the value itself.
 _BYTES_OF_TOPK = 20
 
 
 def of_start(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that an SAE needs in addition to its weights to find a threshold before its first step."""
+    """Return the bytes that finding an SAE's threshold before the first step takes in addition to the weights."""
     if not hasattr(sae.settings, "sparsity_coefficient"):
         return 0
     n_own = sae.width(work.d_in) / work.latent_ranks
@@ -38,21 +40,21 @@ def of_start(work: Workload, sae: SaeSettings) -> int:
 def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
     """Return the peak bytes of one micro-batch's forward and backward pass, including its gradients.
 
-    Excludes the 16-bit copies of weights that outlive a pass.
+    Excludes the 16-bit copies of weights that are kept between passes.
     """
     is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
     return round((_Dense if is_dense else _SparseArchitecture)(work, sae, keeps_copies=keeps_copies).peak())
 
 
 def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
-    """Return the peak bytes of a pass that keeps only the chosen latents, as every captured pass does."""
+    """Return the peak bytes of a pass that keeps only the selected latents, as every captured CUDA-graph pass does."""
     return round(_SparseArchitecture(work, sae, keeps_copies=keeps_copies).peak())
 
 
 def of_evaluation(work: Workload, job: JobConfig) -> int:
     """Return the peak bytes of an evaluation on one batch of held-out tokens.
 
-    Excludes the 16-bit copies of weights that outlive a pass.
+    Excludes the 16-bit copies of weights that are kept between passes.
     """
     sae, entry = job.sae, ARCHITECTURES[job.sae.architecture]
     at_once = _SparseArchitecture(work, sae, keeps_copies=kept_copies(work, job) > 0)
@@ -69,21 +71,21 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
 def kept_copies(work: Workload, job: JobConfig) -> int:
     """Return the bytes of the 16-bit weight copies that an SAE's optimizer steps write for later passes.
 
-    Replicas that each step a shard of the latents keep these copies only if they exchange them.
+    Replicas that each update only a shard of the latents keep these copies only if they exchange them.
     """
     shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
     if not _writes_copies(work, job) or (shares_steps and not exchanges_copies(work, job)):
         return 0
-    # Dense products convert the decoder themselves.
+    # Dense matrix products convert the decoder themselves, so only the encoder is copied.
     width = work.d_in + (0 if ARCHITECTURES[job.sae.architecture].dense_matrices else work.d_out)
     return round(2 * job.sae.width(work.d_in) * width / work.latent_ranks)
 
 
 def exchanges_copies(work: Workload, job: JobConfig) -> bool:
-    """Return whether replicas exchange 16-bit copies of updated weights, and keep fp32 weights only for their own
+    """Return whether replicas exchange 16-bit copies of updated weights, and keep fp32 weights only of their own
     latents.
 
-    They do if passes read only the copies.
+    Replicas do so if their passes read only the copies.
     """
     shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
     return shares_steps and _writes_copies(work, job) and not ARCHITECTURES[job.sae.architecture].dense_matrices
@@ -94,22 +96,24 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
 
 
 def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that ranks exchange in a pass: candidates or summed reconstructions, whichever is larger."""
+    """Return the bytes that a rank exchanges in a pass: of candidates or of summed reconstructions, whichever is
+    larger.
+    """
     model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 
 
 def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
-    """Return how many top-k candidates per token each rank sends to the ranks that share its latents."""
+    """Return how many top-k candidates per token each rank sends to the ranks that hold the other latents."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.settings.most_active(work.d_in)
     return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
 class _StepSizes:
-    """The sizes in bytes that several phases use.
+    """Tensor sizes in bytes that several phases of a step have in common.
 
-    `n_tokens` counts the tokens of all ranks that share latents, `own_tokens` one rank's shard of them once the
-    latents' outputs are summed, `n_own` the rank's own latents.
+    `n_tokens` is the number of tokens of all ranks that share the latents. `own_tokens` is one rank's share of these
+    tokens after the outputs of all latents are summed. `n_own` is the number of latents that the rank holds.
     """
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
@@ -120,21 +124,22 @@ class _StepSizes:
         self.d_sae = sae.width(self.d_in)
         self.n_own = self.d_sae / self.sharing
         self.most_active, self.n_prefixes = sae.settings.most_active(self.d_in), sae.settings.n_prefixes
-        # The data as read, normalised and centred; for a transcoder also the target as read and normalised.
+        # The data in three forms (as read, normalised, and centred); for a transcoder also the target as read and
+        # normalised.
         self.targets = 4 * (self.n_tokens + self.own_tokens) * (work.shape.d_out or 0)
         self.rows = 4 * self.n_tokens * self.d_in * (2 + self.product / 4) + self.targets
         # A skip connection keeps its centred input for the backward pass.
         self.rows += self.product * self.own_tokens * self.d_in * sae.skip
-        # One fp32 weight matrix of the output's width (the decoder).
+        # The decoder in fp32.
         self.matrix = 4 * self.n_own * self.width
         # Bytes per input or output dimension of a 16-bit weight copy that only this pass uses.
         self.narrow = 2 * self.n_own if self.product == 2 and not keeps_copies else 0
 
     def candidates(self) -> float:
-        """Return the bytes of the candidate buffers: sent, received and reordered copies and two bool masks.
+        """Return the bytes of the buffers for candidates: sent, received and reordered copies, and two bool masks.
 
-        Architectures that choose per batch also gather every rank's candidates, with int64 indices. A GPU gathers from
-        each rank as many candidates as all ranks together choose, and selects among them by group maxima.
+        Architectures that select latents per batch also gather the candidates of every rank, with int64 indices. A GPU
+        gathers from each rank the number of candidates that all ranks together select, and pre-selects by group maxima.
         """
         n_ranks = self.replicas * self.sharing
         if self.entry.dense_matrices or n_ranks == 1:
@@ -149,23 +154,24 @@ class _StepSizes:
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
-        """Return the bytes of all tokens' reconstruction or its gradient; 0 unless ranks share latents and sum it."""
+        """Return the bytes of the reconstructions of all tokens, or of their gradient; 0 unless ranks share latents."""
         return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
 class _Dense(_StepSizes):
-    """Architectures that keep all pre-activations; memory peaks in the middle of the backward pass."""
+    """Memory of architectures that keep all pre-activations."""
 
     def peak(self) -> float:
         latents, n_weights = 4 * self.n_tokens * self.n_own, self.entry.dense_weights
         middle = self.matrix * (1 + n_weights * self.product / 4)
         late = 4 * self.n_own * self.d_in + self.matrix * (1 + n_weights)
-        # If ranks share latents, bf16 gradients become fp32 only after the gradient of the reconstructions is freed.
+        # If ranks share latents, bf16 gradients are converted to fp32 only after the gradient of the reconstructions is
+        # freed.
         first = max(middle + self.summed(), late if self.sharing == 1 or self.product == 4 else 0)
         phases = (
             self.entry.dense_matrices * latents + middle,
             (2.5 + self.product / 8) * latents + first,
-            # Reconstructions in 16 bits are sent as fp32 copies, and so is their gradient.
+            # Both 16-bit reconstructions and their gradient are sent as fp32 copies.
             2 * latents + middle + (3 * self.summed() if self.product == 2 else 0),
             2 * latents + late,
         )
@@ -173,24 +179,25 @@ class _Dense(_StepSizes):
 
 
 class _SparseArchitecture(_StepSizes):
-    """Architectures that select active latents.
+    """Memory of architectures that select active latents.
 
-    Memory use peaks in one of four places: the encoder's matmul, the sum of the reconstructions, AuxK's passes, or the
-    addition of AuxK's gradients to the others.
+    Memory use peaks in one of four phases: the encoder's matmul, the sum of the reconstructions, AuxK's passes, or the
+    addition of AuxK's gradients to the other gradients.
     """
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.settings.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # Number of weights of AuxK's candidates, and bytes of their gradients: ranks sum these in fp32.
+        # Number of weights of AuxK's candidates, and bytes of their gradients, which several ranks sum in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
-        # Bytes that AuxK holds until its backward pass: the weights, and each token's choices and reconstruction.
+        # Bytes that AuxK keeps until its backward pass: the weights of the candidates, and the values and the
+        # reconstruction of each token.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
-        # Indices and values of the active latents; each rank holds its shard. With BatchTopK on several GPUs, each rank
-        # allocates space for all entries, since all of them could belong to its shard.
+        # Indices and values of the active latents; each rank holds those of its shard. With BatchTopK on several GPUs,
+        # each rank allocates memory for all entries, since all of them could belong to its shard.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0
@@ -207,17 +214,19 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + product + self.narrow * self.d_in + chosen + self.of_auxk
 
     def _in_order(self) -> float:
-        """Return the bytes while GPUs that share the latents reorder entries, chosen ones first."""
+        """Return the bytes used while GPUs that share the latents move the selected entries to the front."""
         is_known = self.work.device == "cpu" or self.sharing == 1 or self.entry.per_batch
         return 0.0 if is_known else 57 * self.n_tokens * self.most_active
 
     def agree(self) -> float:
-        """Return the bytes while ranks that share the latents compare their AuxK candidates."""
+        """Return the bytes used while ranks that share the latents agree on AuxK's candidates."""
         of_own = 2 * self.sharing * self.n_candidates if self.sharing > 1 else 0
         return self.rows + of_own * min(self.n_candidates, self.n_own)
 
     def _of_groups(self) -> float:
-        """Return the bytes of the groups in a GPU's top-k: their maxima and, for a choice per batch, their indices."""
+        """Return the bytes of the group maxima in a GPU's top-k and, if latents are selected per batch, of the groups'
+        indices.
+        """
         if self.work.device != "cuda" or (self.entry.per_batch and self.replicas * self.sharing > 1):
             return 0.0
         if not self.entry.per_batch:
@@ -225,12 +234,12 @@ class _SparseArchitecture(_StepSizes):
         return self.n_tokens * (self.product * math.sqrt(self.n_own * self.most_active) + 24 * self.most_active)
 
     def nest(self, *, learns: bool = True) -> float:
-        """Return the bytes while Matryoshka levels are summed: outputs and errors, or with shared latents the sum and a
-        shard.
+        """Return the bytes used while the outputs of the Matryoshka levels are summed.
 
-        In the backward pass they are errors and gradients, in addition to x_hat; with shared latents, less. A single
-        GPU that trains without a skip connection writes no outputs: it only holds these, with gradients in the
-        products' type.
+        The levels' tensors are their outputs and errors or, if ranks share the latents, the sum and the rank's shard of
+        it. In the backward pass they are errors and gradients, next to x_hat; with shared latents, they take less. A
+        single GPU that trains without a skip connection stores no outputs, only errors and gradients in the type of the
+        matrix products.
         """
         by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
         n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
@@ -243,22 +252,22 @@ class _SparseArchitecture(_StepSizes):
         return max(self.rows + self._wide() + self.entries, 4 * self.n_own * self.d_in + self.matrix)
 
     def score(self) -> float:
-        """Return the bytes while errors are compared with AuxK's reconstruction."""
+        """Return the bytes used while errors are compared with AuxK's reconstruction."""
         copies = self.narrow * (self.d_in + self.width)
         wide = self._wide() - 4 * self.own_tokens * self.width
         return self.rows + wide + copies + self.entries + self.of_auxk + self.of_explained
 
     def explain_backward(self) -> float:
-        """Return the bytes in AuxK's backward pass: gradients of the candidates in addition to their weights."""
+        """Return the bytes used in AuxK's backward pass, which stores the gradients of the candidates next to their
+        weights.
+        """
         of_token = self.product * (self.n_candidates + self.width) + 4 * self.width
         made = self.row_gradients + self.product * self.of_candidates * (self.sharing > 1)
         explained = self.of_auxk + self.of_explained + self.own_tokens * of_token
         return self.rows + explained + made + self.matrix + self.narrow * self.width + self.entries
 
     def decode_backward(self) -> float:
-        """Return the bytes when the gradient of all tokens' reconstructions has arrived and W_dec's gradient is
-        computed.
-        """
+        """Return the bytes used while W_dec's gradient is computed from the gradient of all tokens' reconstructions."""
         of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * (4 + 2 * (self.product == 2))
         explained = self.of_auxk + self.of_explained
         # Sorting entries by latent adds a quarter of their size.
@@ -266,9 +275,9 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + made + 8 * self.own_tokens * self.width + explained
 
     def backward(self) -> float:
-        """Return the bytes while the gradients of all weights are computed, in addition to AuxK's gradients."""
+        """Return the bytes used while the gradients of all weights are computed, next to AuxK's gradients."""
         weights = 4 * self.n_own * self.d_in + self.matrix + self.row_gradients
-        # A CPU converts rows of 16 bits to fp32, one matrix at a time.
+        # A CPU converts the 16-bit gradients of candidates to fp32, one matrix at a time.
         widened = 4 * self.n_candidates * max(self.d_in, self.width)
         widened *= self.product == 2 and self.work.device == "cpu"
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
@@ -276,10 +285,11 @@ class _SparseArchitecture(_StepSizes):
         return beside + max(weights + widened, decoded)
 
     def _levels_backward(self) -> float:
-        """Return the bytes of the gradient of all Matryoshka levels' outputs.
+        """Return the bytes of the gradient of the outputs of all Matryoshka levels.
 
-        A single GPU computes it from the levels' errors, next to x_hat and the centred data. GPUs that share latents
-        gather it in the type of products. On a CPU it coexists with its 16-bit copy.
+        A single GPU computes this gradient from the levels' errors, next to x_hat and the centred data. GPUs that share
+        latents gather the gradient in the type of the matrix products. On a CPU, the gradient and its 16-bit copy are
+        in memory together.
         """
         levels = self.n_tokens * self.n_prefixes * self.width
         if self.work.device == "cuda" and self.sharing > 1:
@@ -291,7 +301,8 @@ class _SparseArchitecture(_StepSizes):
     def _wide(self) -> float:
         """Return the bytes of reconstructions and errors.
 
-        A sum over ranks is in fp32 and coexists with its addends; later tensors hold only the rank's own tokens.
+        A sum over ranks is in fp32 and is in memory together with its addends. Later tensors contain only the rank's
+        own tokens.
         """
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)

@@ -1,4 +1,4 @@
-"""Proposes a job to a machine: its devices, its outlook, and every reason why it could not run there."""
+"""Plans a job on a machine: its devices, its needs, and every reason why the job could not run there."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import plural
 
-# Returns the GPU memory that a finished job of the same shape used.
+# A function that returns the GPU memory that a finished job of the same shape used.
 UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
-    """A GPU as the checks see it; `busy` and `unhealthy` give reasons, or are empty."""
+    """The facts about a GPU that the checks use; `busy` and `unhealthy` contain the reason, or are empty."""
 
     index: int
     name: str
@@ -37,7 +37,7 @@ class MachineGpu(msgspec.Struct, frozen=True):
     busy: str = ""
     unhealthy: str = ""
     memory_total_bytes: int | None = None
-    # Key in `VENDORS`, if the machine has GPUs of several vendors.
+    # The vendor's key in `VENDORS`, if the machine has GPUs of several vendors.
     vendor: str = ""
     is_slice: bool = False
 
@@ -50,7 +50,7 @@ class Machine(msgspec.Struct, frozen=True):
     output_root: Path
     memory: DeviceMemory = UNKNOWN_MEMORY
     speeds: MeasuredHardware = NOTHING_MEASURED
-    # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and the reason why CUDA is unusable.
+    # Whether jobs run CUDA on the GPUs (simulated GPUs are CPU processes), and the reason why CUDA is unusable.
     cuda: bool = True
     cuda_problem: str = ""
     # The folders that other jobs will write before the job starts.
@@ -58,25 +58,27 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Proposal(Generic[J]):
-    """A job on a machine; every check, the outlook and the placement read what it determines once.
+    """A job planned on a machine; its values are computed once and are shared by the checks, outlook and placement.
 
-    A kind of job is a subclass. `used_before` is for the outlook of a training.
+    Each kind of job has a subclass. Only the outlook of a training uses `used_before`.
     """
 
     def __init__(self, job: J, machine: Machine, used_before: UsedBefore | None = None) -> None:
         self.job, self.machine, self._used_before = job, machine, used_before
         self.devices = wanted_devices(job)
-        # Without the GPUs that only run its language model.
+        # The devices without the GPUs that only run the job's language model.
         self.ranks = ranks_of(job, self.devices)
         self.takes_slices = takes_slices(job, self.devices)
 
     @cached_property
     def outlook(self) -> AnyOutlook:
-        """The needs of the job here; for "auto", on the GPUs that it would get now. May raise `JobFileError`."""
+        """The resources that the job needs here; for "auto", on the GPUs that it would get now. May raise
+        `JobFileError`.
+        """
         return UnknownNeeds(bool(self.gpus) and not self.job.on_cpu, self.devices)
 
     def memory_problems(self) -> list[Problem]:
-        """Return the memory problems in its outlook."""
+        """Return the memory problems in the job's outlook."""
         return []
 
     def problems(self) -> list[Problem]:
@@ -84,12 +86,12 @@ class Proposal(Generic[J]):
         return [*self.device_problems(), *self.memory_problems()]
 
     def comes_to(self) -> dict[str, str]:
-        """Return the value of each setting that another setting overrides, followed by a space, as far as known."""
+        """Return the known effective value, followed by a space, of each setting that another setting overrides."""
         return {}
 
     @staticmethod
     def total_steps(job: J, devices: int) -> int:
-        """Return the steps of a whole run, of which its progress is a part; 0 if nothing counts them."""
+        """Return the total number of steps of a job, for its progress bar; 0 if steps are not counted."""
         return 0
 
     @staticmethod
@@ -97,12 +99,13 @@ class Proposal(Generic[J]):
         job: J, devices: int, device_name: str, box: MeasuredHardware, capacity: DeviceMemory,
         memory_of: str | None, ranks_before: int | None,
     ) -> ModelPlacement | None:  # fmt: skip
-        """Choose how many devices only run its language model, as the function `place_model` does; None without one."""
+        """Choose how many devices only run the language model, as `place_model` does; None if there is no model."""
         return None
 
     @staticmethod
     def half_batch(job: J, devices: int) -> list[str]:
-        """Return overrides that halve the activation memory on this many devices without a change of the result.
+        """Return overrides of settings that halve the activation memory on `devices` devices without changing the
+        result.
 
         Return [] if there are none.
         """
@@ -110,7 +113,7 @@ class Proposal(Generic[J]):
 
     @property
     def gpus(self) -> list[MachineGpu]:
-        """The usable GPUs, the ones that it would get first."""
+        """The usable GPUs, in the order in which the job would get them."""
         usable = [gpu for gpu in self.machine.gpus if not gpu.unhealthy]
         return sorted(usable, key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
 
@@ -136,7 +139,7 @@ class Proposal(Generic[J]):
         return problems
 
     def _vendor_problems(self) -> list[Problem]:
-        """Report GPUs of different vendors among the named ones, or for "auto" among the available ones."""
+        """Report GPUs of different vendors among those that the job names, or for "auto" among the available ones."""
         job, machine = self.job, self.machine
         if job.cluster or job.on_cpu:
             return []
@@ -148,7 +151,7 @@ class Proposal(Generic[J]):
         return [Problem("launch.gpus", message)] if message else []
 
     def _slice_problems(self) -> list[Problem]:
-        """Report MIG slices among several GPUs of a job whose devices exchange tensors."""
+        """Report MIG slices among the GPUs of a job with several devices that exchange tensors."""
         named = chosen_indices(self.job)
         gpus = [(gpu.index, gpu.is_slice) for gpu in self.machine.gpus if gpu.index in named]
         message = refusal_of_slices(gpus) if self.job.exchanges else ""
@@ -187,7 +190,7 @@ def check(job: AnyJob, machine: Machine) -> list[Problem]:
 
 
 def chosen_indices(job: AnyJob) -> list[int]:
-    """Return the indices of the GPUs that a job file names; empty for "auto", "cpu" and clusters."""
+    """Return the indices of the GPUs that a job file names; [] for "auto", "cpu" and clusters."""
     return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.cluster else []
 
 
@@ -197,7 +200,7 @@ def wanted_ranks(job: AnyJob) -> int:
 
 
 def wanted_devices(job: AnyJob) -> int:
-    """Return how many GPUs or processes the job file requests on all nodes; "auto" and "cpu" count as 1 per node."""
+    """Return how many GPUs or CPU processes the job file requests on all nodes; "auto" and "cpu" mean 1 per node."""
     gpus, nodes = job.launch.gpus, job.launch.nodes if job.cluster else 1
     if isinstance(gpus, list):
         return nodes * len(gpus)
@@ -206,5 +209,5 @@ def wanted_devices(job: AnyJob) -> int:
 
 
 def takes_slices(job: AnyJob, devices: int) -> bool:
-    """Return whether each GPU of a job may be a MIG slice: ranks on slices cannot exchange tensors."""
+    """Return whether the GPUs of a job may be MIG slices; ranks on slices cannot exchange tensors."""
     return devices == 1 or not job.exchanges

@@ -1,6 +1,6 @@
-"""Resolves `auto` once ranks and devices are known: the parallel mode, and micro-batches that fit.
+"""Resolves `auto` once the ranks and devices are known: chooses a parallel mode and micro-batches that fit.
 
-How a step is split never changes its result: it has the number of tokens that the job file requests.
+The way in which a step is split never changes its result: the step has the number of tokens that the job file requests.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
 # Tokens of the smallest micro-batch to try.
 LEAST_BATCH = 64
-# A mode must be faster than ddp by this factor to be chosen, because the time model is no more exact. Between two idle
-# CPU processes it predicted the faster mode within 2 %, but after 60 ms of measurement on a busy machine it was off by
-# 6 %.
+# A mode must be faster than ddp by this factor to be chosen, because predicted times are not more accurate than that.
+# For two idle CPU processes, the prediction for the faster mode was within 2 %, but after 60 ms of measurement on a
+# busy machine it was off by 6 %.
 LEAST_GAIN = 1.1
 
 
 class PlannedResources(msgspec.Struct, frozen=True):
-    """The resources that a job is planned for: the speed of its ranks, and the bytes that each may use of its device.
+    """The resources that a job is planned for: the speeds of its ranks, and the bytes that each rank may use.
 
-    The bytes are the free memory of the fullest device, or less if the job may not use all of it.
+    `free_bytes` is the free memory of the fullest device, or less if the job may not use all of that memory.
     """
 
     speeds: Speeds
     free_bytes: int | None = None
-    # The device whose memory is estimated, if not the ranks' own: a GPU if CPU processes simulate GPUs.
+    # The device whose memory is estimated, if it is not the ranks' own device: a GPU if CPU processes simulate GPUs.
     memory_of: str | None = None
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """A workload with `auto` resolved in mode and batch size, its time and memory, and the reason.
+    """A workload with `auto` resolved in its mode and batch size, its time and memory, and the reason for the choice.
 
-    `held` is the same workload on the devices whose memory counts, which differ for simulated GPUs.
+    `held` is the same workload on the devices whose memory is estimated, which are others if GPUs are simulated.
     """
 
     work: Workload
@@ -55,15 +55,15 @@ class Settled(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes of the rank that needs most."""
+        """The bytes of the rank that needs the most."""
         return self.memory.total
 
 
 def settle(work: Workload, place: PlannedResources) -> Settled:
-    """Choose the fastest mode that fits, or the one with the least memory if none fits; prefer the plain mode if no
-    other is clearly faster.
+    """Choose the fastest mode that fits or, if none fits, the mode with the least memory.
 
-    Compares steps with dead latents, since most steps of a run may have them.
+    The plain mode is preferred if no other mode is clearly faster. The compared times are those of steps with dead
+    latents, since most steps of a run may have dead latents.
     """
     ways = [_cut(work, mode, sharing, place) for mode, sharing in _ways(work)]
     best = min(ways, key=lambda way: (not way.fits, _seeming_s(way, ways[0]) if way.fits else way.needs_bytes))
@@ -91,7 +91,7 @@ def _ways(work: Workload) -> Iterator[tuple[str, int]]:
 
 
 def _cut(work: Workload, mode: str, sharing: int, place: PlannedResources) -> Settled:
-    """Settle the job in this mode with the largest micro-batches that fit, or the smallest if none fit."""
+    """Resolve a job in this mode with the largest micro-batches that fit, or the smallest ones if none fit."""
     whole, asked = work.tokens_per_step, work.job.parallel.latent_ranks
     shared = work.with_settings("parallel", mode=mode, latent_ranks=sharing if mode == "hybrid" else asked)
     settled = None
@@ -110,15 +110,17 @@ def _cut(work: Workload, mode: str, sharing: int, place: PlannedResources) -> Se
 
 
 def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
-    """Yield micro-batch sizes to try, in tokens: the requested one, or for "auto" a rank's entire step, then halves."""
+    """Yield the micro-batch sizes to try, in tokens: the requested size, or for "auto" a rank's entire step, then
+    halves.
+    """
     asked, ranks = work.job.train.batch_size, work.ranks
     with_tokens = 1 if mode == "sweep" else ranks // sharing
     if asked != "auto" and (work.job.parallel.mode == mode or with_tokens == ranks):
         yield asked
         return
     least = min(LEAST_BATCH, work.micro_batch) if asked == "auto" else asked
-    # A rank that processes several ranks' tokens holds only some of the latents or SAEs, so a larger micro-batch needs
-    # no more memory.
+    # A rank that processes the tokens of several ranks holds only some of the latents or SAEs, so the larger
+    # micro-batch needs no more memory.
     size = -(-work.tokens_per_step // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size

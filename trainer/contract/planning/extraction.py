@@ -1,6 +1,7 @@
 """Estimates an extraction's memory, disk space and time from its model's files, and reports what is missing.
 
-Memory is the loaded weights plus the peak of one forward pass. Time counts the matrix products only.
+The memory is that of the loaded weights plus the peak of one forward pass. The time is that of the matrix products
+only.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.wording import distinct_sizes, gibibytes
 
-# token_ids, positions and document of a row
+# The bytes of a row's `token_ids`, `positions` and `document`.
 _ORIGIN_BYTES = 12
 SPREAD = "spread"
 
 
 class ExtractionOutlook(msgspec.Struct, frozen=True):
-    """The resources that an extraction needs; a value is None if the model's files do not determine it."""
+    """The resources that an extraction needs; a value that cannot be determined from the model's files is None."""
 
     on_gpus: bool
     memory: Memory | None = None
     seconds: float | None = None
     d_in: int | None = None
     disk_bytes: int | None = None
-    # Also None if the file system reports no size.
+    # This is also None if the file system reports no size.
     disk_free_bytes: int | None = None
     capacity: DeviceMemory = UNKNOWN_MEMORY
     lack: str = ""
     excess: str = ""
     ranks: int = 1
-    # How its devices share the work, as the job's row shows it.
+    # How the devices share the work, as the table of jobs shows it.
     mode: str = "single"
-    # The name of its slowest device, and whether its speed was measured here.
+    # The name of the slowest device, and whether the speed of this device was measured on this machine.
     device_name: str = CPU
     is_measured: bool = False
 
@@ -55,7 +56,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
         return self.memory.total if self.memory else None
 
     def problems(self) -> list[Problem]:
-        """Return the memory problems: an error if it can never run, a warning if it cannot run now."""
+        """Return the memory problems: an error if the extraction can never run, a warning if it cannot run now."""
         spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread = true with several GPUs"
         cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
@@ -64,7 +65,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
 
 class ExtractionProposal(Proposal[ExtractJob]):
-    """An extraction on a machine."""
+    """An extraction that is planned on a machine."""
 
     @cached_property
     def outlook(self) -> ExtractionOutlook:
@@ -98,10 +99,10 @@ def outlook_of_extraction(
     cuda: bool = True,
     host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> ExtractionOutlook:
-    """Return the outlook on the GPUs that launch.gpus names, or on the first ones; simulated GPUs run on the CPU.
+    """Return the resources that an extraction needs on the GPUs that `launch.gpus` names, or on the first ones.
 
-    Each rank loads its own model, unless one model is spread over the GPUs. The hardware of a cluster's nodes is
-    unknown.
+    Simulated GPUs run on the CPU. Each rank loads its own model, unless one model is spread over the GPUs. The hardware
+    of a cluster's nodes is unknown.
     """
     gpus, host = ((), UNKNOWN_MEMORY) if job.cluster else (gpus, host)
     size = model_size(job.model.path, job.model.revision)
@@ -140,18 +141,18 @@ def outlook_of_extraction(
 
 
 def disk_words(look: ExtractionOutlook) -> str:
-    """Return text like `0.1 GiB of disk, 38.0 GiB free`."""
+    """Return the needed and the free disk space, such as `0.1 GiB of disk, 38.0 GiB free`."""
     free = "" if look.disk_free_bytes is None else f", {gibibytes(look.disk_free_bytes)} free"
     return f"{gibibytes(look.disk_bytes or 0)} of disk{free}"
 
 
 def mode_of(job: ExtractJob) -> str:
-    """Return how the devices of an extraction share its work."""
+    """Return the name of the way in which the devices of an extraction share the work."""
     return SPREAD if job.model.spread else "single"
 
 
 def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
-    """Return the problems that would stop an extraction here, except problems with its devices."""
+    """Return the problems that would prevent an extraction on this machine, except problems with its devices."""
     problems = outlook.problems()
     if not is_installed("transformers"):
         problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
@@ -178,7 +179,7 @@ def _check_hooks(job: ExtractJob) -> list[Problem]:
 
 
 def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_gpus: int = 1) -> int:
-    """Return the largest half, quarter, ... of `extract.batch_tokens` that fits; 0 if none does."""
+    """Return the largest half, quarter, ... of `extract.batch_tokens` that fits into memory; 0 if none does."""
     size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
         smaller = job.replace("extract", batch_tokens=tokens)
@@ -199,11 +200,13 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
 
 
 def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) -> Memory:
-    """Return the memory per device; a spread model is split between blocks, so one GPU may hold one block more."""
+    """Return the memory per device; one GPU may hold one block more than the average, since a model is split into
+    blocks.
+    """
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
     share = min(1.0, 1 / n_gpus + 1 / size.n_layers) if is_cuda and job.model.spread and n_gpus > 1 else 1.0
-    # Rows that are buffered until their shard is complete.
+    # The rows that are buffered until their shard is complete.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
         weights=round(size.n_parameters * each * share),
@@ -223,6 +226,6 @@ def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
 
 
 def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:
-    """Return the seconds that the matrix products of all tokens take."""
+    """Return the time of the matrix products of all tokens, in seconds."""
     flops = size.flops_per_token(job.hooks) * job.extract.n_tokens
     return flops / (READING_SPEED * flops_per_s)

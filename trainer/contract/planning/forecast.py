@@ -1,4 +1,4 @@
-"""Predicts time, cost and memory of a job on 1, 2, 4 and 8 devices before it runs."""
+"""Predicts the time, cost and memory of a job on 1, 2, 4 and 8 devices before the job runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """The free and total memory for a rank on the device with the least; None if unknown."""
+    """The free and total memory per rank on the device that has the least; None if unknown."""
 
     free_bytes: int | None = None
     total_bytes: int | None = None
@@ -24,7 +24,7 @@ UNKNOWN_MEMORY = DeviceMemory()
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """A job on `ranks` devices of one kind; `speed_up` is its tokens per second relative to one device."""
+    """The predicted time and cost of a job on `ranks` equal devices; `speed_up` is relative to one device."""
 
     ranks: int
     settled: Settled
@@ -36,7 +36,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     @property
     def efficiency(self) -> float:
-        """`speed_up` per device: 1.0 if no device ever waits."""
+        """`speed_up` per device, which is 1.0 if no device ever waits."""
         return self.speed_up / self.ranks
 
 
@@ -49,7 +49,7 @@ def forecast(
     price_per_gpu_hour: float | None = None,
     memory_of: str | None = None,
 ) -> list[Forecast]:
-    """Return a forecast for each number of devices of the workload's kind.
+    """Return a forecast for each number of devices in `counts`.
 
     A step has `batch_size` tokens per device, unless the job sets `global_batch_size`.
     """
@@ -70,8 +70,8 @@ def settle_on(
 ) -> tuple[Settled, bool]:
     """Resolve `auto` on the workload's devices; return the result and whether their speeds were measured.
 
-    The job must fit into the free memory, or if nothing fits there, into the total memory. `memory_of` is the device
-    whose memory counts, if it is not the ranks' own.
+    The job is planned to fit into the free memory or, if that is impossible, into the total memory. `memory_of` is the
+    device whose memory is estimated, if it is not the ranks' own device.
     """
     speeds = box.speeds(work.device_name, work.precision, work.ranks)
     asked = work.job.parallel.mode

@@ -1,9 +1,10 @@
 """THE REGISTRY of GPU vendors: how to detect a vendor's driver, read its GPUs, and pin a rank to some of them.
 
 A rank is pinned by an environment variable of the vendor, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
-to restrict the GPUs, app, commands and trainer all respect it. Its numbers are read as in the vendor's own tool,
-which counts by PCI bus. CUDA counts that way only with CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it may put the fastest
-GPU first. Ranks are started with that order and with UUIDs.
+to restrict the GPUs, the app, the commands and the trainer all respect it. GPU indices in the variable have the meaning
+that they have in the vendor's own tool, which numbers GPUs by PCI bus. CUDA does so only with
+CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise the fastest GPU may be first. Ranks are started with that setting and with
+UUIDs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ Cards = Sequence[tuple[int, str]]
 
 
 class Vendor(msgspec.Struct, frozen=True):
-    """The facts about a vendor's GPUs that are needed before loading any vendor code.
+    """The facts about a vendor's GPUs that are needed before any code of the vendor is loaded.
 
-    `words` is its name, `source` the class that reads its GPUs, as `module:name`; one of `driver_files` exists if its
-    driver is loaded. `variable` lists the GPUs that a process may use, by number or by an identifier that begins with
-    `uuid_prefix`; `order` sets the variables that make the numbers agree with `tool`, the vendor's command-line
-    program. `device` is PyTorch's device type for the GPUs, "cpu" if it cannot use them.
+    `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. One of `driver_files`
+    exists if the vendor's driver is loaded. `variable` is the environment variable that lists the GPUs that a process
+    may use, by index or by a UUID that begins with `uuid_prefix`. `order` contains the variables that make these
+    indices agree with those of `tool`, the vendor's command-line program. `device` is PyTorch's device type for the
+    GPUs, or "cpu" if PyTorch cannot use them.
     """
 
     words: str
@@ -35,22 +37,23 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
-    # The command that turns a split GPU back into one, unless its source reports one.
+    # The command that merges the slices of a GPU, unless the GPU's source reports such a command.
     unsplit: str = ""
-    # Prefix of a slice's identifier, if GPUs can be split into slices that act as GPUs.
+    # The prefix of a slice's UUID, if GPUs can be split into slices that act as GPUs.
     slice_prefix: str = ""
     device: Device = "cuda"
-    # PyTorch's name of the builds for these GPUs, as in `torch.version.cuda`, and the usual name.
+    # PyTorch's name of the platform of these GPUs, as in `torch.version.cuda`, and the name to show to users.
     torch_runtime: str = "cuda"
     runtime_words: str = "CUDA"
-    # The links between its GPUs other than PCI Express, and the command that shows how GPUs are connected.
+    # The name of the links between GPUs other than PCI Express, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
-    # Variables that choose by number among the GPUs that `variable` leaves visible; only the first one set applies.
+    # Environment variables that select by index among the GPUs that `variable` leaves visible; only the first one that
+    # is set applies.
     inner_variables: tuple[str, ...] = ()
-    # Prefixes of a GPU's name that narrow columns omit, in this order.
+    # Prefixes of GPU names that are omitted in narrow columns, in this order.
     brands: tuple[str, ...] = ()
-    # The vendor's PCI ID as the kernel writes it, and the file with the version of its kernel module.
+    # The vendor's PCI ID as the kernel writes it, and the file with the version of the vendor's kernel module.
     pci_vendor: str = ""
     version_file: str = ""
     # Files with the UUID of each GPU of the machine or container, in a folder named by its PCI address.
@@ -58,18 +61,18 @@ class Vendor(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether its driver is loaded, judged by files alone."""
+        """Whether the vendor's driver is loaded, as far as files show."""
         return any(map(os.path.exists, self.driver_files))
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
-        """Return the environment that makes exactly these GPUs visible to a process, in this order."""
+        """Return the environment variables that make exactly these GPUs visible to a process, in this order."""
         gpus = list(uuids)
-        # An inherited variable would choose among these GPUs, and might leave none.
+        # An inherited variable would select among these GPUs and could leave none visible.
         inner = {name: ",".join(map(str, range(len(gpus)))) for name in self.inner_variables[:1]}
         return {self.variable: ",".join(gpus), **inner, **self.order}
 
     def prefix_of(self, name: str) -> str:
-        """Return the UUID prefix of a GPU with this name; a slice's name ends in its profile."""
+        """Return the UUID prefix of a GPU with this name; the name of a slice ends with the slice's profile."""
         return self.slice_prefix if self.slice_prefix and f" {self.slice_prefix[:-1]} " in name else self.uuid_prefix
 
     def limits(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -78,8 +81,8 @@ class Vendor(msgspec.Struct, frozen=True):
         return {name: environ[name] for name in (self.variable, *inner) if name in environ}
 
     def visible_devices(self, environ: Mapping[str, str] = os.environ) -> str | None:
-        """Return the GPUs that the environment makes visible, in the format of `variable`; None if it does not restrict
-        them.
+        """Return the GPUs that the environment makes visible, in the format of `variable`; None if all GPUs are
+        visible.
         """
         values = self.limits(environ)
         outer = values.pop(self.variable, None)
@@ -91,10 +94,12 @@ class Vendor(msgspec.Struct, frozen=True):
         return ",".join(entries[index] for index in self.visible_indices(inner, gpus))
 
     def visible_indices(self, text: str | None, gpus: Iterable[tuple[int, str]]) -> list[int]:
-        """Return the indices of the (index, UUID) pairs that the variable's `text` makes visible, in its order.
+        """Return the indices of the GPUs, given as pairs (index, UUID), that are visible with the variable's value
+        `text`.
 
-        Entries are parsed as CUDA does: numbers, or UUIDs that may be shortened. The list ends before the first entry
-        that matches no GPU; a list that names a GPU twice is empty. A number never refers to a slice.
+        The indices are in the order of `text`. Entries are parsed as CUDA does: they are indices, or UUIDs that may be
+        shortened. An entry that matches no GPU ends the list, and a list that names a GPU twice makes no GPU visible.
+        An index never refers to a slice.
         """
         all_gpus = list(gpus)
         if text is None:
@@ -124,7 +129,8 @@ class Vendor(msgspec.Struct, frozen=True):
         return indices[0] if len(indices) == 1 else None
 
 
-# Keyed by source name, as in `--gpu-source`. Classes are strings, so listing them imports nothing.
+# Maps the name of each source, as in `--gpu-source`, to its vendor. Classes are given as strings, so that nothing is
+# imported.
 VENDORS: dict[str, Vendor] = {
     "nvml": Vendor(
         "NVIDIA",
@@ -145,8 +151,8 @@ VENDORS: dict[str, Vendor] = {
         "AMD",
         "sae_tui.gpu.amd:Amd",
         driver_files=("/dev/kfd",),
-        # AMD recommends it on Linux. All versions of ROCm accept UUIDs in it, but only newer ones in the other two; HIP
-        # and PyTorch number the GPUs that it leaves from 0.
+        # AMD recommends this variable on Linux. All versions of ROCm accept UUIDs in it, but only newer versions accept
+        # UUIDs in the two inner variables. HIP and PyTorch number the GPUs that it leaves visible from 0.
         variable="ROCR_VISIBLE_DEVICES",
         inner_variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         tool="amd-smi",
@@ -163,19 +169,19 @@ VENDORS: dict[str, Vendor] = {
 
 
 def is_slice(uuid: str) -> bool:
-    """Return whether this UUID is that of a slice, rather than of a GPU that is not split."""
+    """Return whether this is the UUID of a slice and not of an unsplit GPU."""
     return any(vendor.slice_prefix and uuid.startswith(vendor.slice_prefix) for vendor in VENDORS.values())
 
 
 def is_slice_by_name(name: str) -> bool:
-    """Return the same from the name that PyTorch reports."""
+    """Return whether the name that PyTorch reports is that of a slice."""
     return any(is_slice(vendor.prefix_of(name)) for vendor in VENDORS.values())
 
 
 def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
-    """Return why ranks that exchange tensors cannot run on these GPUs (index, whether it is a slice), or "".
+    """Return why ranks that exchange tensors cannot run on these GPUs, given as pairs (index, is a slice), or "".
 
-    NCCL mistakes slices of one GPU for the same device, and CUDA shows a process at most one slice.
+    NCCL mistakes slices of one GPU for the same device, and CUDA makes at most one slice visible to a process.
     """
     cut = [index for index, is_cut in gpus if is_cut]
     if not cut or len(gpus) < 2:
@@ -189,7 +195,7 @@ def vendors_here() -> list[str]:
 
 
 def hide_all() -> dict[str, str]:
-    """Return the environment that hides the GPUs of all vendors."""
+    """Return the environment variables that hide the GPUs of all vendors."""
     return {vendor.variable: "" for vendor in VENDORS.values()}
 
 
@@ -200,7 +206,7 @@ def mixture(vendors: Iterable[str]) -> str:
 
 
 def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
-    """Return why a job cannot use all of these GPUs (index, vendor); "" if they are from one vendor."""
+    """Return why a job cannot use all of these GPUs, given as pairs (index, vendor); "" if they are from one vendor."""
     vendor_by_index = dict(gpus)
     if not (mixed := mixture(vendor_by_index.values())):
         return ""
@@ -210,6 +216,6 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
 
 
 def _by_number(entry: str, gpus: Cards) -> int | None:
-    """Return the GPU whose number begins the entry, so `1st` means 1; None if it begins with no number."""
+    """Return the index of the GPU whose index starts the entry, so that `1st` means 1; None if there is no such GPU."""
     digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
     return next((index for index, _ in gpus if digits and index == int(digits[1])), None)

@@ -1,4 +1,6 @@
-"""Decides when a GPU's steps use CUDA graphs: if the host would take longer for a step than the GPU."""
+"""Decides whether the steps on a GPU use CUDA graphs: if launching a step would take the host longer than running it
+takes the GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,18 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.model_source import ModelSettings
 
-# A fast host launches a step in 2 ms; the virtual host of an H200 took 7 to 12. FLOP/s and bytes per second are roughly
-# an A100's: a faster GPU gains more, and a slower GPU loses nothing.
+# A fast host launches a step in 2 ms; the virtual host of an H200 took 7 to 12 ms. The FLOP/s and bytes per second are
+# roughly those of an A100. A faster GPU gains more, and a slower GPU loses nothing.
 LONGEST_S, PRODUCTS, BANDWIDTH = 20e-3, 400e12, 2e12
-# Bytes moved per weight: weight and moments, gradient, 16-bit copy.
+# Bytes moved per weight: for the weight and its moments, the gradient and the 16-bit copy.
 BYTES_PER_WEIGHT = 36
 
 
 def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
-    """Return whether CUDA-graph capture pays for a job whose single SAE has one GPU to itself.
+    """Return whether capturing a CUDA graph is worthwhile; it can be for a job with a single SAE and GPU.
 
-    A step can be captured only if the host does not need the previous step's results. Runs that must resume bit for bit
-    do without.
+    A step can be captured only if the host does not need the results of the previous step. Runs that must resume
+    bit-identically are not captured.
     """
     job = layout.job
     is_alone = layout.ranks == 1 and layout.mode == "single" and layout.micro_batches == 1 and len(layout.members) == 1
@@ -31,7 +33,7 @@ def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
 
 
 def can_be_recorded(job: JobConfig, d_in: int) -> bool:
-    """Return whether steps activate few latents in the long run, and the host runs no other long GPU work."""
+    """Return whether steps activate few latents in the long run, and no language model runs on the GPU."""
     is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices
     is_sparse = not is_dense or latent_capacity.per_token(job.sae.settings.n_active, job.sae.width(d_in)) is not None
     runs_model = isinstance(job.data.settings, ModelSettings)

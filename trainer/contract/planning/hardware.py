@@ -1,4 +1,4 @@
-"""The speed of this machine: measured by ranks at startup and stored in `box.json`; published figures until then."""
+"""The speeds of this machine, which ranks measure at startup and store in a file; published figures are used before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 from trainer.contract.json_file import read_json, write_json
 
 CPU = "CPU process"
-# The fraction of a GPU's published peaks that large products and copies reach.
+# The fraction of a GPU's published peak speeds that large matrix products and copies reach.
 _REACHED = 0.7
-# Published figures: TFLOP/s of dense bf16 products (fp32 for a GPU without fast bf16), GB/s of memory, and GB/s of an
-# all-reduce over NVLink or XGMI (0 for a GPU without them).
+# Published figures: TFLOP/s of dense bf16 matrix products (fp32 for a GPU without fast bf16), memory bandwidth in GB/s,
+# and the GB/s of an all-reduce over NVLink or XGMI (0 for a GPU that has neither).
 _PUBLISHED = {
     "B200": (2250, 8000, 650),
     "H200": (989, 4800, 360),
@@ -48,17 +48,19 @@ _PUBLISHED = {
     "RX 7900": (123, 960, 0),
 }
 _UNKNOWN = (70, 800, 0)
-# FLOP/s and memory bytes/s of a core; bytes/s and latency between processes over the loopback interface.
+# A CPU core's FLOP/s and memory bytes/s, and the bytes/s and latency between processes over the loopback interface.
 _CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S = 50e9, 8e9, 1.5e9, 3e-4
-# PCIe with peer-to-peer transfers, and staged through the host's memory, as GeForce GPUs need.
+# Bytes/s over PCIe with peer-to-peer transfers, bytes/s of transfers through host memory (as on GeForce GPUs), and
+# latency.
 _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
-# Speed of products relative to bf16.
+# The speed of matrix products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# The name of a slice ends in its profile: its sevenths of the GPU's compute, and its memory.
+# The name of a MIG slice ends with its profile, such as `1g.10gb`: the sevenths of the GPU's compute units, and the
+# memory.
 _SLICE = re.compile(r" MIG (\d)g\.")
-# GPUs below compute capability 8.0 support neither bf16 nor tf32. On Volta and Turing, 7.0 and 7.5, fp16 is 2 to 8
-# times as fast as fp32; on older GPUs it is as slow, or slower.
+# GPUs below compute capability 8.0 support neither bf16 nor tf32. On Volta (7.0) and Turing (7.5), fp16 is 2 to 8 times
+# as fast as fp32; on older GPUs, fp16 is no faster than fp32.
 BF16_FROM, FP16_FROM = (8, 0), (7, 0)
 _VOLTA_OR_TURING = re.compile(
     r"\b(V100S?|GV100|TITAN (V|RTX)|T4G?|RTX 20[678]0|Quadro (RTX|T\d+)|GTX 16\d0|T(4|5|6|10|12)00)\b"
@@ -69,14 +71,15 @@ _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
 # The precisions that "auto" can resolve to, from the most to the least widely supported.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
 
-# Time estimates divide by it, so it must not be 0.
+# A measured rate, which must not be 0, since time estimates divide by it.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """The speed of a rank and of the link between ranks.
+    """The speeds of a rank and of the link between ranks.
 
-    FLOP/s of products, bytes/s of memory, and an all-reduce's bytes/s and latency in seconds.
+    They are the FLOP/s of matrix products, the bytes/s of memory, and the bytes/s and latency (in seconds) of an
+    all-reduce.
     """
 
     flops_per_s: float
@@ -87,30 +90,32 @@ class Speeds(msgspec.Struct, frozen=True):
 
 
 class DeviceSpeeds(msgspec.Struct, frozen=True):
-    """The measured speeds of one kind of device; FLOP/s of products by precision."""
+    """The measured speeds of one kind of device; `flops_per_s` maps each precision to the speed of matrix products."""
 
     flops_per_s: dict[str, Rate]
     memory_bytes_per_s: Rate
 
 
 class Bus(msgspec.Struct, frozen=True):
-    """The measured speed between devices: bytes/s of each in an all-reduce, and seconds of a tiny all-reduce."""
+    """The measured speed between devices: the bytes/s per device in an all-reduce, and the seconds of a tiny
+    all-reduce.
+    """
 
     bytes_per_s: Rate
     latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class MeasuredHardware(msgspec.Struct, frozen=True):
-    """Everything measured on this machine so far: devices by name, buses by `<device name> x<ranks>`."""
+    """All speeds measured on this machine so far; `buses` has keys of the form `<device name> x<ranks>`."""
 
-    # `cards` in the file, as in earlier versions.
+    # Speeds by device name. The file has the key `cards`, as in earlier versions.
     devices: dict[str, DeviceSpeeds] = msgspec.field(default_factory=dict, name="cards")
     buses: dict[str, Bus] = {}
     # Whether GPU-to-GPU transfers hung or failed while transfers through the host's memory worked.
     peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
-        """Return the speeds of `ranks` devices of this name; unmeasured ones come from published figures."""
+        """Return the speeds of `ranks` devices of this name; unmeasured speeds are derived from published figures."""
         assumed = assumed_speeds(device, precision)
         speeds, bus = self.devices.get(device), self.buses.get(f"{device} x{ranks}")
         measured = speeds is not None and precision in speeds.flops_per_s and (ranks == 1 or bus is not None)
@@ -123,7 +128,7 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
         )
 
     def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> MeasuredHardware:
-        """Return a copy that also holds these measured speeds."""
+        """Return a copy that also contains these measured speeds."""
         known = self.devices.get(device)
         flops = (known.flops_per_s if known else {}) | {precision: speeds.flops_per_s}
         devices = self.devices | {device: DeviceSpeeds(flops, speeds.memory_bytes_per_s)}
@@ -132,10 +137,10 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
-    """Return the meaning of `train.precision = "auto"` on a "cuda" device of this compute capability, or on "cpu".
+    """Return the precision that `train.precision = "auto"` stands for on a device, "cuda" or "cpu".
 
-    It is bf16 if its products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise tf32, which GPUs
-    without support run as fp32.
+    On GPUs it is bf16 if bf16 matrix products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise
+    tf32. GPUs without tf32 run it as fp32.
     """
     if device != "cuda":
         return "fp32"
@@ -145,9 +150,10 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
 
 
 def usual_capability(name: str) -> tuple[int, int]:
-    """Return a typical compute capability for a GPU name, as far as precision depends on it; unknown GPUs count as new.
+    """Return a typical compute capability for a GPU name, as far as precision depends on it.
 
-    AMD GPUs get that of the NVIDIA GPUs with the same fast precisions.
+    AMD GPUs get the compute capability of NVIDIA GPUs with the same fast precisions. Unknown GPUs are assumed to be
+    new.
     """
     if _VOLTA_OR_TURING.search(name) or _OLD_AMD.search(name):
         return FP16_FROM
@@ -155,7 +161,7 @@ def usual_capability(name: str) -> tuple[int, int]:
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:
-    """Return speeds from published figures for this GPU name, or of an ordinary GPU if the name is unknown."""
+    """Return the speeds expected from published figures for this GPU, or for an ordinary GPU if the name is unknown."""
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     tflops, gigabytes, nvlink = _published(device)
@@ -177,12 +183,12 @@ def _published(device: str) -> tuple[int, int, int]:
 
 
 def slowest(names: Iterable[str]) -> str:
-    """Return the slowest of these GPU names by published figures; the others wait for it."""
+    """Return the name of the GPU that is the slowest by published figures; the other GPUs wait for it."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
 def read_box(file: Path | None) -> MeasuredHardware:
-    """Return the measured speeds; empty if the file is missing or damaged, since they can be measured again.
+    """Return the measured speeds; nothing if the file is missing or damaged, since speeds can be measured again.
 
     A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """
@@ -196,6 +202,6 @@ def read_box(file: Path | None) -> MeasuredHardware:
 
 
 def write_box(file: Path, box: MeasuredHardware) -> None:
-    """Replace the file atomically; ignore a failure, since it only makes the next estimate less exact."""
+    """Write the measured speeds atomically; ignore failures, since they only make the next estimate less accurate."""
     with contextlib.suppress(OSError):
         write_json(file, box)

@@ -1,7 +1,7 @@
-"""Estimates a job's bytes per GPU and on disk from its settings alone (no torch).
+"""Estimates the bytes that a job needs per GPU and on disk from its settings alone, without torch.
 
-The memory of a pass, without weights and optimizer, was derived from torch's memory statistics of real steps; tests
-compare the two.
+The memory of a pass, without weights and optimizer state, was derived from torch's memory statistics of real steps.
+Tests compare estimates with these statistics.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from trainer.contract.planning.workload import ONE_PROCESS, Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, SaeSettings, Train
 
-# The CUDA context with the loaded kernels.
+# The bytes of a CUDA context with the loaded kernels.
 CUDA_CONTEXT_BYTES = 550 * 2**20
-# A CPU process with Python, PyTorch and other libraries, before any tensor (PyTorch 2.13: 570 to 595 MiB).
+# The bytes of a CPU process with Python, PyTorch and other libraries, before any tensor is allocated (PyTorch 2.13: 570
+# to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
-# Memory that the allocator holds beyond a step's tensors, with expandable segments: holes between long-lived tensors,
-# and the rest of the last 20 MiB pages. Holes were 1 to 24 % of the tensors on an H200; in 324 simulated steps their
-# median was 11.4 %, used here, and one in twenty had 27 %. Sizes do not predict them: they depend on where the first
-# update places its state and on whether the largest tensors of later steps fit in between.
+# Memory that PyTorch's allocator reserves beyond a step's tensors, with expandable segments: holes between long-lived
+# tensors, and the unused ends of the last 20 MiB pages. On an H200, holes took 1 to 24 % of the bytes of the tensors.
+# In 324 simulated steps, their median was 11.4 %, which is used here, and one step in twenty had 27 %. Tensor sizes do
+# not predict the holes, which depend on where the first update places its state and on whether the largest tensors of
+# later steps fit in between.
 ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
-# cuBLAS reserves a workspace per thread and stream that multiplies, of the size in `cuda_variables`: the forward and
-# the backward pass each have a thread. CUDA-graph capture has its own stream.
+# cuBLAS reserves a workspace, of the size in `cuda_variables`, per thread and stream that multiplies matrices. The
+# forward and the backward pass each have a thread. CUDA-graph capture has its own stream.
 WORKSPACE_BYTES = 2 * 2**25
-# NCCL's buffers for each GPU, outside PyTorch's memory. Over NVLink, 8 H100 took 1.06 GB for all-reduce and all-gather
-# and 4.34 GB once all pairs had exchanged (NVIDIA/nccl #1685); 4 A100 took 0.54 to 0.69 GB for a group without pairs
-# (#964). Over PCIe NCCL opens few channels.
+# The bytes of NCCL's buffers on each GPU, outside PyTorch's memory. Over NVLink, each of 8 H100 GPUs used 1.06 GB for
+# all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685). Each of 4 A100 GPUs
+# used 0.54 to 0.69 GB without exchanges between pairs (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
-# Smaller groups of GPUs have no switch, and fewer channels.
+# The number of GPUs from which a group is connected by a switch; smaller groups have fewer channels.
 _SWITCHED_FROM = 4
-# Bytes of one value of optimizer state; int8 also stores a scale for every block.
+# The bytes of one value of optimizer state; int8 also stores a scale for each block of values.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The bytes that one rank holds at the peak of a step; the parts add up to the total.
+    """The bytes that one rank uses at the peak of a step, by purpose.
 
-    Most activations are freed before gradients are made, so both use the same memory: `activations` is what the peak
-    needs beyond the gradients and the exchange buffers. `communication` includes NCCL's buffers. `slack` covers memory
-    lost to fragmentation, cuBLAS workspaces, extra memory for evaluations, and rows that a step does not hold itself.
+    Most activations are freed before gradients are allocated, so that both use the same memory. Therefore,
+    `activations` is the part of the peak that exceeds the gradients and the exchange buffers. `communication` includes
+    NCCL's buffers. `slack` includes memory lost to fragmentation, cuBLAS workspaces, extra memory for evaluations, and
+    rows that are read ahead or cached.
     """
 
     weights: int
@@ -61,7 +64,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def estimate(work: Workload) -> Memory:
-    """Return the bytes of the rank that needs most.
+    """Return the memory of the rank that needs the most.
 
     All SAEs of a sweep keep their weights, gradients and optimizer state; activations are those of the largest SAE,
     since the SAEs run one after the other.
@@ -70,9 +73,9 @@ def estimate(work: Workload) -> Memory:
 
 
 def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
-    """Return the bytes that a GPU reserves for steps alone: with given rows, no CUDA graphs and no evaluations.
+    """Return the bytes that a GPU reserves for training steps alone, without CUDA graphs, evaluations and reading rows.
 
-    An update that `is_compiled` needs only its state, unless it multiplies matrices.
+    A compiled update needs no temporary memory, unless it multiplies matrices.
     """
     whole = _fullest(work, is_compiled=is_compiled)
     taken = whole.total - outside_pytorch(work) - whole.slack
@@ -81,7 +84,7 @@ def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
 
 def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
     of_ranks = [list(saes.values()) for saes in work.members_by_rank]
-    # In every mode but "sweep" all ranks hold the same.
+    # In every mode except "sweep", all ranks need the same memory.
     some = [saes for saes in (of_ranks if work.mode == "sweep" else of_ranks[:1]) if saes]
     estimates = [_estimate_of(work, saes, is_compiled=is_compiled) for saes in some]
     return max(estimates, key=lambda memory: memory.total)
@@ -90,8 +93,8 @@ def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
 def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
-    # Replicas that exchange copies hold only the fp32 weights that they step, but all weights at the start and in
-    # evaluations.
+    # Replicas that exchange 16-bit copies hold only the fp32 weights that they update, but all weights at the start and
+    # in evaluations.
     held_weights = [
         round(own) if activation_memory.exchanges_copies(work, one) else whole
         for one, own, whole in zip(saes, stepped, weights, strict=True)
@@ -100,7 +103,8 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     optimizer = sum(
         round(state_bytes(one.train, work.device) * own / 4) for one, own in zip(saes, stepped, strict=True)
     )
-    # During an SAE's pass the gradients of all other SAEs exist; its own only from the second micro-batch on.
+    # During an SAE's pass, the gradients of all other SAEs are in memory; its own gradients are only from the second
+    # micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
     copies = [activation_memory.kept_copies(work, one) for one in saes]
     passes = [
@@ -114,7 +118,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
     source = work.job.data.settings.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
-    # During the pass of an SAE at one hook, a batch also holds the rows of all other hooks.
+    # During the pass of an SAE at one hook, the rows of all other hooks are also in memory.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(held_weights) + optimizer + peak + beside + sum(source)
     on_cuda = work.device == "cuda"
@@ -136,9 +140,10 @@ def _of_allocator(taken: int) -> int:
 
 
 def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
-    """Return the bytes that evaluations need beyond a step's bytes, `of_step`, which are freed first.
+    """Return the bytes that evaluations need beyond `of_step`, the bytes of a step, which are freed first.
 
-    A captured step keeps its memory for replays. The memory of uncaptured steps is freed before the capture.
+    A step captured as a CUDA graph keeps its memory for replays. The memory of uncaptured steps is freed before the
+    capture.
     """
     evaluated = max(activation_memory.of_evaluation(work, one) for one in saes)
     if not graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
@@ -146,14 +151,14 @@ def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
     (alone,) = saes
     recorded = of_step
     if ARCHITECTURES[alone.sae.architecture].dense_matrices:
-        # Only its sparse products are captured.
+        # Only the sparse matrix products are captured.
         copied = activation_memory.kept_copies(work, alone) > 0
         recorded = activation_memory.of_sparse_pass(work, alone.sae, keeps_copies=copied)
     return max(0, recorded + evaluated + WORKSPACE_BYTES - of_step)
 
 
 def of_reader(work: Workload) -> Memory | None:
-    """Return the bytes of a GPU that only runs a language model; None if there is no such GPU."""
+    """Return the memory of a GPU that only runs a language model; None if there is no such GPU."""
     if not work.model_gpus:
         return None
     on_cuda = work.device == "cuda"
@@ -170,7 +175,9 @@ def of_reader(work: Workload) -> Memory | None:
 
 
 def context_bytes(device: str) -> int:
-    """Return a rank's bytes before any tensor: the CUDA context on a GPU, the process itself on the CPU."""
+    """Return the bytes that a rank uses before it allocates a tensor: the CUDA context on a GPU, the process itself on
+    the CPU.
+    """
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
@@ -180,10 +187,11 @@ def outside_pytorch(work: Workload) -> int:
 
 
 def nccl_bytes(work: Workload) -> int:
-    """Return the bytes that NCCL takes on each GPU for exchanges among all ranks, and in groups of a hybrid.
+    """Return the bytes that NCCL uses on each GPU for exchanges among all ranks and, in mode "hybrid", within its
+    groups.
 
-    Ranks open all connections when they meet, in every mode. All-reduce and all-gather need one kind of connection.
-    Shared latents and checkpoints need a second kind, between each pair of GPUs.
+    In every mode, ranks open all connections at startup. All-reduce and all-gather need one kind of connection. Shared
+    latents and checkpoints need a second kind, between each pair of GPUs.
     """
     if work.device != "cuda" or work.ranks == 1 or work.mode in ONE_PROCESS:
         return 0
@@ -205,7 +213,9 @@ def _sharing_steps(work: Workload, train: Train) -> int:
 
 
 def remedies(work: Workload, free_bytes: int) -> list[str]:
-    """Return changes of one setting, as `section.key = value`, that would each make the job fit into `free_bytes`."""
+    """Return changes of a single setting, such as `train.batch_size = 512`, each of which makes the job fit into
+    `free_bytes`.
+    """
     halves = [work.micro_batch >> power for power in range(1, 8) if work.micro_batch >> power >= 64]
     changes: list[tuple[str, str, Any]] = [("train", "precision", "bf16"), ("parallel", "mode", "tensor")]
     changes += [("train", "batch_size", size) for size in halves]
@@ -223,7 +233,9 @@ def _can_share(work: Workload) -> bool:
 
 
 def on_disk(work: Workload) -> int:
-    """Return the most bytes on disk: the newest checkpoints, the best, one being written, and the finished SAEs."""
+    """Return the maximum bytes on disk: the newest checkpoints, the best one, the one being written, and the finished
+    SAEs.
+    """
     return (work.job.train.keep_checkpoints + 1) * checkpoint_bytes(work) + last_bytes(work)
 
 
@@ -240,16 +252,17 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 def n_parameters(work: Workload, sae: SaeSettings, parts: int = 1) -> float:
-    """Return the parameters of encoder, decoder, biases and skip connection for one of `parts` shards of the latents.
+    """Return the number of parameters in one of `parts` shards of the latents: encoder, decoder, biases, skip
+    connection.
 
-    Omits a few vectors of some architectures.
+    A few vectors of some architectures are not counted.
     """
     d_sae = sae.width(work.d_in)
     return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
 
 
 def n_skip(work: Workload, sae: SaeSettings) -> int:
-    """Return the parameters of a skip connection, which is replicated on every rank."""
+    """Return the number of parameters of the skip connection, which is replicated on every rank."""
     return work.d_in * work.d_out if sae.skip else 0
 
 
@@ -259,6 +272,6 @@ def state_bytes(train: Train, device: str) -> float:
 
 
 def _update_bytes(train: Train, stepped: float, *, is_compiled: bool) -> int:
-    """Return the temporary bytes of an update."""
+    """Return the bytes of an optimizer update's temporary tensors."""
     entry = OPTIMIZERS[train.optimizer]
     return 0 if is_compiled and entry.elementwise else round(entry.scratch * stepped / 2)

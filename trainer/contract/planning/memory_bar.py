@@ -1,4 +1,4 @@
-"""Draws a memory estimate as a bar of cells: the letter and the number of cells of every part."""
+"""Divides a memory bar into cells: the letter and the number of cells of each part of a memory estimate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from trainer.contract.planning.memory import Memory
 
-# E for exchange, R for reserve, C for CUDA or, on the CPU, the process itself.
+# E stands for exchange and R for reserve. C stands for CUDA or, on the CPU, for the process itself.
 LETTERS = {
     "weights": "W",
     "gradients": "G",
@@ -19,7 +19,7 @@ LETTERS = {
 
 
 def cells(parts: Memory, width: int) -> dict[str, int]:
-    """Divide `width` cells among the parts by their bytes; each part above 0 gets at least one if the width allows."""
+    """Divide `width` cells among the parts in proportion to their bytes; if possible, each non-empty part gets one."""
     sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes > 0}
     widths = {name: max(1, round(width * n_bytes / parts.total)) for name, n_bytes in sizes.items()}
     while widths and (excess := sum(widths.values()) - width):

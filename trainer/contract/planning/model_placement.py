@@ -1,4 +1,4 @@
-"""Chooses the GPUs that run a training's language model: the training GPUs, or separate ones."""
+"""Chooses the GPUs that run the language model of a training: the training GPUs, or separate GPUs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# Modes without a choice: one device, or one process with all of them.
+# Modes that leave no choice, since they use a single device, or a single process for all devices.
 _FIXED = ("single", "dp")
 
 
 class ModelPlacement(msgspec.Struct, frozen=True):
-    """A job with `model_gpus` devices reserved for its language model, settled on the others.
+    """A job with `model_gpus` devices reserved for its language model and its mode resolved on the other devices.
 
-    `reader` is the memory of one of these devices; `why` explains an automatic choice in a clause.
+    `reader` is the memory of one of the reserved devices. `why` is a clause with the reason for an automatic choice.
     """
 
     model_gpus: int
@@ -38,19 +38,19 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes of the device that needs most."""
+        """The bytes of the device that needs the most."""
         return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
 
     @property
     def sentence(self) -> str:
-        """The placement, like `the language model has 6 of 8 GPUs to itself: next to the SAE it would not fit into 24.0
-        GiB`.
+        """The placement and its reason, such as `the language model has 6 of 8 GPUs to itself: next to the SAE it would
+        not fit into 24.0 GiB`.
         """
         return words_of_place(self.model_gpus, self.devices, self.why)
 
 
 def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
-    """Return a sentence on where a training's language model runs and, as a clause, why."""
+    """Return a sentence about where the language model of a training runs and, if known, why."""
     where = "runs on the GPUs that train"
     if model_gpus:
         where = f"has {model_gpus} of {devices} GPUs to itself"
@@ -58,12 +58,12 @@ def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
 
 
 def counts_that_work(devices: int) -> list[int]:
-    """Return how many of `devices` GPUs can run only the model: a multiple of the number that trains."""
+    """Return the numbers of `devices` GPUs that could run only the model: multiples of the number of training GPUs."""
     return [own for own in range(1, devices) if own % (devices - own) == 0]
 
 
 def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
-    """Return why `data.model_gpus` is wrong on this number of devices, in a sentence; "" if it is not."""
+    """Return a sentence about why `data.model_gpus` is invalid for this number of devices; "" if it is valid."""
     asked = job.model_gpus
     if asked in (0, "auto"):
         return ""
@@ -98,11 +98,11 @@ def place_model(
     *,
     ranks_before: int | None = None,
 ) -> ModelPlacement:
-    """Settle a job on `devices` devices of this name, and choose how many of them run only its language model.
+    """Resolve a job on `devices` devices, and choose how many of them run only its language model.
 
-    If the job leaves that open, choose the fastest placement that fits into the free memory, or else into the total
-    memory: no separate GPUs, unless they are clearly faster. A resumed run keeps `ranks_before` ranks if possible,
-    since each has read its own shard of the text. See `settle_on` for the other arguments.
+    If the job sets no number, choose the fastest placement that fits into the free memory, or else into the total
+    memory. Separate GPUs are used only if they are clearly faster. A resumed run keeps `ranks_before` ranks if
+    possible, since each rank has read its own shard of the text. See `settle_on` for the other arguments.
     """
     whole = Workload(job, devices, shape, device_name)
 
@@ -126,7 +126,7 @@ def place_model(
 
 
 def _counts(whole: Workload) -> Iterator[int]:
-    """Yield how many devices could run only the model; 0 first."""
+    """Yield the numbers of devices that could run only the model, starting with 0."""
     yield 0
     job = whole.job
     if job.parallel.mode in _FIXED or ":" in job.parallel.shares or _obstacle(job):
@@ -138,7 +138,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key, smallest for the best placement: whether it fits now, ever or never; then time or bytes."""
+    """Return a sort key that is smallest for the best placement: the result of `_lack`, and the time or bytes."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes
@@ -146,14 +146,14 @@ def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
 
 
 def _lack(way: ModelPlacement, capacity: DeviceMemory) -> int:
-    """Return 0 if it fits into the free memory, 1 if only into the total memory, else 2."""
+    """Return 0 if a placement fits into the free memory, 1 if it fits only into the total memory, and otherwise 2."""
     limits = [limit for limit in (capacity.free_bytes, capacity.total_bytes) if limit is not None]
     fits = [way.needs_bytes <= limit for limit in limits]
     return 0 if all(fits) else 1 if any(fits) else 2
 
 
 def _why(best: ModelPlacement, ways: list[ModelPlacement], capacity: DeviceMemory) -> str:
-    """Return a clause on the advantage over the other placement of the model."""
+    """Return a clause about the advantage over the best other placement of the model."""
     lack = _lack(best, capacity)
     if lack == 2:
         return f"this needs the least memory, {gibibytes(best.needs_bytes)} of a GPU, but less is there"

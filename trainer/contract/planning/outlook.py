@@ -1,6 +1,6 @@
-"""The outlook of a job on its devices: its mode, and the memory that each rank needs and has.
+"""The outlook of a job on its devices: its mode, and the memory that each rank needs and that is available.
 
-All code that shows, checks or waits for a job's memory calls this module, so all results agree.
+All code that shows, checks or waits for the memory of a job calls this module, so that all results agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING_MEASURED = MeasuredHardware()
 
 
 class PlannedGpu(Protocol):
-    """A GPU: its free and total memory in bytes (None if it does not report them), and its user, or ""."""
+    """A GPU with its free and total memory in bytes (None if not reported); `busy` says who uses the GPU, or is ""."""
 
     @property
     def index(self) -> int: ...
@@ -42,9 +42,9 @@ class PlannedGpu(Protocol):
 
 
 class AnyOutlook(Protocol):
-    """What a job of any kind needs of each of its devices, and how they share its work.
+    """The resources that a job of any kind needs on each of its devices, and how the devices share the work.
 
-    `needs_bytes` is None if the need is unknown. `lack` reports memory that is missing now, or is "".
+    `needs_bytes` is None if unknown. `lack` is a message about memory that is currently missing, or "".
     """
 
     @property
@@ -70,17 +70,17 @@ class UnknownNeeds(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """The GPU memory in bytes that a finished job of this shape used."""
+    """The GPU memory in bytes that a finished job of the same shape used."""
 
     job_id: int
     n_bytes: int
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """The job with its mode settled, and the memory available to each of its ranks.
+    """A training with its mode resolved, and the memory available to each of its ranks.
 
-    `lack` reports memory that is missing now, `excess` a need beyond the devices' total memory; each may be "".
-    `placed` is the placement of the language model, if the job has one.
+    `lack` is a message about memory that is currently missing, and `excess` about a need that exceeds the total memory
+    of the devices; each may be "". `placed` is the placement of the language model, if the job has one.
     """
 
     settled: Settled
@@ -99,7 +99,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def fullest(self) -> Memory:
-        """The memory of the device that needs most: one that trains, or one that only runs a language model."""
+        """The memory of the device that needs the most: a training device, or one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 
@@ -113,9 +113,10 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes per device: the estimate, or a similar job's measured use if that is larger and free.
+        """The bytes needed per device: the estimate, or the measured use of a similar job if that is larger and free.
 
-        A measured amount that is not free does not count: PyTorch reserves more of a GPU than it needs if it can.
+        A measured use that exceeds the free memory is ignored, since PyTorch may have reserved more memory than the job
+        needed.
         """
         estimate, free = self.fullest.total, self.capacity.free_bytes
         if self.took and estimate < self.took.n_bytes <= (self.took.n_bytes if free is None else free):
@@ -123,7 +124,10 @@ class Outlook(msgspec.Struct, frozen=True):
         return estimate
 
     def problems(self, job: JobConfig) -> list[Problem]:
-        """Return the memory problems of `job` as written: an error if it can never run, a warning if it cannot now."""
+        """Return the memory problems: an error if the job can never run, a warning if it cannot run now.
+
+        `job` is the job as written, with `auto` not resolved.
+        """
         if self.excess:
             cure = self._cure(self.capacity.total_bytes or 0, "larger GPUs")
             return [Problem(self._culprit(job), f"{self.excess}; {cure}")]
@@ -137,7 +141,9 @@ class Outlook(msgspec.Struct, frozen=True):
         return []
 
     def _cure(self, room_bytes: int, others: str) -> str:
-        """Return the single settings that would each make the job fit, or what to lower if none is enough."""
+        """Return advice for missing memory: single settings that would each make the job fit, or else settings to
+        lower.
+        """
         job = self.settled.job
         if (reader := self._fullest_reader) and reader.total > room_bytes:
             return f"lower data.batch_tokens, or choose a smaller model or {others}"
@@ -155,12 +161,14 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def _fullest_reader(self) -> Memory | None:
-        """The memory of a device that only runs a language model, if larger than a training device's; else None."""
+        """The memory of a device that only runs a language model, if it exceeds that of a training device; otherwise
+        None.
+        """
         reader = self.placed.reader if self.placed else None
         return reader if reader and reader.total > self.settled.needs_bytes else None
 
     def _culprit(self, job: JobConfig) -> str:
-        """Return the setting that most of the memory is due to."""
+        """Return the setting that determines most of the memory."""
         if self._fullest_reader:
             return "data.model"
         parts = self.settled.memory
@@ -180,10 +188,10 @@ def outlook(
     cuda: bool = True,
     host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> Outlook:
-    """Return the outlook of the job on the GPUs that its launch.gpus names, or for "auto" on the first of `gpus`.
+    """Return the outlook of a job on the GPUs that `launch.gpus` names, or for "auto" on the first of `gpus`.
 
-    Without `cuda` the GPUs are simulated: processes of this host run instead, at a CPU's speed. `host` is the memory of
-    this machine, for processes on the CPU.
+    Without `cuda`, the GPUs are simulated by CPU processes of this host. `host` is the memory of this machine, which
+    limits CPU processes.
     """
     gpus = () if job.cluster else gpus
     if job.on_cpu or (job.launch.gpus == "auto" and not gpus and not job.cluster):
@@ -196,7 +204,9 @@ def outlook(
 
 
 class ChosenGpus:
-    """The GPUs that a job gets: the ones named in `launch.gpus`, or else any `ranks` of `gpus`, now the first ones."""
+    """The GPUs that a job gets: the GPUs named in `launch.gpus`, or else any `ranks` of `gpus`, currently the first
+    ones.
+    """
 
     def __init__(self, launch: Launch, gpus: Sequence[PlannedGpu], ranks: int) -> None:
         self._launch, self._gpus, self._ranks = launch, gpus, ranks
@@ -210,7 +220,7 @@ class ChosenGpus:
         )
 
     def lack(self, needs_bytes: int) -> str:
-        """Return a message on memory that is missing now; "" if none is."""
+        """Return a message about memory that is currently missing; "" if enough is free."""
         if not _exceeds(needs_bytes, self.capacity.free_bytes):
             return ""
         if self._named:
@@ -218,7 +228,7 @@ class ChosenGpus:
         return _lack_of_any(self._launch, self._gpus, self._ranks, needs_bytes)
 
     def excess(self, needs_bytes: int) -> str:
-        """Return a message if the need exceeds even the GPUs' total memory; else ""."""
+        """Return a message if the need exceeds even the total memory of the GPUs; otherwise ""."""
         if not _exceeds(needs_bytes, self.capacity.total_bytes):
             return ""
         gpus = self.now if self._named else self._gpus
@@ -228,7 +238,7 @@ class ChosenGpus:
 def _in_processes(
     job: JobConfig, shape: DataShape, ranks: int, speeds: MeasuredHardware, host: DeviceMemory
 ) -> Outlook:
-    """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
+    """Return the outlook of a job that runs as CPU processes, which all share the memory of one host."""
     job = with_model_gpus(job, ranks, 0)
     capacity = DeviceMemory(
         *(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes))
@@ -239,7 +249,9 @@ def _in_processes(
 
 
 def lack_of_host(needs_bytes: int, host: DeviceMemory, n_processes: int = 1) -> tuple[str, str]:
-    """Return messages on memory that CPU processes lack now, and on a need beyond this machine's total; "" for none."""
+    """Return two messages, each of which may be "": about memory that CPU processes currently lack, and about a need
+    that exceeds this machine's total memory.
+    """
     lack = excess = ""
     if _exceeds(needs_bytes, host.free_bytes):
         lack = "this machine has {1} free of {0} needed".format(*distinct_sizes(needs_bytes, host.free_bytes or 0))
@@ -255,7 +267,9 @@ def _exceeds(needs_bytes: int, room_bytes: int | None) -> bool:
 
 
 def _lack_of_any(launch: Launch, gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int) -> str:
-    """Return `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; "" if enough GPUs are free."""
+    """Return a message such as `1 of 4 GPUs is free and has the 17.9 GiB that it needs on 2`; "" if enough GPUs are
+    free.
+    """
     free = [gpu for gpu in gpus if launch.share or not gpu.busy]
     enough = sum(gpu.memory_free_bytes is None or gpu.memory_free_bytes >= needs_bytes for gpu in free)
     if enough >= ranks:
@@ -266,16 +280,19 @@ def _lack_of_any(launch: Launch, gpus: Sequence[PlannedGpu], ranks: int, needs_b
 
 
 def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
-    """Return `GPU 2 has 9.1 GB free of 17.9 GB needed` for the fullest GPU."""
+    """Return a message about the fullest GPU, such as `GPU 2 has 9.1 GiB free of 17.9 GiB needed`."""
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Waiting does not free memory that a driver or a desktop holds.
+    # Mention this, since waiting does not free memory that a driver or a desktop uses.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 
 def _excess(gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int, *, named: bool) -> str:
-    """Return `needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`, or how many unnamed GPUs suffice."""
+    """Return a message such as `needs 17.9 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in total`.
+
+    If the job names no GPUs, the message says how many GPUs have enough memory.
+    """
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     if named:
         smallest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_total_bytes))

@@ -1,4 +1,7 @@
-"""The plan that an attempt's ranks agree on, in `attempt<N>/plan.json`: division of work, expected time and memory."""
+"""The plan that the ranks of an attempt agree on: the division of the work, and the expected time and memory.
+
+It is stored in `attempt<N>/plan.json`.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,20 @@ from trainer.contract.json_file import read_json
 from trainer.contract.planning.model_placement import words_of_place
 from trainer.contract.store.rows import Count, Name
 
-# A rank is late, and delays the others, if its compute time exceeds the median rank's by this factor.
+# A rank is late, and delays the other ranks, if its compute time exceeds the median of all ranks by this factor.
 LATE = 1.2
 
 Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How ranks share the work; `step_s` and `needs_bytes` (per rank) are estimates, only the ratios of shares matter.
+    """How the ranks share the work.
 
-    `model_share` is the fraction of a step in which a language model runs, 0 if the data needs none; each reader reads
-    one of `text_parts` shards of the text. The model runs on each of `model_gpus` separate GPUs, or on every rank if
-    there are none; `model_why` gives the reason in a clause.
+    `step_s` and `needs_bytes` (per rank) are estimates. Only the ratios of `token_shares` and `latent_shares` matter.
+
+    `model_share` is the fraction of a step in which the language model runs, or 0 if there is no model. The text is
+    split into `text_parts` shards, one for each device that runs the model. The model runs on each of `model_gpus`
+    separate GPUs, or on every rank if there are none. `model_why` is a clause with the reason for this placement.
     """
 
     mode: Name
@@ -41,13 +46,14 @@ class Plan(msgspec.Struct, frozen=True):
     text_parts: Count = 1
     model_gpus: Count = 0
     model_why: str = ""
-    # Resolved settings of the job: the full learning rate of each SAE by its label, and the precision.
+    # Resolved settings of the job: the full learning rate of each SAE, by the SAE's label, and the precision.
     lr: dict[str, Share] = {}
     precision: str = ""
 
     def sentence(self) -> str:
-        """Return `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens`, with uneven shares at the
-        end.
+        """Return a sentence such as `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens`.
+
+        Uneven shares are listed at the end.
         """
         parts = [self.reason or f"{self.mode} on {self.ranks}"]
         if self.micro_batches > 1:
@@ -67,10 +73,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str = "") -> list[str]:
-    """Return phrases like `tokens per rank 60 % / 40 %`, for tokens and latents; even shares are omitted.
+    """Return phrases such as `tokens per rank 60 % / 40 %` for tokens and latents; even shares are omitted.
 
-    The rows of a grid of ranks share the tokens, and its columns the latents; a grid with one row or column is a list
-    of ranks.
+    In a grid of ranks, the tokens are divided among the rows and the latents among the columns. A grid with only one
+    row or column is described as a list of ranks.
     """
     is_grid = len(tokens) > 1 and len(latents) > 1
     phrases = []

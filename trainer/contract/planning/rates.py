@@ -1,4 +1,4 @@
-"""The full learning rate of a training: the rate between warm-up and decay."""
+"""The full learning rate of a training, which is the rate between warm-up and decay."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from trainer.contract.errors import Problem
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.following import following_rates
 
-# From this number of steps on, the automatic rate falls with the length of the run.
+# In runs with more steps than this, the automatic learning rate decreases with the length of the run.
 LONG_RUN_STEPS = 1000
-# A rate this many times the automatic one is a typing error: every optimizer got worse at two or three times its own.
+# A learning rate that exceeds the automatic rate by this factor is considered a typing error: at two or three times the
+# automatic rate, the results of every optimizer were already worse.
 _FAR_TOO_HIGH = 30
 
 
 def full_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
-    """Return the rate of an SAE of this width, after `lr_scaling`."""
+    """Return the full learning rate of an SAE with `d_sae` latents, after `lr_scaling`."""
     asked = layout.job.train.lr
     rate = auto_rate(layout, d_sae, is_transcoder=is_transcoder) if asked == "auto" else asked
     return rate * layout.lr_scale
 
 
 def auto_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
-    """Return the rate that "auto" stands for."""
+    """Return the learning rate that "auto" stands for."""
     following = following_rates(layout.job, is_transcoder=is_transcoder)
     train = layout.job.train
     rate = train.settings.auto_lr(d_sae)
@@ -32,17 +33,17 @@ def auto_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
 
 
 def length_factor(n_steps: int) -> float:
-    """Return the factor that lowers the rate of a long run if encoders have tied updates.
+    """Return the factor by which the learning rate of a long run with tied encoder updates is reduced.
 
-    Compared with the rate of short runs, held-out FVU of two hooks with 1,536 latents was 0 and 0.4 % lower after 2,000
-    steps, and 1.0 and 0.4 % lower after 10,000. After 50,000 steps the rate of short runs left 5 % of the latents dead.
-    See docs/quality.md.
+    Compared with the rate of short runs, the held-out FVU of SAEs with 1,536 latents at two hooks was 0 and 0.4 % lower
+    after 2,000 steps, and 1.0 and 0.4 % lower after 10,000 steps. After 50,000 steps, the rate of short runs left 5 %
+    of the latents dead. See docs/quality.md.
     """
     return math.pow(LONG_RUN_STEPS / max(n_steps, LONG_RUN_STEPS), 0.2)
 
 
 def rate_problems(layout: Layout, d_sae: int, *, is_transcoder: bool) -> list[Problem]:
-    """Warn about a rate that would most likely make training diverge."""
+    """Return a warning about a learning rate that would most likely make training diverge."""
     asked = layout.job.train.lr
     if asked == "auto":
         return []

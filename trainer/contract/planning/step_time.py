@@ -1,7 +1,8 @@
-"""Estimates the time of a step from the settings and the machine's speed: products, memory traffic, transfers.
+"""Estimates the time of a step's matrix products, memory traffic and transfers from the settings and the machine's
+speed.
 
-The model chooses a mode and predicts times before a run; `tests/benchmarks/cost_model.py` compares it with real steps.
-Sizes are per rank and step.
+The estimates are used to choose a mode and to predict times before a run; `tests/benchmarks/cost_model.py` compares
+them with real steps. Sizes are per rank and step.
 """
 
 from __future__ import annotations
@@ -14,43 +15,47 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
-# Rows of the decoder and of the data that are read or written per active latent of a token: for the reconstruction, the
-# gradients of activations, and the gradients of both weight matrices, whose rows are read and written.
+# The number of rows of the decoder and of the data that are read or written per active latent of a token: for the
+# reconstruction, for the gradients of activations, and for the gradients of both weight matrices, whose rows are both
+# read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
-# The fraction of these rows that misses the caches: 34 ms instead of the 176 that memory alone would take (one core,
-# d_in 384, k 32).
+# The fraction of these rows that misses the caches: on one core with d_in 384 and k 32, the rows took 34 ms instead of
+# the 176 ms that they would have taken from memory alone.
 _FROM_MEMORY = 0.2
-# Passes over all pre-activations until the largest are found, and over the data until its error is measured (one core:
-# 3 ns per pre-activation, a third of it for the product's own traffic). The last number counts the passes over the data
-# that follow the sum over latents, and so only cover a rank's own tokens.
+# The number of passes over all pre-activations to find the largest, and over the data to measure the error. On one
+# core, this took 3 ns per pre-activation, a third of it for the memory traffic of the matrix product. The last number
+# is that of the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
-# Passes of a skip connection over the data: centring, product, sum, and reading it again for the gradient.
+# The number of passes of a skip connection over the data: for centring, the product, the sum and the gradient.
 _SKIP_PASSES = 8
-# Bytes read and written per encoder weight when a pre-selection rounds it: 5 ms of a core with 16,384 latents.
+# The bytes read and written per encoder weight when a pre-selection rounds the encoder: 5 ms on a core with 16,384
+# latents.
 _ROUNDED_BYTES = 28
-# Products of the encoder's size in a step of an architecture that keeps all pre-activations.
+# The number of matrix products of the encoder's size in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
-# Passes over AuxK candidates' activations and over reconstructions, and bytes per candidate weight: read, copied, and
-# gradients added to the gradients of all latents.
+# The number of AuxK's passes over the activations of its candidates and over reconstructions, and the bytes per weight
+# of the candidates: to read and copy the weight, and to add its gradient to the gradients of all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# Seconds of Python per pass and per update of an SAE of any size, and per captured step, measured on an H200's
-# slow host; a GPU works at the same time.
+# Seconds of Python per pass and per update of an SAE of any size, and per captured step, measured on the slow host of
+# an H200. The GPU works at the same time.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
-# Bytes read and written per weight in a step, without the optimizer state. Each rank that holds the weight moves its
-# gradient twice in the backward pass; the rank that steps it moves the weight twice and its gradient twice more.
+# Bytes read and written per weight in a step, without the optimizer state. Each rank that holds a weight moves its
+# gradient twice in the backward pass. The rank that updates the weight moves the weight twice and the gradient twice
+# more.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
-# Bytes per second that a host's memory moves for all ranks together, as with 8 channels of DDR4 in each of two sockets;
-# and how often it moves a row on its way to a GPU: out of the page cache, into pinned memory, and to the GPU.
+# The bytes per second that a host's memory moves for all ranks together, as with two sockets of 8 DDR4 channels, and
+# the number of times that a row is moved in this memory on its way to a GPU: out of the page cache, into pinned memory,
+# and to the GPU.
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
-# Bytes of a stored number.
+# The bytes of a stored activation value.
 _STORED_BYTES = 2
-# The fraction of the passes before the first exchange of a step: the encoder's product.
+# The fraction of the passes' time before the first exchange of a step, taken by the encoder's matrix product.
 _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: passes, optimizer update and exchange, and the time that AuxK adds once latents die."""
+    """The seconds of a step's passes, optimizer update and exchange, and the time that AuxK adds once latents die."""
 
     passes_s: float
     update_s: float
@@ -63,19 +68,19 @@ class StepTime(msgspec.Struct, frozen=True):
 
     @property
     def with_dead_s(self) -> float:
-        """Seconds of a step that includes AuxK."""
+        """The seconds of a step that includes AuxK."""
         return self.total_s + self.auxk_s
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """The exchange of a rank in a step: the bytes it sends, and how often it waits for other ranks."""
+    """The data exchange of a rank in a step: the bytes that the rank sends, and how often it waits for other ranks."""
 
     n_bytes: float
     n_waits: int
 
 
 def step_time(work: Workload, speeds: Speeds) -> StepTime:
-    """Return the expected time of a step for a job whose mode is settled, on ranks of equal speed."""
+    """Return the expected time of a step of a job with its mode resolved, on ranks of equal speed."""
     wire = wire_of(work)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
     of_ranks, made_s = [], 0.0 if work.model_gpus else source_s(work, speeds)
@@ -90,18 +95,20 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     slowest = max(of_ranks, key=_total)
     if not work.model_gpus:
         return slowest
-    # The next rows are computed meanwhile; if that takes longer, the ranks wait for them before their passes.
+    # The model GPUs compute the next rows during a step; if that takes longer, the ranks wait for the rows before their
+    # passes.
     busy_s = slowest.update_s + slowest.exchange_s
     return msgspec.structs.replace(slowest, passes_s=max(slowest.passes_s, source_s(work, speeds) - busy_s))
 
 
 def source_s(work: Workload, speeds: Speeds) -> float:
-    """Return the seconds of a step in which a device computes its share of the tokens; 0 if they are read from disk.
+    """Return the seconds per step for which a device runs the language model; 0 if the activations are read from disk.
 
-    A rank that runs the language model itself waits for it; separate model GPUs compute while the SAEs train. If the
-    model takes a seconds and the SAEs b, m model GPUs of n need max(a / m, b / (n - m)), which is never below the (a +
-    b) / n of n GPUs that do both. So separate GPUs only win by effects outside this formula: fewer ranks exchange less,
-    and without the model the SAE may fit at all, or fit in larger micro-batches.
+    A rank that runs the language model itself waits for it, while separate model GPUs run the model as the SAEs train.
+    If the model takes a seconds and the SAEs take b seconds, m model GPUs of n GPUs need max(a / m, b / (n - m)). This
+    is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be faster only by effects that this
+    formula omits: fewer ranks exchange less data, and without the model the SAE may fit at all, or fit in larger
+    micro-batches.
     """
     # A forward pass up to the last hook produces the rows of all hooks.
     flops = max(settings.flops_per_token() for settings in work.job.hooks.values())
@@ -111,9 +118,10 @@ def source_s(work: Workload, speeds: Speeds) -> float:
 def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
     """Return whether ranks with the same tokens are faster if each reads a shard of the stored rows.
 
-    Otherwise each of the `ranks_of_host` ranks of a host reads all of them: eight ranks that share 65,536 latents then
-    move 3.6 GB in the host's memory for a step of 6 ms. The exchange of shards must take less time than it saves, and
-    end before the first exchange of the step, which it would delay. On CPUs it would use the same memory.
+    Otherwise, each of the `ranks_of_host` ranks of a host reads all the rows: eight ranks that share 65,536 latents
+    then move 3.6 GB in the host's memory for a step of 6 ms. The exchange of shards must take less time than it saves,
+    and must finish before the first exchange of the step, which it would delay. On CPUs, the exchange would use the
+    same memory as reading.
     """
     if work.device != "cuda" or work.latent_ranks == 1:
         return False
@@ -126,9 +134,9 @@ def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
 
 
 def text_parts(work: Workload) -> int:
-    """Return how many shards of the text the language models read: ranks of one machine share the work.
+    """Return the number of shards into which the text for the language models is split.
 
-    If there are separate model GPUs, each has a shard.
+    Each separate model GPU has a shard. Without such GPUs, the ranks of one machine have a shard each.
     """
     return work.model_gpus or (work.ranks if work.job.launch.nodes == 1 else work.data_ranks)
 
@@ -138,7 +146,9 @@ def _total(time: StepTime) -> float:
 
 
 def _host(work: Workload, n_saes: int, exchange_s: float) -> StepTime:
-    """Return the host's time for a step, independent of sizes; a replay includes the update in its only launch."""
+    """Return the host's time for a step, which does not depend on sizes; the single launch of a replay includes the
+    update.
+    """
     on_cuda = work.device == "cuda"
     if on_cuda and graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
         return StepTime(_HOST_RECORDED_S, 0.0, exchange_s)
@@ -150,9 +160,9 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
 
 
 def wire_of(work: Workload) -> Wire:
-    """Return the exchange of a rank in a step: bytes sent, and waits.
+    """Return the bytes that a rank sends in a step, and how often it waits for other ranks.
 
-    Ranks with the same latents exchange gradients once per step; ranks that share the latents exchange candidates and
+    Ranks with the same latents exchange gradients once per step. Ranks that share the latents exchange candidates and
     reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n of the bytes that it sums.
     """
     wires = [_wire_of_one(work, one) for one in work.members.values()]
@@ -165,8 +175,8 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if work.job.parallel.gradients == "bf16" else 4
-        # In both directions: if replicas share the optimizer step, they receive weights instead, in fp32 or as 16-bit
-        # copies.
+        # The bytes received per value: if replicas share the optimizer step, they receive weights instead of gradients,
+        # in fp32 or as 16-bit copies.
         back = (2 if activation_memory.exchanges_copies(work, member) else 4) if has_zero else of_value
         of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
         n_bytes += _ring(with_tokens) / 2 * (of_value + back) * of_latents
@@ -178,7 +188,7 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
         # Reconstructions are summed in fp32; a GPU gathers their gradient in the dtype of the matmuls.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
         n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
-        # Each candidate is answered with one byte.
+        # For each candidate, one byte is returned.
         candidates = tokens * activation_memory.candidates_of_token(work, sae)
         n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)
         n_waits += 4 * work.micro_batches
@@ -204,7 +214,7 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     n_exact = first_look.EXACT * first_look.n_seen(sae.settings.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"
     if is_exact and not matrices and (cost := first_look.costs()) and first_look.pays(n_exact, int(own)):
-        # The rounded product's pre-activations have half the bytes.
+        # The pre-activations of the rounded product take half the bytes.
         product_s *= cost.rounded + cost.alone * n_exact / own
         product_s += work.micro_batches * _ROUNDED_BYTES * work.d_in * own / speeds.memory_bytes_per_s
         pre_acts /= 2
@@ -213,11 +223,12 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds that AuxK adds once latents have died: products, their operands, and exchange.
+    """Return the seconds that AuxK adds once latents have died: for matrix products, their memory traffic, and
+    exchange.
 
     Each rank multiplies its own tokens with all candidates. Ranks that share the latents gather the candidates'
-    ranking, and sum the candidates' weights and their gradients in fp32. On a CPU the time is ignored: it only computes
-    the dead latents, which are few.
+    ranking, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored, since only the few
+    dead latents are computed.
     """
     n_aux = sae.settings.n_aux(work.d_in)
     if work.device == "cpu" or not n_aux:
@@ -234,7 +245,9 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds of a skip connection's two products: its output and its own gradient."""
+    """Return the seconds of a skip connection's two matrix products: for its output and for the gradient of its
+    weights.
+    """
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

@@ -1,4 +1,4 @@
-"""Inspects the output folder of an extraction before launch, and reports what would happen to its content."""
+"""Inspects the output folder of an extraction before launch, and reports what would happen to stored rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _ShardRecord(msgspec.Struct):
 
 
 class _ExtractionRecord(msgspec.Struct):
-    """The fields of an extraction's state that identify its job and count its rows."""
+    """The fields of an extraction's state that identify the job and the number of stored rows."""
 
     job: dict[str, Any]
     shards: list[list[_ShardRecord]]
@@ -31,25 +31,25 @@ class _ExtractionRecord(msgspec.Struct):
 
 
 def what_is_there(job: ExtractJob) -> str:
-    """Return a sentence on existing rows in extract.output, and whether this job continues them; "" for no rows."""
+    """Return a sentence about rows in `extract.output` and whether this job continues them; "" if there are none."""
     return _whats_there(job)[0]
 
 
 def check_what_is_there(job: ExtractJob) -> list[Problem]:
-    """Return the problem with rows in extract.output: an error if the job would be refused, else a warning."""
+    """Return the problem with rows in `extract.output`: an error if the job would be refused, otherwise a warning."""
     sentence, is_refused = _whats_there(job)
     return [Problem("extract.output", sentence, "error" if is_refused else "warning")] if sentence else []
 
 
 def n_stored_rows(job: ExtractJob) -> int:
-    """Return how many rows of this extraction are in complete shards, after which it resumes; 0 for any other."""
+    """Return how many rows of this extraction are in complete shards; 0 if the folder contains another extraction."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _ExtractionRecord)
     return _n_rows(output, state) if state and not _changed(job, state) else 0
 
 
 def _whats_there(job: ExtractJob) -> tuple[str, bool]:
-    """Return the sentence on the content of extract.output, and whether this job would be refused because of it."""
+    """Return a sentence about the content of `extract.output`, and whether this job would be refused because of it."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _ExtractionRecord)
     n_rows = _n_rows(output, state) if state else 0
@@ -70,7 +70,7 @@ def _changed(job: ExtractJob, state: _ExtractionRecord) -> list[str]:
 
 
 def _n_rows(output: Path, state: _ExtractionRecord) -> int:
-    """Return the rows in complete shards; an unfinished extraction by several processes sums their own states."""
+    """Return the number of rows in complete shards, summed over the states of all processes that extract."""
     if state.is_finished or state.n_ranks == 1:
         return state.n_stored
     parts = (read_json(output / PARTS / str(rank) / STATE, _ExtractionRecord) for rank in range(state.n_ranks))

@@ -1,4 +1,4 @@
-"""Plans a training: its workload, its outlook, and the problems of its data, SAEs, modes, memory and length."""
+"""Plans a training: its workload, its outlook, and problems with its data, SAEs, mode, memory and length."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trainer.contract.settings.job import JobConfig, SaeSettings
 from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
-# With fewer steps, architectures with a penalty miss their L0: jumprelu with k = 32 had 40.6 after 147 steps, 33.4
-# after 488.
+# With fewer steps, architectures with a sparsity penalty miss the requested L0: jumprelu with k = 32 had an L0 of 40.6
+# after 147 steps and 33.4 after 488 steps.
 LEAST_STEPS_OF_PENALTY = 300
 
 
-# Settings that have no effect if the other setting is given.
+# Maps each setting to another setting that overrides it.
 OVERRIDDEN_BY = {
     "sae.expansion_factor": "sae.d_sae",
     "train.n_tokens": "train.n_steps",
@@ -37,23 +37,23 @@ OVERRIDDEN_BY = {
 
 
 class TrainingProposal(Proposal[JobConfig]):
-    """A training on a machine; its steps, SAEs and data are determined once."""
+    """A training that is planned on a machine; its steps, SAEs and data are determined only once."""
 
     @cached_property
     def layout(self) -> Layout:
-        """The job on its ranks, which is known even if its data cannot be read."""
+        """The division of the job among its ranks, which is known even if the data cannot be read."""
         return Layout(self.job, self.ranks)
 
     @cached_property
     def work(self) -> Workload:
-        """The job on its ranks and data; may raise `JobFileError`."""
+        """The job with its ranks and the shape of its data; may raise `JobFileError`."""
         return self.layout.on_data(self.job.data_shape(self.machine.promises))
 
     @cached_property
     def outlook(self) -> Outlook:
         on, shape = self.machine, self.work.shape
         look = outlook(self.job, shape, self.devices, self.gpus, speeds=on.speeds, cuda=on.cuda, host=on.memory)
-        # The size of a process does not predict GPU memory.
+        # The memory of simulated GPUs is that of processes, which says nothing about GPU memory.
         if self._used_before is None or not look.on_gpus or not on.cuda:
             return look
         return msgspec.structs.replace(look, took=self._used_before(self.job, shape, look))
@@ -73,7 +73,7 @@ class TrainingProposal(Proposal[JobConfig]):
         problems += _check_rows(job)
         problems += _check_saes(work)
         problems += _check_length(work)
-        # If the number of ranks is wrong, only that is reported, since a memory estimate based on it would be
+        # If the number of ranks is wrong, report only that, since a memory estimate for this number would be
         # meaningless.
         unknown = ("launch.gpus", "parallel.", "data.model_gpus")
         wrong_paths = {problem.path for problem in errors(problems)}
@@ -126,7 +126,7 @@ def _check_nodes(job: JobConfig) -> list[Problem]:
 
 
 def _check_rows(job: JobConfig) -> list[Problem]:
-    """Report duplicate rows, and "texts" as hold-out if the shards store no document of each row."""
+    """Report duplicate rows, and a hold-out of "texts" if the shards do not store the document of each row."""
     problems = list(dict.fromkeys(problem for settings in job.hooks.values() for problem in settings.repeated()))
     with contextlib.suppress(JobFileError):  # the data may be the future output of another job
         if job.data.hold_out == "texts" and any(one.usual_hold_out() != "texts" for one in job.hooks.values()):
@@ -179,7 +179,7 @@ def _check_mode(layout: Layout) -> list[Problem]:
 
 
 def _check_saes(work: Workload) -> list[Problem]:
-    """Report the problems of each SAE of a sweep, each problem only once."""
+    """Return the problems of all SAEs of a sweep without duplicates."""
     problems = [
         problem
         for member in work.members.values()
@@ -194,7 +194,7 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
 
 
 def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
-    """Warn about a run that is too short for a penalty to reach the requested L0."""
+    """Warn about a run that is too short for a sparsity penalty to reach the requested L0."""
     steps, settings = Layout(member, work.ranks).total_steps, member.sae.settings
     if getattr(settings, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
@@ -226,9 +226,9 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
 
 
 def check_division(work: Workload) -> list[Problem]:
-    """Warn about latents that replicas on GPUs cannot divide evenly; `work` must have its mode settled.
+    """Warn about a number of latents that replicas on GPUs cannot divide evenly; the mode of `work` must be resolved.
 
-    NCCL then all-reduces full gradients instead of reduce-scattering the rows that each GPU steps.
+    In this case, NCCL all-reduces entire gradients instead of reduce-scattering the rows that each GPU updates.
     """
     if work.device != "cuda" or work.data_ranks == 1:
         return []
@@ -257,7 +257,7 @@ def _check_length(work: Workload) -> list[Problem]:
 
 
 def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
-    """Return a problem if `n_tokens` stored rows are too few for the held-out rows and one step."""
+    """Return a problem if `n_tokens` stored rows are too few for the held-out rows and one training step."""
     place, held_out = work.job.data.settings.place, work.job.data.held_out(n_tokens, work.ranks)
     n_train = n_tokens - held_out
     if n_train < 1:

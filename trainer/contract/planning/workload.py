@@ -1,6 +1,6 @@
-"""A job on its ranks: how its steps are divided and on what devices it computes; the basis of all estimates.
+"""The division of a job's steps among its ranks, and the devices on which it runs; the basis of all estimates.
 
-The SAEs of a sweep are parsed once, however many ways to train them are tried.
+The settings of a sweep's SAEs are parsed only once, even if many ways of training are compared.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from trainer.contract.settings.sources import DataShape
 
 # Modes in which one process has all devices of a job.
 ONE_PROCESS = ("dp", "spread")
-# A run with fewer, larger steps learns less from the same tokens: see docs/quality.md.
+# A run with fewer but larger steps learns less from the same tokens; see docs/quality.md.
 LEAST_STEPS = 500
-# Tokens of all ranks together. Gradients of fewer tokens are mostly noise, and the optimizer takes as long for them.
+# The minimum number of tokens per step, over all ranks. Gradients of fewer tokens are mostly noise, and an optimizer
+# step takes as long.
 SMALLEST_STEP = 512
-# Round batches up to a multiple of this; matrix products pad to it anyway.
+# Batch sizes are multiples of this number of tokens, to which matrix products are padded anyway.
 BATCH_UNIT = 64
-# Tokens per step below which the automatic learning rate falls, because gradients are noisier.
+# The number of tokens per step below which the automatic learning rate is reduced, because gradients are noisier.
 FULL_LR_TOKENS = 1024
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """A job on `ranks` ranks.
+    """A job and the number of ranks that it is divided among.
 
-    A mode or batch size of "auto" counts as the plain one until it is settled.
+    Until a mode or batch size of "auto" is resolved, it is treated as the plain mode or batch size.
     """
 
     job: JobConfig
@@ -41,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def members(self) -> dict[str, JobConfig]:
-        """The jobs of a sweep by label; without a sweep the job itself, under ""."""
+        """The jobs of a sweep, by their labels; without a sweep, the job itself with the label ""."""
         return members(self.job)
 
     def on_data(self, shape: DataShape) -> Workload:
@@ -52,30 +53,30 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def mode(self) -> str:
-        """The parallel mode; "auto" counts as "ddp", or on one rank as "single"."""
+        """The parallel mode; "auto" is treated as "ddp", or as "single" on one rank."""
         if self.job.parallel.mode != "auto":
             return self.job.parallel.mode
         return "ddp" if self.ranks > 1 else "single"
 
     @property
     def model_gpus(self) -> int:
-        """The number of separate GPUs that only run a language model; 0 while it is not settled."""
+        """The number of separate GPUs that only run a language model; 0 while `auto` is not resolved."""
         asked = self.job.model_gpus
         return 0 if asked == "auto" else asked
 
     @property
     def latent_ranks(self) -> int:
-        """The number of ranks that share one set of latents; each such group gets different tokens."""
+        """The number of ranks that share one set of latents; each group of such ranks gets different tokens."""
         return {"tensor": self.ranks, "hybrid": self.job.parallel.latent_ranks}.get(self.mode, 1)
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks, or groups of ranks that share the latents, with different tokens."""
+        """The number of ranks with different tokens; ranks that share latents count as one."""
         return 1 if self.mode == "sweep" else max(1, self.ranks // self.latent_ranks)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimiser step over all ranks."""
+        """The number of tokens per optimiser step, over all ranks."""
         return self.job.train.global_batch_size or self._own_batch * self.job.train.accumulate * self.data_ranks
 
     @property
@@ -87,40 +88,42 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def micro_batch(self) -> int:
-        """Tokens of a rank in one of these passes, if ranks share evenly."""
+        """The number of tokens per micro-batch of a rank, if all ranks get the same number."""
         return -(-self.tokens_per_step // (self.micro_batches * self.data_ranks))
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run."""
+        """The total number of optimiser steps of the run."""
         return self.job.train.n_steps or -(-self.job.train.n_tokens // self.tokens_per_step)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the whole run; its last step is always complete."""
+        """The total number of tokens of the run; the last step is always complete."""
         return self.total_steps * self.tokens_per_step
 
     @property
     def dead_after_tokens(self) -> int:
-        """The number of tokens without firing after which a latent counts as dead."""
+        """The number of tokens after which a latent that has not fired is considered dead."""
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
-        """Return the number of tokens without firing after which a latent counts as dead in a run of `steps` steps."""
+        """Return the number of tokens after which a latent that has not fired is considered dead, for a run of `steps`
+        steps.
+        """
         return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property
     def chooses_latents(self) -> bool:
-        """Whether it is a kind of TopK; the recipe for short runs was tuned for these.
+        """Whether the architecture is a variant of TopK, for which the recipe for short runs was tuned.
 
-        Other architectures steer their L0 by a penalty, and need more steps at the full rate than a short run has: with
-        that recipe jumprelu reached an L0 of 58 instead of 32.
+        Other architectures control their L0 with a penalty and need more steps at the full learning rate than a short
+        run has. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
         """
         return not ARCHITECTURES[self.job.sae.architecture].dense_matrices
 
     @property
     def lr_scale(self) -> float:
-        """The factor on the learning rate that `lr_scaling` gives for the tokens of a step."""
+        """The factor by which `lr_scaling` changes the learning rate for this number of tokens per step."""
         train, tokens = self.job.train, self.tokens_per_step
         if train.lr_scaling == "auto":
             falls = train.lr == "auto" and self.chooses_latents
@@ -130,13 +133,15 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether every SAE's optimizer can step part of a matrix without the rest."""
+        """Whether the optimizer of every SAE can update a part of a matrix without the rest of it."""
         return all(OPTIMIZERS[member.train.optimizer].elementwise for member in self.members.values())
 
     @property
     def members_by_rank(self) -> list[dict[str, JobConfig]]:
-        """Each rank's SAEs by label: all of them, or under "sweep" each SAE on one rank, widest first to the least
-        loaded.
+        """The SAEs of each rank, by their labels: in mode "sweep", each SAE is on one rank; otherwise, all SAEs are on
+        every rank.
+
+        In mode "sweep", the widest SAEs are assigned first, each to the rank with the fewest latents.
         """
         if self.mode != "sweep":
             return [self.members] * self.ranks
@@ -149,7 +154,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Return whether ZeRO-1 shards this optimizer's state: if elementwise and without averages of the weights."""
+        """Return whether ZeRO-1 shards the optimizer state; the optimizer must be elementwise and not average the
+        weights.
+        """
         entry = OPTIMIZERS[train.optimizer]
         return self.job.parallel.zero and entry.elementwise and not entry.averages
 
@@ -160,7 +167,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The most tokens per step that give a run `LEAST_STEPS`, if its length is set in tokens."""
+        """The largest batch size with which a run whose length is set in tokens has at least `LEAST_STEPS` steps."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH
@@ -170,14 +177,15 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def steps_of(job: JobConfig, devices: int) -> int:
-    """Return the optimiser steps of a whole training."""
+    """Return the total number of optimiser steps of a training."""
     return Layout(job, ranks_of(job, devices)).total_steps
 
 
 def ranks_of(job: AnyJob, devices: int) -> int:
     """Return how many of its devices a job trains on: all except the GPUs that only run its language model.
 
-    If the job leaves that open, all of them: wherever the model then runs, a step has the tokens of that many ranks.
+    If `model_gpus` is "auto", return the number of all devices: a step has the tokens of that many ranks, even if some
+    devices then only run the model.
     """
     asked = job.model_gpus
     return devices if asked == "auto" else max(1, devices - asked)
@@ -186,7 +194,7 @@ def ranks_of(job: AnyJob, devices: int) -> int:
 def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
     """Return the job with `model_gpus` of its devices reserved for its language model.
 
-    If the job left that open, its steps keep the tokens that they have without reserved GPUs; see `ranks_of`.
+    If the number was "auto", each step keeps the number of tokens that it has without reserved GPUs; see `ranks_of`.
     """
     settings = job.data.settings
     if not isinstance(settings, ModelSettings) or settings.model_gpus == model_gpus:
@@ -198,7 +206,7 @@ def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
 
 
 class Workload(Layout, frozen=True, dict=True):
-    """A job on `ranks` devices called `device_name`, on data of this shape; "" is an ordinary GPU."""
+    """A job with the name of its devices and the shape of its data; an empty `device_name` means an ordinary GPU."""
 
     shape: DataShape
     device_name: str = ""
@@ -216,7 +224,7 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def product_bytes(self) -> int:
-        """Bytes per number in a matrix product."""
+        """The number of bytes per value in a matrix product."""
         return 2 if self.precision in ("bf16", "fp16") else 4
 
     @property
@@ -225,12 +233,12 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def d_out(self) -> int:
-        """Width of the reconstruction."""
+        """The width of the reconstructions."""
         return self.shape.d_out or self.shape.d_in
 
     @property
     def narrowest(self) -> int:
-        """Latents of the narrowest SAE."""
+        """The number of latents of the narrowest SAE."""
         return min(member.sae.width(self.d_in) for member in self.members.values())
 
     def on(self, ranks: int) -> Workload:
@@ -242,7 +250,7 @@ class Workload(Layout, frozen=True, dict=True):
         return self._copy(device_name=device_name)
 
     def with_settings(self, section: str, **changes: Any) -> Workload:
-        """Return a copy with changed settings that all SAEs of a sweep share."""
+        """Return a copy in which these settings are changed for all SAEs of a sweep."""
         changed = self._copy(job=self.job.replace(section, **changes))
         changed.__dict__["members"] = {
             label: member.replace(section, **changes) for label, member in self.members.items()

@@ -1,1 +1,1 @@
-"""A run on disk: the instructions for its ranks, the files that the ranks write, and the code that resumes the run."""
+"""The files of a run: the instructions for its ranks, the files that the ranks write, and how the run is resumed."""

@@ -1,7 +1,7 @@
-"""Keeps the older report cards of an SAE, with their features, in `.cards` next to its weights.
+"""Keeps older report cards of an SAE, and the features files that belong to them, in `.cards` next to the weights.
 
-Files are named after a digest of their content, so nothing is stored twice. At most `MOST_CARDS` older report cards and
-`MOST_FEATURES_BYTES` of older features are kept; the oldest are removed first.
+Files are named by a digest of their content, so that nothing is stored twice. At most `MOST_CARDS` older report cards
+and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.contract.runs.report_card import Card, card_from
 FOLDER = ".cards"
 MOST_CARDS = 20
 MOST_FEATURES_BYTES = 2**30
-# Extensions of weight files.
+# The file name extensions of weight files.
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -37,7 +37,10 @@ _CHANGING = ("measured", "seconds", "device")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A current or older report card of an SAE. `number` counts from 1; `features` is None if not stored."""
+    """A current or older report card of an SAE.
+
+    `number` is 1 for the first report card. `features` is None if the features file is not stored.
+    """
 
     number: int
     card: Card
@@ -59,14 +62,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def weights_of(folder: Path) -> str:
-    """Return a digest of the names and contents of the weight files in a folder, or "" without weights."""
+    """Return a digest of the names and contents of the weight files in a folder; "" if there are none."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS and file.name != FEATURES]
     digests = [f"{file.name}\0{_digest_of(file)}\0" for file in files if file.is_file() and not file.is_symlink()]
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else ""
 
 
 def versions(folder: Path) -> list[Version]:
-    """Return all report cards of the SAE in a folder, the latest first; the current one is marked."""
+    """Return all versions of the report card in an SAE's folder, the latest first."""
     older = {digest: (number, file) for number, digest, file in _stored(folder)}
     found = [
         Version(number=number, card=card, features=_features(folder, card), is_current=False)
@@ -83,14 +86,14 @@ def versions(folder: Path) -> list[Version]:
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the latest version for the given weights, or None."""
+    """Return the latest version that was measured on the given weights, or None."""
     return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 
 def archive(folder: Path) -> None:
-    """Store the report card and the features of a folder as a version, unless they are already stored.
+    """Store a copy of the report card and the features file in a folder as a version, unless it is already stored.
 
-    The folder also keeps its report card and features. Raise `OSError` or `UserError` if the version cannot be written.
+    The originals stay in the folder. Raise `OSError` or `UserError` if the version cannot be written.
     """
     current = _read(folder / CARD)
     if current is None:
@@ -131,7 +134,7 @@ def _features(folder: Path, card: Card) -> Path | None:
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a report card, ignoring its features and the times and devices of its measurements."""
+    """Return a digest of a report card without its features file and without the times and devices of measurements."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:

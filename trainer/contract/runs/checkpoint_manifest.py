@@ -19,26 +19,28 @@ from trainer.contract.store.rows import Count
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
-# A smaller relative increase of the held-out FVU counts as noise, for any number of rows.
+# A smaller relative increase of the held-out FVU is considered noise, for any number of rows.
 LEAST_RISE = 0.01
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The position of a run; `tokens`, counted over all ranks, is also the position in the data order."""
+    """The position of a run; `tokens`, the total over all ranks, is also the position in the order of the data."""
 
     step: Count
     tokens: Count
 
 
 class StreamPlace(msgspec.Struct, frozen=True):
-    """A rank's position in its part of a stream: `skip` rows after the stream's `state`."""
+    """A rank's position in its part of a stream: `skip` rows after the position given by `state`."""
 
     state: Any
     skip: Count
 
 
 class BufferPlace(msgspec.Struct, frozen=True):
-    """The position of a shuffle buffer: `n_gone` rows of block `block`, which starts at `begin`, have been used."""
+    """The position of a shuffle buffer: `n_gone` rows of block number `block` have been used; the block starts at
+    `begin`.
+    """
 
     block: Count
     n_gone: Count
@@ -46,9 +48,9 @@ class BufferPlace(msgspec.Struct, frozen=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The lowest held-out FVU of a run so far, with its step, share of the full learning rate and number of rows.
+    """The lowest held-out FVU of a run so far, the step at which it was measured, and the number of held-out rows.
 
-    The share is None for an optimizer without decay.
+    `lr_share` is the learning rate at that step as a share of the full rate, or None for an optimizer without decay.
     """
 
     step: Count
@@ -59,8 +61,8 @@ class Best(msgspec.Struct, frozen=True):
     def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
         """Return whether a later FVU on the same rows is higher by more than noise.
 
-        Return False if the learning rate has increased since then, because this also raises the FVU. Noise alone makes
-        two SAEs of one run differ by 1 % or one standard error on the same rows.
+        Return False if the learning rate has increased since the lowest FVU was measured, because this also raises the
+        FVU. By noise alone, the FVU of two SAEs of one run on the same rows differs by 1 % or one standard error.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -70,11 +72,12 @@ class Best(msgspec.Struct, frozen=True):
 class CheckpointState(msgspec.Struct, frozen=True):
     """The content of a checkpoint apart from its tensors.
 
-    `d_out` is set only for a transcoder; `origin` describes the data source. If the data is a stream, `stream` contains
+    `d_out` is set only for a transcoder. `origin` describes the data source. If the data is a stream, `stream` contains
     the position of each rank that reads separate tokens. If SAEs of several hooks are trained, `origins` maps each
     SAE's label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and
-    `held_out` identifies the rows of `heldout_fvu`; checkpoints from older versions lack all three. `cool_down` is set
-    if the user requested an early finish, `best` after the first evaluation on held-out rows.
+    `held_out` identifies the rows on which `heldout_fvu` was measured; checkpoints from older versions lack these three
+    fields. `cool_down` is set if the user requested an early finish. `best` is set after the first evaluation on
+    held-out rows.
     """
 
     position: Position
@@ -90,7 +93,9 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the cool-down of a run of `planned` steps, or None if it has none or its length has changed."""
+        """Return the cool-down of a run of `planned` steps; None if there is no cool-down or the run's length has
+        changed.
+        """
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
@@ -111,7 +116,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_whole(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, otherwise the latest intact checkpoint in that folder.
+    """Return `path` if it is an intact checkpoint, or else the latest intact checkpoint in the folder `path`.
 
     Raise `UserError` if there is no intact checkpoint.
     """
@@ -126,7 +131,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints whose FVU was measured on the same held-out rows as the latest, the lowest FVU first."""
+    """Return the checkpoints that were evaluated on the same held-out rows as the latest one, the lowest FVU first."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []
@@ -174,7 +179,7 @@ def damage(folder: Path) -> str | None:
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not name the files of a checkpoint"
         for name, file in manifest["files"].items():
-            # Compare sizes first: a file with a different size need not be read.
+            # Compare the sizes first, since a file with a different size need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} is not as it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,7 +188,7 @@ def damage(folder: Path) -> str | None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder: the size and SHA-256 of each file."""
+    """Return the manifest of a folder, which contains the size and SHA-256 of each file."""
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
 
 

@@ -8,19 +8,19 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-# Deterministic matmuls need this variable. PyTorch before 2.10 reads the variable at the first matmul; if it is not
-# set, all matmuls of a deterministic run fail. A rank's measurements before training already run matmuls.
+# Deterministic matmuls need this variable. PyTorch before 2.10 reads the variable at the first matmul, which is part of
+# a rank's measurements before training. If the variable is not set by then, all matmuls of a deterministic run fail.
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Each step allocates and frees tensors of many sizes. With expandable segments, PyTorch reserves little more memory
-# than the tensors need; with segments of fixed sizes, up to 40 % more. PyTorch before 2.10 reads the first variable.
-# Newer versions read the second, and warn if only the first is set.
+# than the tensors need; with segments of fixed sizes, it reserves up to 40 % more. PyTorch before 2.10 reads the first
+# variable. Newer versions read the second variable, and warn if only the first is set.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = "expandable_segments:True"
 
-# Caches of compiled kernels. By default they are in the home folder, often on a network file system. Ranks that compile
-# there at the same time delete each other's files; a rank whose files are deleted trains without these kernels, several
-# times slower.
+# Caches of compiled kernels. By default, the caches are in the home folder, which is often on a network file system.
+# Ranks that compile there at the same time delete each other's files; a rank whose files are deleted trains without
+# these kernels, several times slower.
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 _LOCAL = Path("/var/tmp")
 
@@ -35,7 +35,7 @@ def presets(base: Mapping[str, str]) -> dict[str, str]:
 def _caches() -> dict[str, str]:
     """Return local folders for compiled kernels that only this user can write to, or {} if there are none.
 
-    Ranks execute the compiled kernels, so do not use a folder that another user has created.
+    A folder that another user has created is not used, since ranks execute the compiled kernels.
     """
     folder = _LOCAL / f"sae-tui-{os.getuid()}"
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Records the shards that a run is trained on, and checks whether they have changed since."""
+"""Records the shards that a run is trained on, and checks whether they have changed since then."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _WAY_OUT = "restore the data, or start a new run on the data as it is now"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A shard file; `sha256` comes from `meta.json`, `sample` is the SHA-256 of `n_blocks` blocks of the file."""
+    """A shard file.
+
+    `sha256` is the checksum in `meta.json`. `sample` is the SHA-256 of `n_blocks` blocks of the file.
+    """
 
     name: str
     rows: Count
@@ -46,7 +49,7 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class FolderRecord(msgspec.Struct, frozen=True):
     """The shards of a folder in the order of their row numbers; new shards come last.
 
-    Held-out rows are drawn from the first `split_rows` rows, which are the rows that existed when the run began.
+    Held-out rows are chosen from the first `split_rows` rows, which are the rows that existed when the run started.
     """
 
     field: str
@@ -68,10 +71,10 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
-    """Return a record of each hook's current data, without samples, because samples take time to read.
+    """Return records of the current data of each hook, without samples, since reading samples takes time.
 
-    If the run was already trained on the shards in `before`, these come first, with their samples; new shards follow.
-    Raise `JobFileError` if one of the recorded shards has changed.
+    If the run was already trained on the shards in `before`, those shards come first, with their samples, and new
+    shards follow. Raise `JobFileError` if one of the recorded shards has changed.
     """
     now = [_look(field, path) for settings in sources for field, path in settings.stored_at()]
     if before is None:
@@ -108,7 +111,7 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
     """Describe how a shard has changed since it was recorded; return None if it contains the same bytes.
 
-    A file with the same size and modification time counts as unchanged and is not read.
+    A file with the same size and modification time is considered unchanged and is not read.
     """
     file = folder.file(shard)
     try:
@@ -127,7 +130,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Return a sentence about the first shard with fewer bytes than recorded, or None."""
+    """Return a sentence about the first shard that has fewer bytes than recorded; None if there is none."""
     for folder in record:
         for shard in folder.shards:
             try:
@@ -195,7 +198,7 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
         status = file.stat()
     except OSError:
         return shard
-    # The file was written to after its rows were counted; a sample of it would hide that change.
+    # If the file was changed after its rows were counted, a new sample would hide that change.
     if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
         return shard
     return msgspec.structs.replace(shard, n_blocks=n_blocks, sample=sample)

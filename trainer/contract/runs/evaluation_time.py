@@ -1,4 +1,4 @@
-"""Estimates how long each part of an evaluation takes, and finds its language model; does not import torch."""
+"""Estimates how long each part of an evaluation takes, and finds the language model, without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.tokens_of_data import folder_of
 
-# The default number of tokens on which the trainer measures the losses, by device.
+# The default number of tokens on which the losses of the language model are measured, by device.
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
@@ -30,7 +30,7 @@ _START_S, _PROBE_S = 4.0, 6.0
 # The speed of loading a model in bytes/s, and the speed of sparse work on rows as a share of the matmul speed.
 _LOADING, _OF_ROWS = 2e8, 0.3
 LOADING = "loading the model"
-# Three passes over the rows: for their mean, for the metrics, and for their distribution.
+# The number of passes over the rows: one each for the mean, the metrics, and the distribution.
 _TIMES_ROWS = 3
 
 
@@ -68,10 +68,10 @@ def planned(
     box: MeasuredHardware | None = None,
     cards: Iterable[Card] = (),
 ) -> dict[str, Planned]:
-    """Return the expected time of each stage of an evaluation that measures the given parts.
+    """Return a dict that maps each stage of an evaluation of the given parts to its expected time.
 
-    `device` is "cuda" or "cpu", and `name` is the name of the GPU. Times in earlier `cards` from the same kind of
-    device replace estimates. Return {} if the data cannot be read.
+    `device` is "cuda" or "cpu", and `name` is the name of the GPU. Times in earlier report cards (`cards`) from the
+    same kind of device replace estimates. Return {} if the data cannot be read.
     """
     try:
         shape, saes = job.data_shape(), list(members(job).values())
@@ -100,8 +100,8 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
     if model is None or model.size is None:
         return dict.fromkeys((LOADING, IN_MODEL, PROBES, PROMOTED), 30.0)
     a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
-    # Six passes: one unchanged; three with the SAE's output, zeros or the mean row instead of the activations; two with
-    # the SAE's output or zeros at all tokens.
+    # The model runs six passes: one unchanged; three in which the SAE's output, zeros or the mean row replace the
+    # activations; and two in which the SAE's output or zeros replace them at all tokens.
     passes = 6 * MODEL_TOKENS[device] * a_token
     probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token + _PROBE_S * (1 + n_saes))
     loading = 4.0 * model.size.n_parameters / _LOADING + _START_S
@@ -109,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return the seconds that each part took on the given kind of device, summed over `cards`, one per SAE."""
+    """Return a dict that maps each part to its seconds on this kind of device, summed over the SAEs' report cards."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():

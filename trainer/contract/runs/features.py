@@ -1,4 +1,4 @@
-"""Reads an evaluation's features file, which stores what each latent of an SAE fires on, without torch or numpy."""
+"""Reads features files, in which evaluations store what each latent of an SAE fires on, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.settings.shards import read_header
 
 
 def runs_of_tokens(tokens: Sequence[bytes]) -> list[range]:
-    """Return the index ranges of the shortest runs of tokens that do not split a character."""
+    """Return the index ranges of the shortest token sequences that do not split a character."""
     starts, ends = _starts(b"".join(tokens)), list(accumulate(map(len, tokens)))
     runs, first = [], 0
     for number, end in enumerate(ends):
@@ -40,7 +40,7 @@ def _starts(text: bytes) -> Container[int]:
 
 
 def whole_characters(text: bytes, begin: int, end: int) -> tuple[int, int]:
-    """Extend the byte range from `begin` to `end` to character boundaries, and return the new begin and end."""
+    """Extend a byte range to character boundaries, and return its new begin and end."""
     while 0 < begin < len(text) and _continues(text[begin]):
         begin -= 1
     while end < len(text) and _continues(text[end]):
@@ -54,7 +54,7 @@ def _continues(byte: int) -> bool:
 
 
 def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
-    """Return the tokens without incomplete characters at both ends of the text; do not change the token at `at`."""
+    """Return the tokens without incomplete characters at both ends of the text; the token at `at` is not changed."""
     before, after = b"".join(tokens[:at]), b"".join(tokens[at + 1 :])
     first = next((n for n, byte in enumerate(before) if not _continues(byte)), len(before))
     last = sum(map(len, tokens)) - _unfinished(after)
@@ -75,19 +75,20 @@ def _unfinished(text: bytes) -> int:
     return 0
 
 
-# The files that an evaluation writes next to an SAE's weights.
+# The names of the files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Latents that fire on a share of the rows in this range are most often interpretable. Latents above `DENSE` are called
-# dense.
+# Latents that fire on a share of the rows in the range `SPARSE` are the most often interpretable. Latents that fire on
+# a larger share than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
 # The maximum number of latents whose tokens a search joins to find words that span tokens; the most frequent latents
-# come first. If there are more candidates, latents that are already found are skipped. The limit keeps a search fast
-# enough to run on each keystroke.
+# come first. If there are more candidates, latents that have already been found are skipped. With this limit, a search
+# is fast enough to run at each keystroke.
 _MOST_JOINED = 1024
 
-# For each tensor: its dtype in the file, its `array` type code, and 1 if it has one number per latent, otherwise None.
+# For each tensor: the dtype in the file, the type code of its `array`, and 1 if it has one value per latent, otherwise
+# None.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "n_fired": ("I32", "i", 1),
     "largest": ("F32", "f", 1),
@@ -102,12 +103,12 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
-    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] are the latents with the k-th known token in a
-    # context.
+    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] are the latents that have the k-th known token
+    # in a context.
     "index_ends": ("I64", "q", None),
     "index_latents": ("I32", "i", None),
 }
-# Additional tensors if the evaluation used the language model: tokens and their logits.
+# Additional tensors if the evaluation used the language model: the ids of tokens and the changes of their logits.
 _MOVED: dict[str, tuple[str, str, int | None]] = {
     "promoted": ("I32", "i", None),
     "promoted_logits": ("F32", "f", None),
@@ -125,9 +126,9 @@ class LogitChange(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A token of a context and the latent's activation on this token, 0 if the latent does not fire.
+    """A token of a context and the latent's activation on this token, which is 0 if the latent does not fire.
 
-    Tokens that share a character are merged into one token with the largest of their activations.
+    Tokens that share a character are merged into one token, whose activation is the largest of the merged ones.
     """
 
     text: str
@@ -135,7 +136,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class ActivatingExample(msgspec.Struct, frozen=True):
-    """The tokens around the token at `at`, on which the latent fires most within the document."""
+    """The tokens around the token at index `at`, on which the latent fires most strongly in the document."""
 
     tokens: tuple[Token, ...]
     at: int
@@ -146,12 +147,12 @@ class ActivatingExample(msgspec.Struct, frozen=True):
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """A latent: the share of rows on which it fires, its largest and mean activation, and its top contexts.
+    """The data of a latent: the share of rows on which it fires, its largest and mean activation, and its top contexts.
 
-    `histogram` counts activations in bins of equal width up to the largest one. `nearest` are the latents with the most
-    similar decoder directions, as (latent, cosine), the most similar first. `promoted` and `suppressed` are the tokens
-    whose logits the decoder direction changes most, the largest change first; both are empty if the evaluation did not
-    use the language model.
+    `histogram` contains the numbers of activations in bins of equal width up to the largest activation. `nearest`
+    contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.
+    `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, the largest change
+    first; both are empty if the evaluation did not use the language model.
     """
 
     latent: int
@@ -166,7 +167,7 @@ class Feature(msgspec.Struct, frozen=True):
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Maps token ids to bytes; unknown ids give b""."""
+    """Maps token ids to bytes; an unknown id is mapped to b""."""
 
     def __missing__(self, token: int) -> bytes:
         return b""
@@ -179,7 +180,7 @@ class _FeatureEntry(msgspec.Struct):
 
 
 class Features:
-    """The latents of one SAE, read on demand; raises `UserError` if the file is not a features file."""
+    """The latents of an SAE, which are read from a features file on demand."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -230,7 +231,7 @@ class Features:
 
     @property
     def _tells_moved(self) -> bool:
-        """True if the file has promoted and suppressed tokens, which require the language model."""
+        """Whether the file contains promoted and suppressed tokens, which require the language model."""
         return self._entries.keys() >= _MOVED.keys()
 
     @property
@@ -249,9 +250,9 @@ class Features:
     def order(self, by: Order = "sparse") -> list[int]:
         """Return all latents that fire, in the given order.
 
-        "density" and "largest" (activation) put the highest first; "latent" sorts by number. "sparse" puts latents that
-        fire on 0.01 to 1 % of the rows first, by largest activation; then rarer ones, then denser ones, the densest
-        last.
+        "density" and "largest" (activation) sort the highest first, and "latent" sorts by index. With "sparse", latents
+        that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and then
+        more frequent latents, the densest last.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -277,15 +278,15 @@ class Features:
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
-        """Return the latents with the given words in their contexts: both lists of `search_apart`, concatenated."""
+        """Return the latents that have the given words in their contexts, by concatenating the lists of `search_apart`."""
         return [latent for some in self.search_apart(words) for latent in some]
 
     def search_apart(self, words: str) -> tuple[list[int], list[int]]:
-        """Return the latents with the given words in their contexts, in one or more tokens, ignoring case.
+        """Return the latents that have the given words in their contexts, ignoring case.
 
-        The first list contains latents whose strongest token in a context is part of the words, sorted by the number of
-        such contexts. The second list contains the others, sorted by density. For words that span tokens, only the
-        `_MOST_JOINED` most frequent latents are searched.
+        The words may span several tokens. The first list contains latents whose strongest token in a context is part of
+        the words, sorted by the number of such contexts. The second list contains the other latents, sorted by density.
+        For words that span tokens, only the `_MOST_JOINED` most frequent latents are searched.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -303,14 +304,16 @@ class Features:
             if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
         others = sorted(found - strongest.keys())
-        # Sorting is stable, so equal latents stay in the order of their numbers.
+        # Sorting is stable, so latents with equal keys stay in the order of their indices.
         return (
             sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
             sorted(others, key=fired.__getitem__, reverse=True),
         )
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
-        """Return for each latent the number of contexts in which it fires most on one of the given tokens."""
+        """Return a dict that maps each latent to the number of contexts in which it fires most on one of the given
+        tokens.
+        """
         tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
@@ -320,7 +323,7 @@ class Features:
         return counts
 
     def _with_tokens(self, places: Sequence[int]) -> set[int]:
-        """Return the latents that have one of the given tokens (as indices of known tokens) in a context."""
+        """Return the latents that have one of the given tokens in a context; `places` are indices of known tokens."""
         ends, latents = self._ints("index_ends"), self._numbers("index_latents")
         fire: set[int] = set()
         for place in places:
@@ -330,9 +333,9 @@ class Features:
         return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
-        """Return the latents whose contexts may contain the words, split over tokens.
+        """Return the latents whose contexts may contain the words split over several tokens.
 
-        Such contexts have a token that ends with the beginning of the words, and a token that begins with their end. If
+        Such contexts have a token that ends with the start of the words, and a token that starts with their end. If
         there are more than `_MOST_JOINED` candidates, skip latents in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
@@ -360,7 +363,7 @@ class Features:
             yield map(table.__getitem__, ids[first : first + width])
 
     def feature(self, latent: int) -> Feature:
-        """Return all data of a latent; raise `UserError` if there is no such latent."""
+        """Return the data of a latent; raise `UserError` if there is no such latent."""
         if not 0 <= latent < self.n_latents:
             raise UserError(f"there is no latent {latent}; the SAE has latents 0 to {self.n_latents - 1:,}")
         nearest = zip(self._ints("nearest", latent), self._floats("cosines", latent), strict=True)
@@ -409,7 +412,7 @@ class Features:
         return self._bytes_at(at) if is_known else f"[{token}]".encode()
 
     def _bytes_at(self, place: int) -> bytes:
-        """Return the bytes of a known token by its index."""
+        """Return the bytes of the known token at index `place`."""
         first, last = self._ends[place - 1] if place else 0, self._ends[place]
         begin = self._begin + self._entries["text"].data_offsets[0]
         return self._content[begin + first : begin + last]
@@ -425,7 +428,7 @@ class Features:
         return numbers
 
     def _numbers(self, name: str) -> memoryview[int]:
-        """Return a view of an integer tensor without copying it: the tokens of 65,536 latents take 100 MiB."""
+        """Return a view of an integer tensor without copying its values: the tokens of 65,536 latents take 100 MiB."""
         first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
         return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
@@ -440,7 +443,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a features file belongs to the given weights; older files do not record weights and match any."""
+    """Return whether a features file belongs to the given weights; older files, which record no weights, always match."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):
@@ -451,7 +454,7 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
 
 
 def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> ActivatingExample:
-    """Return tokens as a context; `at` is the index of the strongest token."""
+    """Convert tokens to a context; `at` is the index of the strongest token."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)

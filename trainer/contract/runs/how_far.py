@@ -1,4 +1,4 @@
-"""The state of an SAE's training: whether it finished, overfitted, or had a lower held-out FVU earlier."""
+"""The state of an SAE's training: whether the training finished, overfitted, or had a lower held-out FVU earlier."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from trainer.contract.store.rows import Count
 
 # Names of metrics in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# Event kinds: a run overfits; a run was resumed, which invalidates earlier overfitting events.
+# Kinds of events: the run overfits, or the run was resumed, which invalidates earlier overfitting events.
 OVERFITTING, RESUMED = "overfitting", "resumed"
-# The largest normal excess of the held-out FVU over the training FVU. Unseen texts alone cause 4 to 12 %.
+# The largest relative excess of the held-out FVU over the training FVU that is considered normal. Unseen texts alone
+# cause an excess of 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
@@ -25,9 +26,9 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run when the weights of an SAE were saved, at step `step` of `total_steps`.
 
     `lr_share` is the learning rate divided by the full learning rate, or None for an optimizer without decay. `passes`
-    is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches,
-    `heldout_fvu` the FVU on held-out rows, and `best` the lowest held-out FVU of the run, if it is clearly lower than
-    the current one.
+    is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, and
+    `heldout_fvu` is the FVU on held-out rows. `best` is the lowest held-out FVU of the run, if it is clearly lower than
+    `heldout_fvu`.
     """
 
     step: Count
@@ -37,17 +38,17 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     fvu: float | None = None
     heldout_fvu: float | None = None
     best: Best | None = None
-    # True if the weights are from the run's last checkpoint.
+    # Whether the weights are from the run's last checkpoint.
     is_last: bool = True
 
     @property
     def is_finished(self) -> bool:
-        """True if the run completed all its steps; only finished SAEs are ranked by FVU."""
+        """Whether the run completed all its steps; only SAEs of finished runs are ranked by FVU."""
         return self.step >= self.total_steps
 
     @property
     def unfinished(self) -> str:
-        """The step at which the run was stopped, with a note that a finished run is better; "" for a finished run."""
+        """A sentence about the step at which the run was stopped; "" for a finished run."""
         if self.is_finished:
             return ""
         where = f"{'stopped' if self.is_last else 'taken'} at step {self.step:,} of {self.total_steps:,}"
@@ -57,12 +58,12 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float | None:
-        """The relative excess of the held-out FVU over the FVU of the last batches, or None if either is unknown."""
+        """The relative excess of the held-out FVU over the FVU on the last batches, or None if one of them is unknown."""
         return self.heldout_fvu / self.fvu - 1 if self.heldout_fvu is not None and self.fvu else None
 
     @property
     def overfitting(self) -> str:
-        """The training and held-out FVU, and the step with the lowest held-out FVU; "" without overfitting."""
+        """A sentence about the FVUs and steps that show overfitting; "" if there is none."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"
@@ -73,14 +74,14 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(clauses)
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield report card lines as (title, text)."""
+        """Yield the lines about the training on a report card, as pairs (title, text)."""
         passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
             yield OVERFITTING, self.overfitting
 
     def metadata(self) -> dict[str, Any]:
-        """Return entries for the metadata of an export."""
+        """Return the entries about the training in the metadata of an export."""
         best = {BEST_STEP: self.best.step, BEST_FVU: self.best.fvu} if self.best else {}
         known = {
             "is_last": None if self.is_last else False,
@@ -94,9 +95,10 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
-    """Return the progress of a run of `planned` steps at a checkpoint.
+    """Return the state of a run of `planned` steps at a checkpoint.
 
-    `values` are metrics by name; `schedule` is the learning-rate schedule, or None for an optimizer without a schedule.
+    `values` maps names of metrics to their values. `schedule` is the learning-rate schedule, or None for an optimizer
+    without a schedule.
     """
     cool_down, step = state.cool_down_of(planned), state.position.step
     whole = msgspec.structs.replace(schedule, cool_down=cool_down) if schedule else None
@@ -114,7 +116,7 @@ def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, va
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> HowFar | None:
-    """Return the progress stored in the metadata of an export, or None if it is missing or invalid."""
+    """Return the training state stored in the metadata of an export, or None if it is missing or invalid."""
     table = {name.removeprefix(_PREFIX): value for name, value in metadata.items() if name.startswith(_PREFIX)}
     if "steps" not in table:
         return None

@@ -1,4 +1,4 @@
-"""The result of checking an imported SAE on rows."""
+"""The result of checking an imported SAE on rows of activations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Locks of runs: file locks that the kernel releases when their process ends, even after `kill -9`.
+"""File locks of runs; the kernel releases a lock when the process that holds it ends, even after `kill -9`.
 
-Unlike pids, file locks work across all PID namespaces of a machine. Every process of a run holds a shared lock on
-`run.lock` in the run folder; a process that starts a run must first lock this file exclusively.
+Unlike pids, file locks are valid in all PID namespaces of a machine. Every process of a run holds a shared lock on
+`run.lock` in the run folder. A process that starts a run must first lock this file exclusively.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# Seconds. Testing a lock holds it exclusively for a moment, so a process that fails to lock a file retries for this
-# time.
+# Seconds for which a process retries to lock a file. A test of a lock holds the lock exclusively for a moment.
 _ASKED_S = 0.2
 _LOOKS = 3
 
@@ -31,14 +30,14 @@ class RunLock:
         self._take(shared=False)
 
     def share(self) -> None:
-        """Make the lock shared, so that ranks can take it too.
+        """Make the lock shared, so that ranks can also take it.
 
-        Raise `UserError` if another process takes it first.
+        Raise `UserError` if another process takes the lock first.
         """
         self._take(shared=True)
 
     def release(self) -> None:
-        """Release this process's lock; a surviving rank keeps its own."""
+        """Release the lock of this process; surviving ranks keep their locks."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -64,7 +63,7 @@ def still_going(run_dir: Path) -> str:
 
 
 def hold(file: Path) -> None:
-    """Hold a shared lock on the file until this process ends; do nothing on a file system without locks."""
+    """Take a shared lock on a file and hold it until this process ends; do nothing if the file system has no locks."""
     with contextlib.suppress(OSError):
         _take(open_private(file, os.O_RDWR), shared=True)
 
@@ -80,9 +79,9 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 
 
 def is_held(file: Path) -> bool | None:
-    """Return whether a process in any PID namespace holds the lock, or None if unknown."""
+    """Return whether a process in any PID namespace holds a lock on the file, or None if unknown."""
     for _ in range(_LOOKS):
-        # Another process may be testing the lock, which holds it exclusively for a moment, so check again.
+        # Check again, since another process may just be testing the lock, for which it holds the lock for a moment.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)
@@ -105,7 +104,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Return whether /proc shows that a process holds the shared lock on this file, rather than only having it open."""
+    """Return whether a process holds the shared lock on a file, according to /proc; having the file open is not enough."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())
@@ -127,7 +126,7 @@ def _open(file: Path) -> int:
     try:
         return open_private(file, os.O_RDWR)
     except PermissionError:
-        # An older version created the file with mode 0600 for another group member; continue without locks.
+        # An older version created the file with mode 0600 for another member of the group; continue without a lock.
         return -1
     except OSError as error:
         raise UserError(f"{file} cannot be locked: {sentence(error)}") from None

@@ -1,4 +1,4 @@
-"""Chooses, before the ranks start, which devices of an attempt only run its language model."""
+"""Chooses, before the ranks start, which devices of an attempt only run the language model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def with_model_placed(
 ) -> RankSpec:
     """Return the spec with some devices reserved for the language model, if this is beneficial.
 
-    In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. For the other
-    arguments see `place_model`.
+    In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. The other
+    arguments are those of `place_model`.
     """
     if job.model_gpus == 0:
         return spec
@@ -37,7 +37,7 @@ def with_model_placed(
 
 
 def _ranks_before(spec: RankSpec) -> int | None:
-    """Return the number of ranks of the run that is resumed, or None for a new run."""
+    """Return the number of ranks that a resumed run had before, or None for a new run."""
     if spec.resume_from is None:
         return None
     try:

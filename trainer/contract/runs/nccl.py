@@ -13,5 +13,5 @@ _ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def presets(box: MeasuredHardware) -> dict[str, str]:
-    """Return the variables for ranks on one machine; `box` holds the measurements of that machine."""
+    """Return the variables for ranks on one machine; `box` contains the speeds measured on that machine."""
     return _ONE_HOST | (STAGED if box.peers_fail else {})

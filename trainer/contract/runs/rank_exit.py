@@ -1,4 +1,4 @@
-"""Records how ranks end, and finds the rank that failed first, since the others often fail because of it."""
+"""Records how ranks end, and finds the rank that failed first, since other ranks often fail because of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# Seconds. Other ranks fail within milliseconds after a rank is killed, and their failure may be noticed first.
+# Seconds by which the death of a killed rank is dated back: other ranks fail within milliseconds of it, and their
+# failures may be noticed first.
 NOTICED_WITHIN_S = 2.0
-# Seconds after SIGKILL. The kernel needs a few seconds to free hundreds of GB; a process on a hung GPU never ends.
+# Seconds to wait after SIGKILL. The kernel needs a few seconds to free hundreds of GB, and a process on a hung GPU
+# never ends.
 GIVEN_UP_AFTER_S = 60.0
 
 
 class RankEnd:
-    """How and when a rank ended; the rank itself writes its error to `exit_file`."""
+    """Records how and when a rank ended; the rank itself writes its error to `exit_file`."""
 
     def __init__(self, rank: int, exit_file: Path) -> None:
         self.rank = rank
@@ -36,11 +38,11 @@ class RankEnd:
     @property
     @abstractmethod
     def code(self) -> int | None:
-        """The exit code, negative for a signal, or None while the rank is alive."""
+        """The exit code of the rank, negative for a signal, or None while the rank is alive."""
 
     @abstractmethod
     def failed_at(self) -> float:
-        """Return the time of the failure in seconds since the epoch, to find the first of several failures."""
+        """Return the time of the failure in seconds since the epoch, by which the first of several failures is found."""
 
     @abstractmethod
     def last_line(self) -> str:
@@ -62,7 +64,9 @@ class RankEnd:
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
-        """Describe the failure: the error that the rank recorded, or else how it ended and its last line of output."""
+        """Return a sentence about the failure: the error that the rank recorded, or else how the rank ended and its
+        last line of output.
+        """
         if not self.hangs and (word := self.word or self._cut_shard()):
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
@@ -96,7 +100,9 @@ class ChildRank(RankEnd):
         return -signal.SIGKILL if self.hangs else self.process.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL; a rank that survives for `GIVEN_UP_AFTER_S` counts as ended and as the cause of the failure."""
+        """Send SIGKILL; a rank that survives it for `GIVEN_UP_AFTER_S` is considered to have ended and caused the
+        failure.
+        """
         if self.killed_at is None:
             self.killed_at = time.monotonic()
         elif self.ended is None and time.monotonic() - self.killed_at > GIVEN_UP_AFTER_S:
@@ -108,15 +114,14 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """True if another process sent SIGKILL; a rank that fails because of other ranks never ends in this way."""
+        """Whether another process sent SIGKILL; a rank that fails because of other ranks never ends in this way."""
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
-        """Return when the rank recorded its error, or else when it ended; for a killed rank, `NOTICED_WITHIN_S`
-        earlier.
+        """Return when the rank recorded its error, or else when it ended.
 
-        A rank that raises an error may shut down more slowly than other ranks, which end as soon as they lose the
-        connection to this rank.
+        For a killed rank, the result is `NOTICED_WITHIN_S` earlier. A rank that raises an error may shut down more
+        slowly than the other ranks, which end as soon as they lose their connection to it.
         """
         ended = self.ended or time.time()
         if self.hangs:
@@ -144,13 +149,13 @@ R = TypeVar("R", bound=RankEnd)
 
 
 def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
-    """Wait up to `timeout_s` until a rank ends; return the ranks that have ended, since the first to end matters."""
+    """Wait up to `timeout_s` seconds until a rank ends, and return the ranks that have ended."""
     living = [rank for rank in ranks if rank.ended is None]
     poller = select.poll()
     for rank in living:
         poller.register(rank.pidfd, select.POLLIN)
     ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-    # A signal handler may have given up on a rank in the meantime.
+    # A signal handler may have given up waiting for a rank in the meantime.
     ended = [rank for rank in living if rank.ended is None and rank.pidfd in ready]
     for rank in ended:
         rank.process.wait()
@@ -160,7 +165,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Return the rank that failed first, or None; ignore ranks that this process killed and that recorded no error."""
+    """Return the rank that failed first, or None; ignore ranks that this process killed before they recorded an error."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 
@@ -173,7 +178,7 @@ def signal_name(number: int) -> str:
 
 
 def host_oom_kills() -> int:
-    """Return the number of OOM kills since boot; 0 if the kernel does not report it."""
+    """Return the number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except (OSError, ValueError):

@@ -25,10 +25,10 @@ from trainer.contract.trust import open_own
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """One attempt of a run, the same for all its ranks; the process that starts them writes it to
-    `attempt<N>/ranks.json`.
+    """The specification of an attempt, which is the same for all its ranks.
 
-    `control_db` and `job_id` are set for launched jobs; rank 0 reads requests for the job from this store.
+    The process that starts the ranks writes it to `attempt<N>/ranks.json`. For a launched job, `job_id` and
+    `control_db` are set; rank 0 reads requests for the job from that database.
     """
 
     run_dir: Path
@@ -44,28 +44,29 @@ class RankSpec(msgspec.Struct, frozen=True):
     resume_from: Path | None = None
     # The file with this machine's measured speeds.
     box_file: Path | None = None
-    # True if all ranks are on one host and need no network. Ranks find each other through a file in the attempt folder
-    # or, under torchrun, through environment variables.
+    # Whether all ranks are on one host and need no network. The ranks find each other through a file in the attempt
+    # folder or, under torchrun, through environment variables.
     on_one_host: bool = True
-    # True if one process has all devices. In a training, each of its threads is a rank (in files: `as_threads`).
+    # Whether one process has all devices. In a training, each thread of this process is a rank. Files call this field
+    # `as_threads`.
     as_one_process: bool = msgspec.field(default=False, name="as_threads")
-    # True if the ranks run on other hosts than the process that started them. They then share files with it, but not
-    # the SQLite database.
+    # Whether the ranks run on other hosts than the process that started them. In this case, they share files with that
+    # process, but not the SQLite database.
     by_files: bool = False
     # The memory in bytes that a rank may use on a shared device, or None if there is no limit.
     may_take_bytes: Count | None = None
-    # The number of additional devices that only run a language model, and a clause with the reason if this number was
+    # The number of additional devices that only run a language model, and a clause with the reason if the number was
     # chosen automatically.
     model_gpus: Count = 0
     model_gpus_why: str = ""
 
     @property
     def n_devices(self) -> int:
-        """The number of GPUs of the job: one per rank, plus the GPUs that run only the language model."""
+        """The number of devices of the job: one per rank, plus the devices that only run the language model."""
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
-        """Return the indices of the devices that run a language model only for the given rank."""
+        """Return the indices of the separate devices that run the language model for the given rank."""
         return list(range(self.world_size + local_rank, self.n_devices, self.world_size))
 
     @property
@@ -78,11 +79,11 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = Exit.DONE, Exit.FAILED, E
 
 
 def write_spec(spec: RankSpec) -> Path:
-    """Write the spec to the file that the ranks read, and return its path."""
+    """Write a spec to the file that the ranks read, and return the path of the file."""
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
-    # Write atomically: a partial file from a killed writer would prevent the run from being resumed.
+    # Write atomically, since a partial file from a killed process would prevent the run from being resumed.
     write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
@@ -93,7 +94,7 @@ def read_spec(path: Path) -> RankSpec:
 
 
 def read_own_spec(path: Path) -> RankSpec:
-    """Read the spec that a rank is to run; raise `UserError` if another user may have written it."""
+    """Read the spec of a rank that is about to run; raise `UserError` if another user may have written the file."""
     return load_json(path, RankSpec, _as_path, open_own)
 
 
@@ -102,10 +103,11 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the argv of a rank, run by this Python or by `python`; the environment contains the rank's number.
+    """Return the command line that runs a rank with this Python or with `python`; the rank's number is in the
+    environment.
 
-    `any_owner` skips the check of the spec's owner. Use it in a process that has just written all files of the run,
-    because some file systems report one owner for all files, or mark them as writable by all.
+    `any_owner` skips the check of the spec's owner. It is meant for a process that has just written all files of the
+    run, since some file systems report one owner for all files, or report all files as writable by everyone.
 
     -P prevents a `trainer.py` in the working directory from being run instead.
     """
@@ -116,8 +118,8 @@ def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a rank's environment, including torchrun's variables.
 
-    GPUs are given by UUID, because NVML and CUDA number them differently. CUDA shows a process at most one MIG slice,
-    so each rank sees only its own slice.
+    GPUs are given by UUID, because NVML and CUDA number GPUs differently. CUDA makes at most one MIG slice visible to a
+    process, so each rank is given only its own slice.
     """
     uuids, local_rank = spec.gpu_uuids, rank
     if any(map(is_slice, uuids)):
@@ -141,8 +143,9 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
 
 
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script everything
-    else.
+    """Return the environment of a rank that srun has started, including torchrun's variables.
+
+    SLURM sets the GPUs and cores, and the batch script sets everything else.
 
     Raise `UserError` if srun has started a different number of processes than the attempt has ranks.
     """
@@ -175,6 +178,6 @@ def _number(srun: Mapping[str, str], name: str) -> int:
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Return the number of cores that this process may use, divided by the number of ranks, and at least 1."""
+    """Return the number of cores per rank, at least 1, among the cores that this process may use."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     return max(1, len(cores) // world_size)

@@ -1,4 +1,4 @@
-"""An SAE's training settings with every "auto" resolved, for its report card and the metadata of exports."""
+"""The training settings of an SAE with every "auto" resolved, for report cards and the metadata of exports."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trainer.contract.settings.optimizers import LONG_RUN
 
 # The key of the recipe in an exported SAE's metadata.
 RECIPE = "training_recipe"
-# The largest relative deviation from the requested L0 that is not reported.
+# The largest relative deviation from the requested L0 that is not considered a miss.
 MOST_L0_MISS = 0.05
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How an SAE was trained: `steps` of `planned_steps`, each on `batch_tokens` tokens over all ranks.
+    """How an SAE was trained: `steps` of `planned_steps` steps, each on `batch_tokens` tokens over all ranks.
 
     `lr` is the full learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
-    last `decay_fraction`. If encoders follow their decoders, `encoder_lr` is the encoders' separate rate. `target_l0`
-    is the requested L0, or None with a fixed penalty. `passes` is the number of passes over the data, or None if its
-    size is unknown.
+    last `decay_fraction`. If encoder updates are tied to decoder updates, `encoder_lr` is the separate learning rate of
+    the encoders. `target_l0` is the requested L0, or None if the penalty is fixed. `passes` is the number of passes
+    over the data, or None if its size is unknown.
     """
 
     optimizer: str
@@ -57,9 +57,9 @@ def recipe_of(
     n_rows: int | None,
     device: str,
 ) -> Recipe:
-    """Return the recipe of one SAE, `member`, of a job at a data position.
+    """Return the recipe of `member`, one of a job's SAEs, at a position of the run.
 
-    `n_rows` is the number of training rows, `device` the kind of training device, "cuda" or "cpu".
+    `n_rows` is the number of training rows. `device` is the kind of training device, "cuda" or "cpu".
     """
     one = msgspec.structs.replace(layout, job=member)
     train, settings, d_sae = member.train, member.sae.settings, member.sae.width(d_in)
@@ -97,7 +97,7 @@ def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
 
 
 def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the recipe as lines of text with titles."""
+    """Return the lines about the recipe on a report card, as pairs (title, text)."""
     own = ", ".join(f"{name} {_word(value)}" for name, value in recipe.optimizer_settings.items())
     follows = "encoder and decoder updates are not tied"
     if recipe.encoder_follows and recipe.encoder_lr is not None:
@@ -132,7 +132,7 @@ def misses_l0(l0: float, target: int | None) -> bool:
 
 
 def asked_l0(l0: float, target: int | None) -> str:
-    """Return the target L0 and, if it is missed, the deviation, like `32 asked, +14%`; "" without a target."""
+    """Return the target L0 and, if it is missed, the deviation, such as `32 asked, +14%`; "" without a target."""
     if not target:
         return ""
     return f"{target} asked" + (f", {l0_miss(l0, target):+.0%}" if misses_l0(l0, target) else "")

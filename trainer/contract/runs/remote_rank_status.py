@@ -1,4 +1,4 @@
-"""The file that a rank on another host writes to the attempt folder: first its host and pid, later how it ended."""
+"""The file in the attempt folder to which a rank on another host writes its host and pid and, later, how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from trainer.contract.store.rows import Number
 
 
 class RankMark(msgspec.Struct, frozen=True):
-    """A rank on another host; once it has ended, `exit_code` is set, or `exit_signal` if a signal killed it."""
+    """A rank on another host. After the rank has ended, `exit_code` is set, or `exit_signal` if a signal killed the
+    rank.
+    """
 
     host: str
     process: ProcessRef

@@ -1,4 +1,4 @@
-"""The report card stored next to an SAE's weights: its content, and its text for a terminal."""
+"""The report card that is stored next to an SAE's weights: its content, and its text for a terminal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ BINS_PER_DECADE = 2
 # share of rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
-# The number of latents in the sample on the report card, and of texts per latent.
+# The number of latents that are sampled for the report card, and the number of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# A few short texts always occur twice. If a larger share of the held-out rows equals training rows, this is reported.
+# The share of held-out rows with copies in the training rows that is reported. A few short texts always occur twice.
 MANY_COPIES = 0.02
 # The suffix of metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
@@ -39,7 +39,7 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
     """The quality of the reconstructions x̂ of rows y.
 
-    `explained_variance` is 1 − FVU, `mse` the mean of ‖y − x̂‖², and `l2_ratio` the mean of ‖x̂‖ / ‖y‖.
+    `explained_variance` is 1 − FVU, `mse` is the mean of ‖y − x̂‖², and `l2_ratio` is the mean of ‖x̂‖ / ‖y‖.
     `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; if it is below 1, reconstructions are too short.
     """
 
@@ -64,8 +64,8 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     per decade from `LOWEST_DECADE` to 0; it excludes latents that never fire. `max_decoder_cosine` is the mean over
     latents of the largest cosine between the latent's decoder direction and the direction of any other latent.
 
-    If the training left dimensions out or scaled them down, all metrics are measured on the changed rows, and
-    `fvu_all_dimensions` is the FVU on the raw rows; otherwise it is None.
+    If the training left out dimensions or scaled them down, all metrics are measured on the rows as they were trained
+    on, and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
     """
 
     n_tokens: int
@@ -88,7 +88,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
-    """The reconstruction quality of the `n_rows` rows that were replaced in the model."""
+    """The reconstruction quality of the `n_rows` rows that were replaced by reconstructions in the language model."""
 
     n_rows: int
 
@@ -96,9 +96,9 @@ class TextRows(Reconstruction, frozen=True, kw_only=True):
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """A language model's losses, in nats per prediction, averaged over `n_tokens` predictions.
 
-    Rows are replaced by the SAE's reconstructions (`…_with_sae`) or by zeros (`…_with_zeros`). `ce_score` is (zeros −
-    SAE) / (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged model. The fields `…_error`
-    are the standard errors of the scores.
+    Rows of activations are replaced by the SAE's reconstructions (`…_with_sae`) or by zeros (`…_with_zeros`).
+    `ce_score` is (zeros − SAE) / (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged
+    model. The fields `…_error` are the standard errors of the scores.
     """
 
     n_tokens: int
@@ -114,10 +114,10 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllTokens(Losses, frozen=True, kw_only=True):
-    """The losses with every row replaced and counted, as in SAELens' evaluation.
+    """The losses if every row is replaced and included in the means, as in SAELens' evaluation.
 
     The first token of a context is often an attention sink with a hundred times the usual norm, and SAEs are not
-    trained on it: one SAE had a CE score of 0.97 without first tokens and 0.63 with them.
+    trained on such tokens. One SAE had a CE score of 0.97 without first tokens and 0.63 with first tokens.
     """
 
     rows: TextRows
@@ -126,10 +126,10 @@ class AllTokens(Losses, frozen=True, kw_only=True):
 class PatchedModel(Losses, frozen=True, kw_only=True):
     """The losses if only rows that an extraction for this SAE would keep are replaced.
 
-    The other rows are neither changed nor counted. `left_out` describes them ("first tokens"), or is None if unknown.
-    Standard errors are computed over `n_texts` texts. For `ce_with_mean`, rows are replaced by the mean row of the
-    data. `is_unseen` is set if the text is known to come after the extracted part. `rows` is the reconstruction
-    quality, and `all_tokens` contains the losses if all rows are replaced.
+    The other rows are left unchanged and excluded from the means. `left_out` describes the excluded rows (such as
+    "first tokens"), or is None if unknown. Standard errors are computed over `n_texts` texts. For `ce_with_mean`, rows
+    are replaced by the mean row of the data. `is_unseen` is set if the text is known to come after the text of the
+    extraction. `rows` is the reconstruction quality, and `all_tokens` contains the losses if all rows are replaced.
     """
 
     text: str
@@ -142,11 +142,11 @@ class PatchedModel(Losses, frozen=True, kw_only=True):
 
 
 class Auc(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean AUC on test texts over data sets and seeds; `of_sets` contains each data set's mean AUC over seeds.
+    """The mean AUC on test texts over data sets and seeds; `of_sets` maps each data set to its mean AUC over seeds.
 
-    `seed_error` is the standard error of `auc` over splits into training and test texts, for conclusions about these
-    data sets only. `set_error` is the standard error over data sets, for conclusions about other tasks too; None with
-    one data set.
+    `seed_error` is the standard error of `auc` over splits into training and test texts; it is valid for these data
+    sets only. `set_error` is the standard error over data sets, which also allows conclusions about other tasks; it is
+    None if there is only one data set.
     """
 
     auc: float
@@ -156,7 +156,9 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probing(msgspec.Struct, frozen=True):
-    """The AUC of probes on the k best latents, by k, and of a probe on the raw activations (`dense`)."""
+    """The AUC of probes: `k` maps each number of best latents to the AUC of probes on them, and `dense` is the AUC of
+    probes on the raw activations.
+    """
 
     n_sets: int
     n_seeds: int
@@ -166,15 +168,15 @@ class Probing(msgspec.Struct, frozen=True):
 
 
 class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows that were measured.
+    """The rows on which an SAE was measured.
 
-    `is_held_out` is set if they belong to the run's `n_held_out` held-out rows, `is_trained_on` if the SAE is known to
-    have been trained on them. `gamma` is ‖mean‖/‖std‖. All metrics exclude the `not_finite` rows and the share
-    `outlier_fraction` of rows with an enormous norm. `heavy` is a sentence about a few dimensions with most of the
-    variance, `dimensions` a sentence about dimensions that the training left out or scaled down; each is "" if there
-    are none. `zero_fraction` is the share of zero rows, which the run leaves out if `drops_zero` is set. `hold_out` is
-    the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the share of the held-out rows that equal
-    one of the compared training rows, or None if no rows were compared.
+    `is_held_out` is set if the rows belong to the `n_held_out` held-out rows of the run. `is_trained_on` is set if the
+    SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. All metrics exclude `not_finite` rows that
+    are not finite, and a share of `outlier_fraction` rows with an enormous norm. `heavy` is a sentence about a few
+    dimensions with most of the variance, or "". `dimensions` is a sentence about dimensions that the training left out
+    or scaled down, or "". `zero_fraction` is the share of zero rows, which the run leaves out if `drops_zero` is set.
+    `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the share of the held-out
+    rows that equal one of the compared training rows, or None if no rows were compared.
     """
 
     place: str
@@ -193,7 +195,7 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     drops_zero: bool = False
 
     def rows(self, n: int) -> str:
-        """Return a description of `n` measured rows, like `1,024 of 4,096 held-out rows`."""
+        """Return a description of `n` measured rows, such as `1,024 of 4,096 held-out rows`."""
         if self.is_held_out:
             of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
             return f"{n:,}{of_all} held-out rows{' of texts not trained on' * (self.hold_out == 'texts')}"
@@ -201,7 +203,7 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledText(msgspec.Struct, frozen=True):
-    """The tokens around the token at `at`, on which a latent fires most, with activation `act`."""
+    """The tokens around the token at index `at`, on which a latent fires most, with the activation `act`."""
 
     tokens: tuple[str, ...]
     at: int
@@ -219,9 +221,10 @@ class SampledLatent(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """When, on which data and with which settings one part of a report card was measured.
 
-    `measured` is in seconds since the epoch. `step` is the training step of the SAE, 0 if unknown. `n` is the amount of
-    data from `text`, counted in `unit`: rows, tokens, texts or latents. `model` is the language model, "" if not used.
-    `settings` contains the settings that affect the results; `seconds` is the duration on `device`.
+    `measured` is the time in seconds since the epoch. `step` is the training step of the SAE, or 0 if unknown. `text`
+    names the data, and `n` is its amount in `unit`: rows, tokens, texts or latents. `model` is the language model, or
+    "" if none was used. `settings` contains the settings that affect the results. `seconds` is the duration on
+    `device`.
     """
 
     measured: Time
@@ -235,7 +238,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a report card and their titles. Each part is measured separately and kept until it is measured again.
+# The parts of a report card and their titles. Each part is measured separately, and its results are kept until the part
+# is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
@@ -247,12 +251,13 @@ PART_TITLES = {
 
 
 class Card(msgspec.Struct, frozen=True):
-    """An SAE's identity, data and metrics; `recovery` is the MMCS with known features.
+    """The report card of an SAE: its identity, data and metrics.
 
-    `latents` is a random sample of the latents that fire, empty if their texts are unknown. `recipe` contains the
-    training settings and `training` the state of the training; both are None if unknown. `threshold_set_on` names the
-    rows on which the SAE's single threshold was set to reach the target L0; "" for an SAE without a single threshold.
-    `weights` is a digest of the weights that all `parts` were measured on; `features` is a digest of the stored
+    `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data. `latents` is a
+    random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
+    settings, and `training` the state of the training; both are None if unknown. `threshold_set_on` names the rows on
+    which the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold.
+    `weights` is a digest of the weights on which all `parts` were measured. `features` is a digest of the stored
     features file.
     """
 
@@ -268,7 +273,7 @@ class Card(msgspec.Struct, frozen=True):
     spliced: PatchedModel | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
-    # A separate file stores the sums.
+    # The sums are stored in a separate file.
     sums: RowSums | None = None
     recipe: Recipe | None = None
     threshold_set_on: str = ""
@@ -286,7 +291,9 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether this is the report card of the given weights; without a digest, compare tokens and steps."""
+        """Return whether this is the report card of the given weights; if a digest is missing, compare tokens and
+        steps.
+        """
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
@@ -300,7 +307,7 @@ class Card(msgspec.Struct, frozen=True):
             self,
             data=rows.data,
             figures=rows.figures,
-            # An evaluation of an SAE folder without its run does not know the label, the step and similar fields.
+            # If an SAE's folder is evaluated without its run, the label, the step and similar fields are unknown.
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
@@ -329,7 +336,7 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Remove null entries, so that fields get their defaults; non-finite numbers are stored as null."""
+    """Remove null entries, which stand for non-finite numbers, so that the fields get their default values."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
@@ -351,7 +358,7 @@ def _numbers_or_none(value: Any) -> Any:
 
 
 def sample_latents(file: Path, seed: int = 0) -> tuple[SampledLatent, ...]:
-    """Return a random sample of the latents that fire, at most `N_SAMPLED`, from a features file.
+    """Return a random sample of at most `N_SAMPLED` latents that fire from a features file.
 
     Raise `UserError` if the file is not a features file.
     """
@@ -395,7 +402,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return when and on which data each part was measured: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when and on which data each part was measured, such as `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -405,7 +412,7 @@ def of_parts(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Return the report card in one line: the most important metrics, the rows, and caveats about the metrics."""
+    """Return a report card as one line: the most important metrics, the rows, and caveats about the metrics."""
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
@@ -434,25 +441,25 @@ def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:
 
 
 def clustered(n_clusters: int, clustered_by: str) -> str:
-    """Return a phrase about the clusters of a standard error, like ` over 136 texts`."""
+    """Return a phrase about the clusters of a standard error, such as ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
     return f" over {plural(n_clusters, named)}" if named else ""
 
 
 def _of_dimensions(card: Card) -> str:
-    """Return a clause about changed dimensions, with the FVU of all dimensions, or "" if none were changed."""
+    """Return a clause about dimensions that were left out or scaled, with the FVU of all dimensions, or ""."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
 
 def _of_zero_rows(data: EvaluationData) -> str:
-    """Return a sentence about zero rows, or "" if they are few or left out."""
+    """Return a sentence about the share of zero rows, or "" if they are few or left out."""
     is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
     return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
-    """Return the metrics as (title, text)."""
+    """Return the metrics on a report card as pairs (title, text)."""
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
     silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
@@ -469,7 +476,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        # Not called "dead", because only training sees enough rows to decide this.
+        # These latents are not called "dead", because only a training sees enough rows to decide this.
         ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
@@ -504,7 +511,7 @@ def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
 
 
 def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines about the losses if all rows are counted, or if it is unknown which rows are."""
+    """Return lines about the losses if all rows are included, or if it is unknown which rows are included."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"
@@ -513,7 +520,7 @@ def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
 
 
 def _two_ways(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines about the losses on the extracted rows, and on all rows."""
+    """Return lines about the losses on the rows that an extraction keeps, and on all rows."""
     views: dict[str, PatchedModel | AllTokens] = {f"without {spliced.left_out}": spliced}
     if spliced.all_tokens:
         views[AS_SAELENS] = spliced.all_tokens

@@ -32,14 +32,14 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
-# The setting that chooses the devices that compute the rows; it does not affect the rows.
+# The setting that chooses the devices that compute the rows, which does not affect the rows themselves.
 _PLACE = "data.model_gpus"
 
 
 class StoredRun(msgspec.Struct, frozen=True):
     """A run that has ended: the spec of its last attempt, the checkpoint to resume from, and the checkpoint's state.
 
-    Without a checkpoint the run starts from the beginning.
+    Without a checkpoint, the run starts from the beginning.
     """
 
     run_dir: Path
@@ -53,16 +53,18 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the run's cool-down with the given job, or None if it has none or the job's length has changed."""
+        """Return the cool-down of the run, or None if there is none or `job` has another length than before."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:
-        """Return the run's total number of steps with the given job on `devices` devices."""
+        """Return the total number of steps of the run if it is resumed with `job` on `devices` devices."""
         cool_down = self.cool_down(job, devices)
         return cool_down.end if cool_down else steps_of(job, devices)
 
     def is_finished(self, was: JobConfig) -> bool:
-        """Return whether the run has completed all steps of `was`, the job as it last ran, and written its SAE."""
+        """Return whether the run has completed all steps of `was`, the job with which it last ran, and has written its
+        SAE.
+        """
         is_over = self.position.step >= self.total_steps(was, self.last.n_devices)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
@@ -137,7 +139,7 @@ def _attempts(run_dir: Path) -> list[int]:
 
 
 def last_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the last attempt with a readable spec; a supervisor that was killed early writes none.
+    """Return the spec of the last attempt that has a readable spec; a supervisor that was killed early writes none.
 
     The output folder is changed to `sae` in this run folder, unless the run belongs to a launched job.
     """
@@ -156,9 +158,9 @@ def last_spec(run_dir: Path) -> RankSpec:
 
 
 def _was_launched(last: RankSpec, run_dir: Path) -> bool:
-    """Return whether this is the original run folder of a launched job, whose SAE is in `saes/` next to `runs/`.
+    """Return whether this is the original run folder of a launched job, which has its SAE in `saes/` next to `runs/`.
 
-    A copy may come from another user, so nothing is written to the paths in its spec.
+    A copy of a run folder may come from another user, so nothing must be written to the paths in its spec.
     """
     try:
         here = run_dir.resolve()
@@ -197,9 +199,9 @@ def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """Adapt a job so that its tokens per step stay the same with other ranks or another mode; return it with notes.
+    """Adapt a job so that its tokens per step stay the same with other ranks or another mode; return the job and notes.
 
-    `was` ran on `before` devices, `job` will run on `now`. Micro-batches do not become larger.
+    The job `was` ran on `before` devices, and `job` will run on `now` devices. Micro-batches do not become larger.
     """
     before, now = ranks_of(was, before), ranks_of(job, now)
     whole = Layout(was, before).tokens_per_step
@@ -213,7 +215,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
 
 def _other_change(was: JobConfig, job: JobConfig) -> str:
-    """Return which setting changes the tokens per step when the number of ranks stays the same."""
+    """Return the name of the setting that changed the tokens per step although the number of ranks stays the same."""
     has_another_length = (was.train.n_steps, was.train.n_tokens) != (job.train.n_steps, job.train.n_tokens)
     of_length = "train.n_steps" if job.train.n_steps else "train.n_tokens"
     return f"{of_length if has_another_length else 'parallel.mode'}: changed"

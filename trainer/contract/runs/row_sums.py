@@ -1,6 +1,6 @@
 """Sums over the rows of each measured text, for comparing two SAEs on the same rows.
 
-Hard texts increase the error of both SAEs, so the difference of their FVUs is far more precise than either FVU.
+Difficult texts increase the errors of both SAEs, so the difference of their FVUs is far more precise than each FVU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# The maximum number of stored sums; if there are more texts, several texts share a sum. 4,096 sums take 160 kB.
+# The maximum number of stored sums; with more texts, the sums are taken over several texts. 4,096 sums take 160 kB.
 MOST_CLUSTERS = 4096
 
 

@@ -1,4 +1,4 @@
-"""Expands hooks named without a layer, such as "mlp" or "resid_post", to all layers of the model or the folders."""
+"""Expands hooks without a layer, such as "mlp" or "resid_post", to all layers of the model or of the data folders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from trainer.contract.settings.hooks import all_named, both_ends, ends_of, is_of
 from trainer.contract.settings.model_size import model_size
 
 Table = Mapping[str, Any]
-# Returns the layers of a site.
+# A function that returns the layers of a site.
 _LayersOf = Callable[[str], Sequence[int]]
 
 
 def of_training(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return a training's table with one hook per layer for hooks without a layer; unchanged if no layer is known.
+    """Return the table of a training's job file with each hook without a layer replaced by one hook per layer.
+
+    If no layers are known, the table is returned unchanged.
 
     A relative path is resolved against the first of `bases` that contains it.
     """
@@ -35,7 +37,7 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
 
 
 def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return an extraction's table with all hooks in its list expanded: ranges, MLPs (both ends) and all layers."""
+    """Return the table of an extraction's job file with the hooks expanded: ranges, both ends of MLPs, and all layers."""
     model = raw.get("model")
     given = model.get("hooks") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(given, list) or not given:
@@ -68,7 +70,7 @@ def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
 
 
 def _layers_in(folders: Sequence[str], site: str) -> list[int]:
-    """Return the layers that have rows of a site in every extraction folder; for "mlp", the rows of both ends."""
+    """Return the layers for which every extraction folder contains rows of a site; for "mlp", rows of both ends."""
     sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
     of_each = [_stored(folder, one) for folder in folders for one in sites]
     return sorted(set.intersection(*of_each)) if of_each else []
@@ -85,6 +87,6 @@ def _stored(folder: str, site: str) -> set[int]:
 
 
 def _place(path: Any, bases: Sequence[Path]) -> str:
-    """Return the absolute path, relative to the first base that contains it."""
+    """Return a path as an absolute path, resolved against the first base folder in which it exists."""
     candidates = [os.path.abspath(base / os.path.expanduser(str(path))) for base in bases]
     return next(filter(os.path.exists, candidates), candidates[0])

@@ -1,4 +1,4 @@
-"""The settings of each SAE architecture; `catalog` maps architectures to settings."""
+"""The settings of each SAE architecture; `catalog` maps the names of architectures to these classes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from trainer.contract.settings.declare import about
 
 
 class ArchitectureSettings(msgspec.Struct, frozen=True):
-    """The settings of an architecture, and the numbers that memory and time estimates derive from them."""
+    """The settings of an architecture, and the numbers derived from them that memory and time estimates use."""
 
     @property
     def n_active(self) -> int:
-        """The mean number of latents active per token."""
+        """The mean number of active latents per token."""
         raise NotImplementedError
 
     @property
     def target_l0(self) -> int | None:
-        """The requested L0; None with a fixed penalty."""
+        """The requested L0, or None if the penalty is fixed."""
         return self.n_active if getattr(self, "sparsity_coefficient", "auto") == "auto" else None
 
     def most_active(self, d_in: int) -> int:
-        """Return the highest mean number of latents active per token at any time of a run."""
+        """Return the highest mean number of active latents per token at any time of a run."""
         return self.n_active
 
     def n_aux(self, d_in: int) -> int:
-        """Return how many dead latents per token reconstruct the error; 0 without an auxiliary loss."""
+        """Return how many dead latents per token the auxiliary loss uses to reconstruct the error; 0 without such a
+        loss.
+        """
         return 0
 
     @property
     def n_prefixes(self) -> int:
-        """The number of prefixes of the latents that reconstruct on their own; 0 if only all latents together do."""
+        """The number of prefixes of the latents that are trained to reconstruct alone; 0 if only all latents together
+        are.
+        """
         return 0
 
 
@@ -66,7 +70,7 @@ ThresholdRate = Annotated[
 
 
 class _SelectsTopK:
-    """The numbers derived from the settings of an architecture that selects k latents and revives dead ones by AuxK."""
+    """The derived numbers of an architecture that selects k latents and revives dead latents with AuxK."""
 
     __slots__ = ()
     k: int

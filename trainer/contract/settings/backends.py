@@ -10,7 +10,9 @@ from trainer.contract.settings.job import AnyJob
 
 
 def check_backend(job: AnyJob) -> list[Problem]:
-    """Report the backend's problems with a job, and warn about several nodes if the job runs on this machine."""
+    """Return the problems that a launch backend has with a job, and a warning if a job on this machine requests several
+    nodes.
+    """
     check = LAUNCH_BACKENDS[job.launch.backend].check
     problems: list[Problem] = pkgutil.resolve_name(check)(job) if check else []
     if job.launch.nodes > 1 and not job.cluster:
