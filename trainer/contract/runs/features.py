@@ -278,7 +278,7 @@ class Features:
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
-        """Return the latents that have the given words in their contexts, by concatenating the lists of `search_apart`."""
+        """Return the latents that have the given words in their contexts: both lists of `search_apart` in one."""
         return [latent for some in self.search_apart(words) for latent in some]
 
     def search_apart(self, words: str) -> tuple[list[int], list[int]]:
@@ -443,7 +443,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a features file belongs to the given weights; older files, which record no weights, always match."""
+    """Return whether a features file belongs to the given weights; older files record none and always match."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):

@@ -58,7 +58,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float | None:
-        """The relative excess of the held-out FVU over the FVU on the last batches, or None if one of them is unknown."""
+        """The relative excess of the held-out FVU over the FVU on the last batches, or None if an FVU is unknown."""
         return self.heldout_fvu / self.fvu - 1 if self.heldout_fvu is not None and self.fvu else None
 
     @property

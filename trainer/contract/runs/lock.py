@@ -104,7 +104,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Return whether a process holds the shared lock on a file, according to /proc; having the file open is not enough."""
+    """Return whether a process holds the shared lock on a file, and not only has the file open, according to /proc."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())

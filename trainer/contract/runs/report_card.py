@@ -402,7 +402,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return when and on which data each part was measured, such as `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when and on which data the parts were measured, as `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"

@@ -37,7 +37,7 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
 
 
 def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return the table of an extraction's job file with the hooks expanded: ranges, both ends of MLPs, and all layers."""
+    """Return the table of an extraction's job file with its hooks expanded: ranges, both ends of MLPs, all layers."""
     model = raw.get("model")
     given = model.get("hooks") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(given, list) or not given:

@@ -1,7 +1,7 @@
-"""THE REGISTRY: everything that a job file can name, as strings, so that listing it imports nothing.
+"""THE REGISTRY of everything that a job file can name; classes are given as strings, so that nothing is imported.
 
-To add an architecture, optimizer or similar, write one new file and one entry here; form, command line and checks pick
-it up.
+To add an architecture, optimizer or similar, write one new file and add one entry here. The launch form, the command
+line and the checks then offer the new name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True):
     summary: str
 
     def load(self) -> Any:
-        """Import the class; no other code turns a name into code."""
+        """Import the class; only this method turns a name into code."""
         return pkgutil.resolve_name(self.target)
 
 
@@ -37,29 +37,31 @@ class SettingsEntry(Entry, frozen=True):
 
 
 class ArchitectureEntry(SettingsEntry, frozen=True):
-    """An SAE architecture, and the facts that checks and estimates need."""
+    """An SAE architecture, and the facts about it that checks and estimates need."""
 
     settings: type[architectures.ArchitectureSettings]
-    # Whether a file format for its transcoders exists: always, only with equal input and output dimensions, or never.
+    # Whether a file format for transcoders of this architecture exists: always, only for equal input and output
+    # dimensions, or never.
     transcodes: Literal["yes", "one width", "no"] = "yes"
-    # Whether it selects latents over the tokens of all ranks instead of per token.
+    # Whether latents are selected over the tokens of all ranks instead of per token.
     per_batch: bool = False
-    # Whether a latent's encoder can move with its decoder (tied updates) if the optimizer has rates for that.
+    # Whether encoder updates can be tied to decoder updates if the optimizer supports this.
     encoder_follows: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
-    # peak of a step, and the number of matrices the size of W_dec in addition to its gradient. 0 if it selects latents.
-    # Measured by `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE`, which prints the number that fits.
+    # peak of a step, and the number of matrices of the size of W_dec in addition to its gradient. Both are 0 for an
+    # architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE` measures the
+    # first number.
     dense_matrices: float = 0
     dense_weights: float = 0
-    # Curves without information: a loss that equals the FVU, or a fixed L0.
+    # Curves that contain no information: a loss that equals the FVU, or a fixed L0.
     redundant_curves: tuple[str, ...] = ()
 
 
 class FollowingRates(msgspec.Struct, frozen=True):
-    """Changes to an optimizer's rates when encoders move with their decoders.
+    """Changes to the learning rates of an optimizer if encoder updates are tied to decoder updates.
 
-    `lr` is a factor on the optimizer's automatic rate, `encoder` is the encoder's own rate relative to the decoder's,
-    and both rates decay over the last `decay` of a run.
+    `lr` is a factor on the automatic learning rate of the optimizer. `encoder` is the encoder's own rate relative to
+    that of the decoder. Both rates decay over the last fraction `decay` of a run.
     """
 
     lr: float
@@ -68,20 +70,20 @@ class FollowingRates(msgspec.Struct, frozen=True):
 
 
 class OptimizerEntry(SettingsEntry, frozen=True):
-    """An optimizer, and the facts that checks and estimates need."""
+    """An optimizer, and the facts about it that checks and estimates need."""
 
     settings: type[optimizers.OptimizerSettings]
     # The number of state values per weight.
     state_values: int = 2
-    # Memory of a step in addition to its state, as a multiple of the larger weight matrix.
+    # The memory of an optimizer step in addition to the state, as a multiple of the larger weight matrix.
     scratch: float = 0
-    # Whether it saves averaged weights instead of the weights that it steps.
+    # Whether averaged weights are saved instead of the weights that are trained.
     averages: bool = False
-    # Whether the step of a weight needs only that weight's gradient.
+    # Whether the update of a weight needs only the gradient of that weight.
     elementwise: bool = True
-    # Whether its steps on a GPU also update the 16-bit copies of the weights for the matrix products.
+    # Whether steps on a GPU also update the 16-bit copies of the weights for the matrix products.
     writes_copies: bool = False
-    # None if encoders are updated by their own gradients alone.
+    # The rates for tied updates; None if encoders are updated only with their own gradients.
     following: FollowingRates | None = None
 
 
@@ -96,7 +98,11 @@ class ModeEntry(Entry, frozen=True):
 
 
 class FormatEntry(Entry, frozen=True):
-    """A tool's SAE format; `use` shows how the tool loads it, `is_read` and `is_written` what this program supports."""
+    """A tool's file format for SAEs.
+
+    `use` is the code with which the tool loads a file. `is_read` and `is_written` are the directions that this program
+    supports.
+    """
 
     use: str
     is_read: bool = False
@@ -104,34 +110,35 @@ class FormatEntry(Entry, frozen=True):
 
 
 class MirrorEntry(Entry, frozen=True):
-    """Another tool that shows a run's metrics; `package` is its name for import and installation."""
+    """Another tool that shows the metrics of a run; `package` is the name under which it is imported and installed."""
 
     package: str
 
 
 class CurveAxis(msgspec.Struct, frozen=True):
-    """The vertical axis of a curve: whether it starts at 0, and the smallest value at its top."""
+    """The vertical axis of a curve: whether the axis starts at 0, and the smallest value at its upper end."""
 
     from_zero: bool = True
     least_top: float = -math.inf
 
 
 class Series(msgspec.Struct, frozen=True):
-    """How a series of a run's values is named, formatted, judged and displayed."""
+    """How a series of values of a run is named, formatted, compared and displayed."""
 
     title: str
-    # Its name in the log, if that differs from its name in the store.
+    # The name in the log, if it differs from the name in the store.
     short: str = ""
     # The unit after a value, such as "nats".
     unit: str = ""
     # Which values are better; None if neither.
     better: Literal["lower", "higher"] | None = None
-    # The format in the log. Screens show four digits, or a percentage if this format is one.
+    # The format in the log. Screens show four digits, or a percentage if this format is a percentage.
     format: str = ".4f"
-    # None if the job screen does not draw a curve. Curves appear in the order of the registry.
+    # The axis of the curve on the job screen; None if there is no curve. Curves appear in the order of the registry.
     curve: CurveAxis | None = CurveAxis()
-    # "minor" series are stored, and compared only on request. A "result" is also in the log, the results and the
-    # exported SAE. A "key" series is also in the progress bar and the list of jobs, which can be sorted by it.
+    # Where the series appears. A "minor" series is stored, and is compared only on request. A "result" also appears in
+    # the log, the results and exported SAEs. A "key" series also appears in the progress bar and in the list of jobs,
+    # which can be sorted by it.
     prominence: Literal["key", "result", "minor"] = "key"
 
     @property
@@ -148,36 +155,37 @@ class MetricEntry(Entry, frozen=True):
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """Only the settings that all entries of a section have."""
+    """The settings of an entry that has only the settings common to its section."""
 
 
 class BackendEntry(SettingsEntry, frozen=True):
-    """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs."""
+    """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs about it."""
 
-    # The scheduler that assigns nodes and GPUs; "" if this machine's own queue does.
+    # The scheduler that assigns nodes and GPUs; "" if the app's own queue on this machine assigns them.
     cluster: str = ""
-    # `module:function` that returns a job's problems with this backend.
+    # The function, as `module:function`, that returns the problems of a job with this backend.
     check: str = ""
-    # `module:function` that cancels an attempt's remaining cluster jobs, given its folder; only the app loads it.
+    # The function, as `module:function`, that cancels the remaining cluster jobs of an attempt, given the attempt's
+    # folder. Only the app loads it.
     cancel: str = ""
 
 
 class KindEntry(Entry, frozen=True):
-    """A kind of job: the `AnyJob` that its files describe, and what works with it, each as `module:name`."""
+    """A kind of job: the class of its job files, and the classes and functions for it, each as `module:name`."""
 
-    # A `Proposal`: the needs of such a job and its checks.
+    # The `Proposal` class, which determines the needs of a job and checks it.
     proposal: str
-    # A `RankWork`: what its ranks do.
+    # The `RankWork` class, which does the work of a rank.
     rank: str
-    # The function that `sae-train estimate` calls with the job.
+    # The function that `sae-train estimate` calls with a job.
     estimate: str
-    # A `LaunchKind`: how the app describes, reviews and records such a job.
+    # The `LaunchKind` class, with which the app describes, reviews and records a job.
     launch: str
-    # How the trainer runs a file of this kind.
+    # How to run a job file of this kind, for error messages.
     run_by: str
-    # Whether it trains SAEs, and so has their metrics, checkpoints and report cards.
+    # Whether the job trains SAEs, and thus has metrics, checkpoints and report cards.
     trains: bool = False
-    # What its progress counts, and the unit of its speed.
+    # The unit of the job's progress, and the unit of its speed.
     unit: str = "step"
     rate: str = "steps/s"
 
@@ -187,7 +195,7 @@ ARCHITECTURES = {
         "trainer.saes.topk:TopK",
         "Exactly k latents per token; dead ones revived by AuxK.",
         architectures.TopKSettings,
-        # The format is sparsify's; SAELens has no transcoders with k latents per token.
+        # Such transcoders are written in sparsify's format, since SAELens has no transcoders with k latents per token.
         transcodes="one width",
         encoder_follows=True,
         redundant_curves=("loss", "l0"),
@@ -234,10 +242,11 @@ OPTIMIZERS = {
         "Adam in one fused kernel.",
         optimizers.AdamSettings,
         writes_copies=True,
-        # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer (k = 48, 6,144 latents): 0.193; 0.206
-        # if the rate decays only over the last fifth; 0.225 if encoders also move on their own, at half the rate.
-        # SmolLM2's 12th block (k = 32, 4,608 latents): 0.172 instead of 0.182. Latents that never fire: 0.0 % instead
-        # of 3.0 %, and 0.1 % instead of 2.7 %.
+        # With these rates, the held-out FVU of a TopK SAE at MiniLM's last layer (k = 48, 6,144 latents) after 300
+        # steps of 2,048 rows was 0.193. The FVU was 0.206 if the rate decayed only over the last fifth of the steps,
+        # and 0.225 if the encoders were updated separately at half the rate. At SmolLM2's 12th block (k = 32, 4,608
+        # latents), the FVU was 0.172 with tied updates and 0.182 without. The share of latents that never fired was 0.0
+        # % instead of 3.0 % at MiniLM, and 0.1 % instead of 2.7 % at SmolLM2.
         following=FollowingRates(lr=2.0, encoder=0.2, decay=0.6),
     ),
     "signum": OptimizerEntry(
@@ -245,7 +254,7 @@ OPTIMIZERS = {
         "Sign updates with averaged weights.",
         optimizers.SignumSettings,
         state_values=1,
-        # The signs of the gradient, if the update cannot be compiled.
+        # This is for the signs of the gradient, if the update cannot be compiled.
         scratch=1,
         averages=True,
     ),
@@ -322,7 +331,7 @@ METRICS = {
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
         "Share of latents that have not fired within the dead-latent window.",
-        # The axis reaches at least 1 %: one dead latent among thousands must not look like a cliff.
+        # The axis reaches at least 1 %, so that one dead latent among thousands does not look like a steep rise.
         Series("dead", "dead", better="lower", format=".1%", curve=CurveAxis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(
@@ -382,7 +391,7 @@ MIRRORS = {
     ),
     "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
 }
-# File formats for sharing SAEs: what each can hold, and how it is loaded.
+# File formats for sharing SAEs: the SAEs that each format supports, and how a file is loaded.
 FORMATS = {
     "saelens": FormatEntry(
         "trainer.sharing.saelens:SaeLens",
@@ -429,14 +438,14 @@ FORMATS = {
 
 READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
-# Help texts of both import commands.
+# Help texts that both import commands use.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that the SAE's files lack or have wrong, like trainer.k=32; can be repeated"
 IS_TRANSCODER = "the SAE is a transcoder, for files that do not say so"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:
-    """Return the entry with this name; raise `UserError` naming the setting `path` if it is unknown."""
+    """Return the entry with this name; raise `UserError` that mentions the setting `path` if the name is unknown."""
     if name not in registry:
         raise UserError(f'{path} must be {_list_names(registry)}, not "{name}"')
     return registry[name]

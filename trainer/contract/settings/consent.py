@@ -1,7 +1,7 @@
-"""Finds the code that a job file would run, which needs consent from outside the file.
+"""Finds the code that a job file would run; this code needs consent from outside the file.
 
-A job file may come from another person. File ownership proves nothing: unpacked files belong to the user who unpacks
-them.
+A job file may come from another person. The owner of a file says nothing about its author, since unpacked files belong
+to the user who unpacked them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAG = "--allow-code"
 FLAG_HELP = "let the job file run code as you: its launch.python, remote_code and any options of sbatch"
 SETTING = "trusted_code"
 PYTHON, SBATCH = "launch.python", "launch.sbatch_options"
-# Settings that run a model's own code, and the setting next to each that names the model.
+# Maps each setting that runs a model's own code to the setting in the same section that names the model.
 _MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
 # Options of sbatch that choose resources and run no code. Abbreviations are not included.
 _HARMLESS = re.compile(
@@ -31,7 +31,7 @@ _HARMLESS = re.compile(
 
 
 class Code(NamedTuple):
-    """A setting that runs code, the name that users list to trust this code, and a description."""
+    """A setting that runs code, the name under which users can trust this code, and a description."""
 
     path: str
     name: str
@@ -39,7 +39,7 @@ class Code(NamedTuple):
 
 
 class Consent(NamedTuple):
-    """The permissions given outside the file: for all code, for code by name, or for settings given by `--set`."""
+    """The consent given outside the job file: to all code, to code with certain names, or to settings from `--set`."""
 
     to_all: bool = False
     names: tuple[str, ...] = ()
@@ -54,12 +54,12 @@ NO_CONSENT = Consent()
 
 
 def sets(overrides: Iterable[str], *paths: str) -> bool:
-    """Return whether overrides like `train.lr=3e-4` set one of these settings."""
+    """Return whether one of the overrides, such as `train.lr=3e-4`, sets one of these settings."""
     return any(override.partition("=")[0].strip() in paths for override in overrides)
 
 
 def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
-    """Yield the code that the author of a job file makes it run."""
+    """Yield the code that a job file runs."""
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
@@ -74,7 +74,11 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code that a job file runs without consent; if others may write the file, only `--set` consents."""
+    """Return the code that a job file runs without consent.
+
+    `distrust` is the reason why other users may have written the file, or "". With a reason, only overrides from
+    `--set` give consent.
+    """
     if distrust:
         consent = Consent(overrides=consent.overrides)
     trusted = {os.path.expanduser(name) for name in consent.names if name}
@@ -86,7 +90,7 @@ def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> l
 
 
 def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: bool = True) -> list[Problem]:
-    """Describe refused code as problems of the job file, with ways to allow it."""
+    """Convert refused code to problems of the job file that say how to allow the code."""
     if distrust:
         paths = dict.fromkeys(code.path for code in refusals)
         return [Problem(path, f"is not taken from a file, only from --set, because {distrust}") for path in paths]
@@ -102,7 +106,7 @@ def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: b
 def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[str] = ()) -> None:
     """Raise `JobFileError` if a job file runs a model's own code and neither the flag nor `--set` allows it.
 
-    Only for the trainer, which runs no other code from a job file.
+    This function is only for the trainer, which runs no other code from a job file.
     """
     refusals = [code for code in refused(table, Consent(allows, (), tuple(overrides))) if code.path in _MODELS]
     if refusals:
@@ -110,7 +114,7 @@ def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[s
 
 
 def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any]:
-    """Return the table without the refused settings, so that their harmless defaults apply."""
+    """Return the table of a job file without the refused settings, so that their harmless defaults apply."""
     left = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
     for code in refusals:
         section, _, key = code.path.partition(".")
@@ -119,7 +123,7 @@ def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any
 
 
 def _quoted(name: str) -> str:
-    # Not shortened, since a truncated path does not show what runs.
+    # The name is not shortened, since a truncated path would not show what is run.
     return json.dumps(name, ensure_ascii=False)
 
 

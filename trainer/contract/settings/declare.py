@@ -1,6 +1,7 @@
-"""Declares settings: one declaration holds name, default, help, unit and bounds for TOML, flags, forms and checks.
+"""Declares settings: a single declaration contains the name, default, help, unit and bounds for all uses.
 
-A section is a frozen struct whose fields are annotated with `about`; `settings_of` returns its settings as `Setting`s.
+TOML files, flags, forms and checks use these declarations. A section is a frozen struct with fields that are annotated
+with `about`; `settings_of` returns its settings as `Setting`s.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ def about(
     group: str = "",
     **bounds: Any,
 ) -> Meta:
-    """Describe a field in `Annotated`: help, unit and bounds; `wanted` replaces the bounds in messages.
+    """Return the description of a field for `Annotated`: its help, unit and bounds.
 
-    With `commas`, a list of words can be typed as `one, two`. Forms without sections show the field under its `group`.
+    `wanted` replaces the bounds in messages. With `commas`, a list of words can be typed as `one, two`. Forms without
+    sections show the field under the heading `group`.
     """
     extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas, "group": group}
     return Meta(description=text, extra=extra, **bounds)
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A setting of a job."""
+    """A setting of a job, and how its values are read and checked."""
 
     name: str
     annotation: Any
@@ -54,7 +56,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words if the field accepts only words, otherwise empty."""
+        """The allowed words, if the setting accepts only certain words; otherwise empty."""
         options = _members(self.annotation)
         literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
         closed = all(get_origin(option) is Literal or option is type(None) for option in options)
@@ -80,7 +82,7 @@ class Setting(msgspec.Struct, frozen=True):
         return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
 
     def convert(self, value: Value) -> Value:
-        """Convert a value to the field's type; raise `ValueError` with the valid values."""
+        """Convert a value to the type of the setting; raise `ValueError` with the valid values if this is impossible."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return convert_as(value, self.annotation)
@@ -101,10 +103,10 @@ class Setting(msgspec.Struct, frozen=True):
         return "of at most" not in self.wanted and " below " not in self.wanted
 
     def read(self, text: str, *, several: bool = False) -> Value:
-        """Read text from a form or `--set`, as TOML or as people write numbers, without checking it.
+        """Parse a text from a form or `--set`, as TOML or as people write numbers, without checking the value.
 
-        A text setting keeps `5` as text. With `several`, a list or comma-separated values form a sweep. Raise
-        `ValueError` if commas could separate either thousands or values.
+        For a text setting, `5` stays text. With `several`, a list or comma-separated values form a sweep. Raise
+        `ValueError` if it is unclear whether commas separate thousands or values.
         """
         if self.is_number:
             whole = float not in map(_plain, _members(self.annotation))
@@ -116,12 +118,12 @@ class Setting(msgspec.Struct, frozen=True):
         return text.strip() if self.is_text and not is_final else value
 
     def parse(self, text: str) -> Value:
-        """Read and check text from a form; raise `ValueError` with the valid values."""
+        """Parse and check a text from a form; raise `ValueError` with the valid values if the text is not valid."""
         return self.convert(self.read(text))
 
     @property
     def wanted(self) -> str:
-        """The accepted values in words: `an integer of at least 1 (tokens)`."""
+        """The accepted values in words, such as `an integer of at least 1 (tokens)`."""
         meta = _meta(self.annotation)
         if meta and meta.extra and meta.extra["wanted"]:
             return str(meta.extra["wanted"])
@@ -130,19 +132,19 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def show(value: Value) -> str:
-    """Format a value as in a job file, on one line and cut to 60 characters."""
+    """Format a value as in a job file, on one line and truncated to 60 characters."""
     text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     return cut(text)
 
 
 def cut(text: str) -> str:
-    """Cut a text to 60 characters for use in a message."""
+    """Truncate a text to 60 characters for use in a message."""
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 @functools.cache
 def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """Return the settings that a section declares, in order; fields without help are not settings."""
+    """Return the settings that a section declares, in the order of its fields; fields without help are not settings."""
     return tuple(_setting(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
 
 
@@ -164,12 +166,12 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Value:
-    """Return the default of a field; defaults that are lists are made by a factory, so that they are not shared."""
+    """Return the default of a field; a default that is a list comes from a factory, so that it is not shared."""
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _meta(annotation: Any) -> Meta | None:
-    """Return the `Meta` with a description on the field or on a member of its union."""
+    """Return the `Meta` with a description in a field's annotation, or in that of a member of its union."""
     if get_origin(annotation) is Annotated:
         described = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
         return described[0] if described else _meta(annotation.__origin__)
@@ -177,7 +179,9 @@ def _meta(annotation: Any) -> Meta | None:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the alternatives of an optionally annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
+    """Return the members of a union that may be annotated: for `Annotated[int, ...] | None`, the first part and
+    NoneType.
+    """
     if get_origin(annotation) is Annotated:
         inner = _members(annotation.__origin__)
         return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner
@@ -197,13 +201,13 @@ def _phrase(option: Any) -> str:
 
 
 def _plain(option: Any) -> Any:
-    """Return the bare type of an alternative: `Annotated[str, ...]` -> str, `list[int]` -> list."""
+    """Return the bare type of a member of a union: `str` for `Annotated[str, ...]`, and `list` for `list[int]`."""
     option = option.__origin__ if get_origin(option) is Annotated else option
     return get_origin(option) or option
 
 
 def _entry(option: Any) -> Any:
-    """Return the element type if the alternative is a list, otherwise the alternative itself."""
+    """Return the element type if a member of a union is a list; otherwise, return the member itself."""
     bare = option.__origin__ if get_origin(option) is Annotated else option
     return get_args(bare)[0] if get_origin(bare) is list else option
 
@@ -236,5 +240,7 @@ _LARGEST = 2**63 - 1
 
 
 def _is_storable(value: Value) -> bool:
-    """Return whether torch and SQLite can hold a value: TOML allows nan, infinities and integers beyond 64 bits."""
+    """Return whether torch and SQLite can represent a value; TOML also allows nan, infinities and integers beyond 64
+    bits.
+    """
     return not isinstance(value, int | float) or abs(value) <= _LARGEST

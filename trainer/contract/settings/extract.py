@@ -1,6 +1,6 @@
-"""A job that reads text with a language model and stores its activations: all settings with defaults, help and bounds.
+"""The settings of an extraction, a job that reads text with a language model and stores the model's activations.
 
-The job file contains `kind = "extract"`; without it a job is a training.
+The job file contains `kind = "extract"`; without this setting, a job is a training.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, 
 from trainer.contract.settings.model_size import model_size
 from trainer.contract.settings.promised import Promise, Promises
 
-# In the output folder: the progress of the extraction.
+# The file in the output folder that records the progress of the extraction.
 STATE = "extraction.json"
-# With several extracting processes: a folder for each process, with its own state.
+# The folder in which each of several extracting processes has a folder with its own state.
 PARTS = ".parts"
 
 
 class Extract(msgspec.Struct, frozen=True):
-    """The rows to keep, and the folder to write them to."""
+    """The section `[extract]`: which rows to keep, and the folder to write them to."""
 
     n_tokens: Annotated[int, about("Rows to store per hook.", unit="tokens", ge=1)] = 1_000_000
     output: Annotated[str, about("Folder to write, with one subfolder per hook.", min_length=1)] = "activations"
@@ -86,19 +86,20 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
     def promises(self, by: str) -> Promises:
         size = model_size(self.model.path, self.model.revision)
-        # No file states the output width of a module that is given by its path.
+        # The output width of a module that is given by its path is in no file.
         widths = [size.width if size and not hook.path else None for hook in self.hooks]
         folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
     def folder(self, hook: str) -> Path:
-        """Return the folder of a hook's rows; `hook` is its name in the job file."""
+        """Return the folder with the rows of a hook; `hook` is the name in the job file."""
         return Path(self.extract.output) / hook
 
     def with_paths(self, bases: Sequence[Path]) -> ExtractJob:
-        """Return the job with absolute paths, each in the first of `bases` that contains it.
+        """Return the job with absolute paths, each resolved against the first of `bases` in which the path exists.
 
-        The output is in the first of `bases`. A model path that exists in none of them is a name on the hub.
+        The output is resolved against the first of `bases`. A model path that exists in none of them is a name on the
+        hub.
         """
         model = _existing(self.model.path, bases) or self.model.path
         text = self.text.path and (_existing(self.text.path, bases) or _absolute(self.text.path, bases[0]))
@@ -111,14 +112,14 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
 
 def identity(job: ExtractJob) -> dict[str, Any]:
-    """Return the settings that determine what is stored, by path."""
+    """Return a dict that maps the path of each setting that determines the stored rows to its value."""
     sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
     table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
 
 
 def check_extract(job: ExtractJob) -> list[Problem]:
-    """Return problems between settings that are valid individually."""
+    """Return the problems with combinations of settings that are valid individually."""
     problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
         which = "is missing; set it or text.dataset" if job.text.path is None else "is set, and so is text.dataset"
@@ -133,7 +134,7 @@ def check_extract(job: ExtractJob) -> list[Problem]:
 
 
 def lack_of_output(job: ExtractJob) -> str:
-    """Explain why no rows can be written to extract.output; "" if no problem shows in advance."""
+    """Return why no rows can be written to `extract.output`; "" if no reason is known in advance."""
     output = Path(job.extract.output)
     if output.exists() and not output.is_dir():
         return f"{output} is not a folder; choose another"

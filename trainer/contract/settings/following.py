@@ -1,16 +1,20 @@
-"""Whether a latent's encoder moves with its decoder (tied updates), and the resulting learning rates."""
+"""Determines whether encoder updates are tied to decoder updates, and the resulting learning rates."""
 
 from __future__ import annotations
 
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, FollowingRates
 from trainer.contract.settings.job import JobConfig
 
-# The share of a run over which the rate decays without tied updates; see `schedule`.
+# The share of a run over which the learning rate decays if updates are not tied; see `schedule`.
 _USUAL_DECAY = 0.2
 
 
 def following_rates(job: JobConfig, *, is_transcoder: bool) -> FollowingRates | None:
-    """Return the rates for tied updates, or None; they need a tied start, and support in architecture and optimizer."""
+    """Return the rates for tied updates, or None if updates are not tied.
+
+    Updates can be tied if the encoder starts as the transpose of the decoder, and if the architecture and the optimizer
+    support tied updates.
+    """
     starts_tied = job.sae.encoder_init == "tied" and not is_transcoder
     if job.sae.encoder_follows == "off" or not starts_tied or not ARCHITECTURES[job.sae.architecture].encoder_follows:
         return None

@@ -1,4 +1,4 @@
-"""Other names of the hook that a job file names."""
+"""The other names of a hook that a job file names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:
-    """Return our name of a hook, TransformerLens's name and the module path, without `hook` itself.
+    """Return the other names of a hook: our name, the name in TransformerLens, and the path of the module.
 
-    Only the model knows the module path, and TransformerLens's name for a hook of BERT. Both are in the folder once its
-    rows are stored.
+    The module path, and TransformerLens's name for a hook of BERT, can be determined only from the model. Both names
+    are recorded in `folder` after the hook's rows have been stored.
     """
     meta = read_json(folder / META, dict[str, Any]) or {}
     ours, stored = meta.get("hook"), meta.get("hook_name")
@@ -30,9 +30,10 @@ def _module(meta: dict[str, Any]) -> str:
 
 
 def other_place(of_sae: dict[str, Any], of_data: dict[str, Any]) -> str:
-    """Return a sentence if an SAE belongs to another hook than the rows; "" if it does not or that is unknown.
+    """Return a sentence if an SAE belongs to another hook than the rows; "" if it belongs to the same hook or is
+    unknown.
 
-    Both arguments are facts from a meta.json or an SAE's metadata, which may use different names for the same hook.
+    Each argument is the content of a meta.json or the metadata of an SAE; the two may use different names for a hook.
     """
     theirs, ours = _places(of_sae), _places(of_data)
     if not theirs or not ours or {*theirs} & {*ours}:

@@ -1,4 +1,7 @@
-"""Names of hooks, where activations are read in a language model; there are three kinds of names for the same hook."""
+"""Names of hooks, the places in a language model where activations are read.
+
+There are three kinds of names for the same hook: ours, TransformerLens's, and the path of the module.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ POST_NORM = "hook_normalized_resid_post"
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# A transcoder's hook: the MLP of a layer, from its input to its output.
+# The name of a transcoder's hook, which is the MLP of a layer, from its input to its output.
 _MLP = re.compile(r"mlp\.([0-9]{1,4})")
 _RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
@@ -39,7 +42,7 @@ class Hook(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Our name: "resid_post.12", or the path of the module."""
+        """Our name, such as "resid_post.12", or the path of the module."""
         return self.path or f"{self.site}.{self.layer}"
 
     @property
@@ -49,9 +52,9 @@ class Hook(msgspec.Struct, frozen=True):
 
 
 def parse_hook(text: str) -> Hook:
-    """Return the hook for our name, TransformerLens's name or a module path; raise `ValueError` for any other text.
+    """Return the hook with our name, a TransformerLens name or a module path; raise `ValueError` for any other text.
 
-    Whether a model has the layer or module is not checked.
+    Whether the model has this layer or module is not checked.
     """
     if match := _OURS.fullmatch(text):
         return Hook(match[1], int(match[2]))
@@ -59,7 +62,7 @@ def parse_hook(text: str) -> Hook:
         sites = {theirs: ours for ours, theirs in SITES.items()} | {POST_NORM: "resid_post"}
         if match[2] in sites:
             return Hook(sites[match[2]], int(match[1]))
-        # Some models also name their blocks "blocks": "blocks.3.attn" is a module path there.
+        # Some models call their blocks "blocks", so "blocks.3.attn" may be a module path.
         if "hook_" in match[2]:
             listed = ", ".join(f"blocks.{match[1]}.{theirs}" for theirs in SITES.values())
             raise ValueError(f"has no site {match[2]}; known are {listed}")
@@ -69,21 +72,21 @@ def parse_hook(text: str) -> Hook:
 
 
 def ends_of(text: str) -> tuple[str, str]:
-    """Return the hooks of an SAE's inputs and targets: "mlp_in.12" and "mlp_out.12" for "mlp.12".
+    """Return the hooks of an SAE's inputs and targets, which are "mlp_in.12" and "mlp_out.12" for "mlp.12".
 
-    For any other name, both are that name.
+    For any other name, both hooks have that name.
     """
     match = _MLP.fullmatch(text)
     return (f"mlp_in.{match[1]}", f"mlp_out.{match[1]}") if match else (text, text)
 
 
 def is_of_transcoder(text: str) -> bool:
-    """Return whether a name denotes an MLP, as for a transcoder that predicts the MLP's output from its input."""
+    """Return whether a name denotes an MLP; a transcoder predicts the MLP's output from its input."""
     return _MLP.fullmatch(text) is not None
 
 
 def both_ends(text: Any) -> list[Any]:
-    """Return the hooks at which the rows of a name are read: both ends of an MLP, otherwise the name itself."""
+    """Return the hooks at which the rows of a name are read: both ends of an MLP, or the name itself."""
     return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
 
 
@@ -93,20 +96,22 @@ def is_of_all_layers(text: Any) -> bool:
 
 
 def names_of_hook(text: str) -> list[str]:
-    """Return all names of the hook that a text names, starting with that text."""
+    """Return all names of a hook, starting with the given name."""
     hook = Hook(path=text) if _objection(text) else parse_hook(text)
     return [name for name in dict.fromkeys((text, hook.name, hook.transformer_lens)) if name]
 
 
 def each_named(text: Any) -> list[Any]:
-    """Return the names in a text: four for "resid_post.4-6, mlp_out.8"; return a value that is not text as it is."""
+    """Return the names in a text, which are four for "resid_post.4-6, mlp_out.8"; a value that is not text is not
+    changed.
+    """
     if not isinstance(text, str):
         return [text]
     return [name for word in text.split(",") for name in _each_layer(word.strip())]
 
 
 def all_named(value: Any) -> list[Any]:
-    """Return the names in a text or in all texts of a list."""
+    """Return the names in a text, or in all texts of a list."""
     return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
 
 
@@ -118,7 +123,7 @@ def _each_layer(word: str) -> list[str]:
 
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
-    """Return a short unique name for each hook: "L12" if all hooks have the same site."""
+    """Return a dict that maps each hook to a short unique name, such as "L12" if all hooks have the same site."""
     hooks = {text: parse_hook(ends_of(text)[0]) for text in texts if not _objection(text)}
     sites = {hook.site for hook in hooks.values()}
     short = {text: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for text, hook in hooks.items()}
@@ -126,7 +131,7 @@ def short_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
-    """Report invalid hook names, and hooks that are named twice."""
+    """Return the problems with hook names: names that are not valid, and hooks that are named twice."""
     problems, hooks = [], set()
     for text in texts:
         objection = _objection(text) or ("is given twice" if parse_hook(text) in hooks else "")
@@ -138,7 +143,7 @@ def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
 
 
 def _objection(text: Any) -> str:
-    """Explain why a value is not the name of a hook, or return ""."""
+    """Return why a value is not a valid name of a hook, or ""."""
     if not isinstance(text, str):
         return f"must be {WANTED}"
     if is_of_all_layers(text):

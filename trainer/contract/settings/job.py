@@ -1,4 +1,4 @@
-"""The job as typed, frozen structs: each setting is declared once, with its default, help, unit and bounds."""
+"""The job as frozen structs with types; each setting is declared only once, with its default, help, unit and bounds."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 PYTHONS = 'the whole path of a Python, like "/home/me/env/bin/python"'
 # Tokens per rank and step if batch_size is "auto" and the run is long or its length is given in steps.
 USUAL_BATCH = 4096
-# Rows with a norm above this multiple of the median are left out: ordinary rows stay within three times the median, the
-# first tokens of a text reach a hundred times.
+# Rows with a norm above this multiple of the median norm are left out. The norms of ordinary rows are at most three
+# times the median, while those of a text's first tokens are up to a hundred times the median.
 MAX_NORM = 10.0
-Choice = str  # a name in a registry, checked against it, so that a new entry needs no change here
-# As a data path, this means the sample activations shipped with the app, unless a file has this name.
+Choice = str  # a name in a registry; it is checked against the registry, so that a new entry needs no change here
+# The data path that means the sample activations shipped with the app, unless a file has this name.
 SAMPLE = "sample"
 J = TypeVar("J", bound="AnyJob")
 
 
 class DataSettings(msgspec.Struct, frozen=True):
-    """The data section: the source of the activations and how rows are held out, left out or scaled."""
+    """The section `[data]`: the source of the activations, and how rows are held out, left out or scaled."""
 
     settings: SourceSettings
     source: Annotated[Choice, about("Where activations come from.")] = "shards"
@@ -93,23 +93,25 @@ class DataSettings(msgspec.Struct, frozen=True):
 
     @property
     def scales_dimensions(self) -> bool:
-        """Whether dimensions may have individual scales; the scale is 0 for dimensions that are left out."""
+        """Whether dimensions may have individual scales; a dimension that is left out has the scale 0."""
         return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
-        """Return how many of `n_tokens` rows, or of a stream, are held out: at least one per rank, or none."""
+        """Return how many of `n_tokens` rows are held out: at least one per rank, or none; for a stream, `n_tokens` is
+        None.
+        """
         most = 32_768 if n_tokens is None else min(n_tokens // 20, 32_768)
         wanted = most if self.held_out_tokens == "auto" else self.held_out_tokens
         return wanted if wanted >= world_size else 0
 
 
 def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
-    """Return how many tokens a latent may be silent before it is dead; auto: 10 million, or 10 % of a short run."""
+    """Return the number of tokens after which a latent that has not fired is dead; auto: 10 million, or 10 % of a run."""
     return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
 
 
 class SaeSettings(msgspec.Struct, frozen=True):
-    """The SAE section: architecture, size and initialisation of the dictionary."""
+    """The section `[sae]`: the architecture, size and initialisation of the dictionary."""
 
     settings: ArchitectureSettings
     architecture: Annotated[Choice, about("Architecture of the SAE: how latents are made sparse.")] = "topk"
@@ -169,7 +171,7 @@ class SaeSettings(msgspec.Struct, frozen=True):
 
 
 class Train(msgspec.Struct, frozen=True):
-    """The training section: length, learning rate, precision and reporting."""
+    """The section `[train]`: length, learning rate, precision and reporting."""
 
     settings: OptimizerSettings
     batch_size: (
@@ -269,7 +271,7 @@ class Train(msgspec.Struct, frozen=True):
 
 
 class ParallelSettings(msgspec.Struct, frozen=True):
-    """The parallel section: how the ranks share the work."""
+    """The section `[parallel]`: how the ranks share the work."""
 
     mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this box.')] = "auto"
     latent_ranks: Annotated[
@@ -295,7 +297,7 @@ class ParallelSettings(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The launch section: where and how the job runs."""
+    """The section `[launch]`: where and how the job runs."""
 
     settings: msgspec.Struct = NoSettings()
     gpus: (
@@ -353,12 +355,12 @@ class Launch(msgspec.Struct, frozen=True):
     ) = None
 
 
-# The setting that names the hooks of the rows; each SAE of a sweep reads one hook.
+# The setting that names the hooks of the rows; each SAE of a sweep reads the rows of one hook.
 HOOK = "data.hook"
 
 
 class SweepAxis(msgspec.Struct, frozen=True):
-    """A setting with several values; a sweep trains an SAE for each value."""
+    """A setting with several values; a sweep trains an SAE with each value."""
 
     path: str
     values: tuple[Any, ...]
@@ -367,25 +369,27 @@ class SweepAxis(msgspec.Struct, frozen=True):
 class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
     """A complete job, with all defaults filled in; each kind of job in `KINDS` is a subclass."""
 
-    # Its name in a job file, and the sections that it has there.
+    # The name of the kind in job files, and the sections of such a file.
     kind: ClassVar[str]
     sections: ClassVar[Mapping[str, type[msgspec.Struct]]]
-    # Whether other jobs can read the rows that it writes.
+    # Whether the job writes rows that other jobs can read.
     writes_rows: ClassVar[bool] = False
 
     name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "job"
     launch: Launch = Launch()
-    # With a sweep, the sections hold the first value of each axis.
+    # The axes of a sweep. The sections contain the first value of each axis.
     sweep: tuple[SweepAxis, ...] = ()
 
     @classmethod
     def with_all_layers(cls, raw: Mapping[str, Any], bases: Sequence[Path]) -> Mapping[str, Any]:
-        """Return the table of a job file with one hook per layer for hooks without a layer."""
+        """Return the table of a job file with each hook without a layer replaced by one hook per layer."""
         return raw
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Return problems between settings that are valid individually; invalid sections are None."""
+        """Return the problems with combinations of settings that are valid individually; sections that are not valid
+        are None.
+        """
         return []
 
     def with_paths(self: J, bases: Sequence[Path]) -> J:
@@ -393,31 +397,33 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def paths_read(self) -> list[tuple[str, str]]:
-        """Return (section, name) of each setting that holds a path to the job's input."""
+        """Return the settings that contain a path to the job's input, as pairs (section, name)."""
         return []
 
     def promises(self, by: str) -> Promises:
-        """Return what each folder that the job writes will hold, by its real path; `by` names the job."""
+        """Return a dict that maps the real path of each folder that the job will write to its contents; `by` names the
+        job.
+        """
         return NO_PROMISES
 
     @property
     def exchanges(self) -> bool:
-        """Whether the devices of the job exchange tensors, or are all used by one process."""
+        """Whether the devices of the job exchange tensors, or one process uses all of them."""
         return False
 
     @property
     def model_gpus(self) -> int | Literal["auto"]:
-        """How many GPUs only run its language model."""
+        """The number of GPUs that only run the language model."""
         return 0
 
     @property
     def stored_rows(self) -> str | None:
-        """The stored activations that the job reads, in words; None if it reads none."""
+        """A description of the stored activations that the job reads; None if there are none."""
         return None
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the job explicitly asks for CPU processes; "auto" may also choose the CPU."""
+        """Whether the job explicitly requests CPU processes; "auto" may also choose the CPU."""
         return str(self.launch.gpus).startswith("cpu")
 
     @property
@@ -427,7 +433,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folders_read(self) -> list[tuple[str, str]]:
-        """The setting and the real path of each folder of rows that the job reads."""
+        """The folders of rows that the job reads, as pairs of the setting and the real path."""
         return []
 
     def replace(self: J, section: str, **changes: Any) -> J:
@@ -459,7 +465,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Report if the data is a stream and the job file does not set the length of the training."""
+        """Report a job file that does not set the length of the training although the data is a stream."""
         data = sections["data"]
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
@@ -498,9 +504,10 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return None if folders is None else str(folders)
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
-        """Return dimensions and row count from the headers of the data files; raise `JobFileError` for a problem.
+        """Return the dimensions and the number of rows from the headers of the data files.
 
-        They must be the same at all hooks. For folders in `promises`, the promised shapes are used.
+        For folders in `promises`, the promised shapes are used. Raise `JobFileError` if the headers cannot be read or
+        the shapes of several hooks differ.
         """
         shapes = {name: settings.shape_once_written(promises) for name, settings in self.hooks.items()}
         (first, shape), *others = shapes.items()
@@ -512,7 +519,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return shape
 
     def _check_dropped(self, shape: DataShape) -> None:
-        """Raise `JobFileError` if a dropped dimension does not exist, or if none would be left."""
+        """Raise `JobFileError` if a dropped dimension does not exist, or if no dimension would be left."""
         dropped, d = self.data.drop_dimensions or [], min(shape.d_in, shape.d_out or shape.d_in)
         beyond = next((number for number in dropped if number >= d), None)
         if beyond is not None:
@@ -523,14 +530,16 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @property
     def hooks(self) -> dict[str, SourceSettings]:
-        """The data settings for each hook, by its name in the job file; under "" if there is only one hook."""
+        """The data settings of each hook, by the hook's name in the job file; the name is "" if there is only one hook."""
         names = next((axis.values for axis in self.sweep if axis.path == HOOK), ())
         settings: Any = self.data.settings
         return {name: msgspec.structs.replace(settings, hook=name) for name in names} or {"": settings}
 
     @property
     def hold_out(self) -> HoldOut:
-        """How rows are held out; with "auto", the shard headers decide. May raise `JobFileError`."""
+        """The unit in which rows are held out; for "auto", it is determined from the shard headers. May raise
+        `JobFileError`.
+        """
         if self.data.hold_out != "auto":
             return self.data.hold_out
         usual = {settings.usual_hold_out() for settings in self.hooks.values()}

@@ -1,7 +1,8 @@
-"""The job file: `parse_job` reads TOML and reports all problems at once, `dump_job` writes a complete job back.
+"""Reads and writes job files: `parse_job` parses a TOML table and reports all problems at once.
 
-`parse_job`, `load_job` and `job_of` are for trainings, `parse_any`, `load_any` and `any_job_of` for jobs of any kind. A
-list for a setting that takes one value is a sweep: several SAEs trained in one pass over the data.
+`parse_job`, `load_job` and `job_of` are for trainings; `parse_any`, `load_any` and `any_job_of` are for jobs of any
+kind. If a setting that takes a single value has a list of values, the job is a sweep, which trains several SAEs in one
+pass over the data. `dump_job` returns a complete job as TOML text.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ Read = Callable[[Path], str]
 
 
 def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobConfig | None, list[Problem]]:
-    """Parse a TOML table into a training; see `parse_as`."""
+    """Convert a TOML table to a training; see `parse_as`."""
     return parse_as(JobConfig, raw, bases)
 
 
 def parse_any(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[AnyJob | None, list[Problem]]:
-    """Parse a TOML table into a job of its kind; see `parse_as`."""
+    """Convert a TOML table to a job of the kind that it names; see `parse_as`."""
     return parse_as(class_of(raw), raw, bases)
 
 
 def parse_as(of: type[J], raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[J | None, list[Problem]]:
-    """Parse a TOML table into a job of this kind; return the job, or None if there are problems, and all problems.
+    """Convert a TOML table to a job of this kind; return the job (None if there are problems) and all problems.
 
-    Hooks without a layer are looked up in relative paths from `bases`, or from the working directory.
+    To find the layers for a hook without a layer, relative paths are resolved against `bases`, or against the working
+    directory.
     """
     if wrong_kind := _kind_problem(raw, of.kind):
         return None, [wrong_kind]
@@ -66,16 +68,17 @@ def parse_as(of: type[J], raw: Mapping[str, Any], bases: Sequence[Path] = ()) ->
 
 
 def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
-    """Return the struct of the kind of job that a TOML table describes; of a training if there is no such kind."""
+    """Return the class of the kind of job that a TOML table describes; for an unknown kind, return that of trainings."""
     kind = raw.get("kind", TRAINING)
     return job_class(kind if kind in list(KINDS) else TRAINING)
 
 
 def members(job: J) -> dict[str, J]:
-    """Return the jobs of a sweep by a label such as "k=16,seed=1"; without a sweep the job itself, under "".
+    """Return a dict that maps labels such as "k=16,seed=1" to the jobs of a sweep.
 
-    Settings that a member's architecture or optimizer does not have are omitted from the job and the label. A setting
-    shared by several members has one value: the value in the file, or the default of the first member.
+    Without a sweep, the dict contains the job itself with the label "". Settings that the architecture or optimizer of
+    a member does not have are omitted from its job and label. A setting that several members have in common has the
+    value in the file, or else the default of the first member.
     """
     if not job.sweep:
         return {"": job}
@@ -116,9 +119,10 @@ def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Read = re
 
 
 def load_as(of: type[J], path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> J:
-    """Read the file of a job of this kind and apply `--set` overrides; raise `JobFileError` with all problems.
+    """Read the job file of a job of this kind and apply `--set` overrides; raise `JobFileError` with all problems.
 
-    Relative paths are resolved against the working directory or, failing that, the job file's folder.
+    Relative paths are resolved against the working directory or, if they do not exist there, against the job file's
+    folder.
     """
     bases = bases_of(path)
     raw = _overridden(read_toml(Path(path), read), overrides)
@@ -126,7 +130,7 @@ def load_as(of: type[J], path: str | Path, overrides: Sequence[str] = (), *, rea
 
 
 def bases_of(path: str | Path) -> list[Path]:
-    """Return the base folders for relative paths in a job file: the working directory and the file's folder."""
+    """Return the base folders for relative paths in a job file: the working directory, and the folder of the file."""
     here = working_folder()
     return [here, (here / path).parent]
 
@@ -164,7 +168,7 @@ def read_toml(path: Path, read: Read = read_text) -> dict[str, Any]:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Apply an override such as `train.lr=3e-4` to the table; raise `JobFileError` if it has another form."""
+    """Apply an override such as `train.lr=3e-4` to a table; raise `JobFileError` for an override of another form."""
     if not is_utf8(override):
         raise JobFileError(
             [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to UTF-8")]
@@ -267,7 +271,7 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
 
 
 def _is_gpu_choice(value: str | list[int]) -> bool:
-    # A `pattern` in the annotation would express this, but msgspec 0.19 to 0.22 crashes on one inside a union.
+    # A `pattern` in the annotation would express this, but msgspec 0.19 to 0.22 crashes if a union contains a pattern.
     if isinstance(value, str):
         return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]{0,3})?", value) is not None
     return bool(value) and len(set(value)) == len(value)
@@ -279,7 +283,7 @@ def _are_mirrors(value: str | list[str] | None) -> bool:
 
 
 def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.Struct]]) -> list[Problem]:
-    """Report unknown keys; skip sections whose architecture, optimizer or source is unknown."""
+    """Report unknown keys, but not in sections with an unknown architecture, optimizer or source."""
     problems = _unknown(raw, ("kind", "name", *sections), "")
     for section in sections:
         keys = raw.get(section)
@@ -305,7 +309,7 @@ def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[
 
 
 def _suggestion(key: str, names: Sequence[str]) -> str:
-    # Imported late, to keep waiting supervisors small.
+    # Import late, since waiting supervisors must use little memory.
     import difflib
 
     close = difflib.get_close_matches(key, names, n=1)
