@@ -165,7 +165,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Return the rank that failed first, or None; ignore ranks that were killed by this process and recorded no error."""
+    """Return the rank that failed first, or None; ignore ranks that this process killed and that recorded no error."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 

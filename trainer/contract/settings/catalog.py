@@ -159,7 +159,7 @@ class NoSettings(msgspec.Struct, frozen=True):
 
 
 class BackendEntry(SettingsEntry, frozen=True):
-    """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs about it."""
+    """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs."""
 
     # The scheduler that assigns nodes and GPUs; "" if the app's own queue on this machine assigns them.
     cluster: str = ""

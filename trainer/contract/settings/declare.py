@@ -82,7 +82,7 @@ class Setting(msgspec.Struct, frozen=True):
         return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
 
     def convert(self, value: Value) -> Value:
-        """Convert a value to the type of the setting; raise `ValueError` with the valid values if this is impossible."""
+        """Convert a value to the type of the setting; raise `ValueError` with the valid values if it is not valid."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return convert_as(value, self.annotation)

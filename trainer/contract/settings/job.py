@@ -106,7 +106,10 @@ class DataSettings(msgspec.Struct, frozen=True):
 
 
 def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
-    """Return the number of tokens after which a latent that has not fired is dead; auto: 10 million, or 10 % of a run."""
+    """Return the number of tokens after which a latent that has not fired is dead.
+
+    For "auto", this is 10 million, or 10 % of a short run.
+    """
     return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
 
 
@@ -530,7 +533,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @property
     def hooks(self) -> dict[str, SourceSettings]:
-        """The data settings of each hook, by the hook's name in the job file; the name is "" if there is only one hook."""
+        """The data settings of each hook, by the hook's name in the job file, or "" if there is only one hook."""
         names = next((axis.values for axis in self.sweep if axis.path == HOOK), ())
         settings: Any = self.data.settings
         return {name: msgspec.structs.replace(settings, hook=name) for name in names} or {"": settings}

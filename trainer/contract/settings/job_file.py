@@ -68,7 +68,7 @@ def parse_as(of: type[J], raw: Mapping[str, Any], bases: Sequence[Path] = ()) ->
 
 
 def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
-    """Return the class of the kind of job that a TOML table describes; for an unknown kind, return that of trainings."""
+    """Return the class for the kind of job that a TOML table describes; for an unknown kind, that of trainings."""
     kind = raw.get("kind", TRAINING)
     return job_class(kind if kind in list(KINDS) else TRAINING)
 

@@ -1,4 +1,4 @@
-"""Settings for a language model and its text, shared by extractions and streams of activations."""
+"""Settings for a language model and its text, which extractions and streams of activations share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import msgspec
 from trainer.contract.files import lfs_pointer_in
 from trainer.contract.settings.declare import about
 
-# Suffixes of text files.
+# The suffixes of text files that can be read.
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
-# Suffixes of the files of a model.
+# The suffixes of a model's files.
 _OF_MODELS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py")
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
@@ -48,7 +48,7 @@ KeepSpecial = Annotated[bool, about("Keeps the rows of special tokens such as BO
 
 
 class Model(msgspec.Struct, frozen=True):
-    """The language model, and the hooks where its activations are read."""
+    """The section `[model]`: the language model, and the hooks at which its activations are read."""
 
     path: ModelPath
     hooks: Annotated[
@@ -70,7 +70,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class TextSettings(msgspec.Struct, frozen=True):
-    """The text that the model reads."""
+    """The section `[text]`: the text that the model reads."""
 
     path: TextPath | None = None
     dataset: Dataset | None = None
@@ -81,7 +81,7 @@ class TextSettings(msgspec.Struct, frozen=True):
 
 
 def lack_of_model(path: str) -> str:
-    """Explain why there is no model at a local path; "" if there may be one, or if `path` is a name on the hub."""
+    """Return why there is no model at a local path; "" if there may be a model, or if `path` is a name on the hub."""
     if not os.path.exists(path):
         return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
     if pointer := lfs_pointer_in(Path(path)):
@@ -99,7 +99,9 @@ def lack_of_model(path: str) -> str:
 
 
 def _missing_file(folder: Path) -> Path | None:
-    """Return a dangling link among a model's files, as left by an interrupted download; None if all links resolve."""
+    """Return a dangling link among the files of a model, which an interrupted download may leave; None if there is
+    none.
+    """
     with contextlib.suppress(OSError):
         links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
         return next((link for link in links if not link.exists()), None)
@@ -107,7 +109,7 @@ def _missing_file(folder: Path) -> Path | None:
 
 
 def lack_of_text(path: str) -> str:
-    """Explain why there is no text at a path, or return ""; a folder's content is checked only when it is read."""
+    """Return why there is no text at a path, or ""; the content of a folder is checked only when it is read."""
     if not os.path.exists(path):
         return f"there is nothing at {path}"
     if os.path.isfile(path) and Path(path).suffix not in TEXT_SUFFIXES:

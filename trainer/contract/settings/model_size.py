@@ -21,24 +21,25 @@ from trainer.contract.json_file import read_json
 from trainer.contract.settings.hooks import Hook
 from trainer.contract.settings.shards import read_header
 
-# The struct format of each GGUF value type; type 8 is a text, 9 a list.
+# The `struct` format of each GGUF value type. Type 8 is a text, and type 9 is a list.
 _GGUF_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Values per token at the peak of a block, as a multiple of the model's width: input, queries, keys and values, and the
-# hidden layer of the MLP with its gate.
+# The number of values per token at the peak of a block, as a multiple of the model's width: the input, queries, keys
+# and values, and the hidden layer of the MLP with its gate.
 _WIDTHS_PER_TOKEN = 20
-# The throughput of a forward pass relative to large matrix products.
+# The throughput of a forward pass, relative to that of large matrix products.
 READING_SPEED = 0.5
 _CONTEXTS = ("max_position_embeddings", "n_positions")
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """The size of a language model: `width` is the dimension of its residual stream, `stored` the dtype of its weights.
+    """The size of a language model.
 
-    `longest` is the largest context in tokens; 0 if its files do not record it.
+    `width` is the dimension of the residual stream, and `stored` is the dtype of the stored weights. `longest` is the
+    length of the longest context in tokens, or 0 if the model's files do not record it.
     """
 
     n_parameters: int
@@ -48,13 +49,13 @@ class ModelSize(msgspec.Struct, frozen=True):
     longest: int = 0
 
     def lack_of_context(self, context: int) -> str:
-        """Explain that a context is longer than the model supports; "" if it fits."""
+        """Return a message if a context is longer than the model supports; otherwise ""."""
         if not 0 < self.longest < context:
             return ""
         return f"must be at most {self.longest}, which is what the model sees at once, not {context}"
 
     def value_bytes(self, dtype: str, *, on_cuda: bool) -> int:
-        """Return the bytes per weight and activation if the dtype setting is `dtype`, which may be "auto"."""
+        """Return the bytes per weight and activation for a value of the dtype setting, which may be "auto"."""
         if dtype != "auto":
             return _BYTES_AS_ASKED[dtype]
         return _BYTES.get(self.stored.removeprefix("torch."), 4) if on_cuda else 4
@@ -66,13 +67,13 @@ class ModelSize(msgspec.Struct, frozen=True):
         return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes
 
     def flops_per_token(self, hooks: Iterable[Hook]) -> float:
-        """Return the matrix product operations per token: two per parameter up to the last hook."""
+        """Return the operations of matrix products per token: two per parameter up to the last hook."""
         last = max(self.n_layers - 1 if hook.path else hook.layer for hook in hooks)
         return 2.0 * self.n_parameters * min(1.0, (last + 1) / self.n_layers)
 
 
 def model_size(path: str, revision: str | None = None) -> ModelSize | None:
-    """Return the size of a local model; None if it is not on this disk or its files do not record its size."""
+    """Return the size of a local model; None if the model is not on this disk or its files do not record the size."""
     try:
         head = Path(path) if path.endswith(".gguf") else _folder(path, revision or "main") / "config.json"
         return _size_by(head, head.stat().st_mtime_ns)
@@ -82,7 +83,8 @@ def model_size(path: str, revision: str | None = None) -> ModelSize | None:
 
 @functools.lru_cache(maxsize=16)
 def _size_by(head: Path, _changed: int) -> ModelSize:
-    # Cached, since a plan asks hundreds of times and skipping the vocabulary of a GGUF file takes 50 ms.
+    # The result is cached, since planning a job requests it hundreds of times, and skipping the vocabulary of a GGUF
+    # file takes 50 ms.
     return _of_gguf(head) if head.suffix == ".gguf" else _of_folder(head.parent)
 
 
@@ -121,7 +123,7 @@ def _of_gguf(file: Path) -> ModelSize:
 
 
 def _checked(size: ModelSize) -> ModelSize:
-    """Raise `ValueError` if a number is impossible for a model."""
+    """Return the size unchanged; raise `ValueError` if one of its numbers is impossible for a model."""
     numbers = (size.n_parameters, size.width, size.n_layers)
     if not all(isinstance(number, int) and 0 < number < 2**50 for number in numbers):
         raise ValueError("not the size of a model")

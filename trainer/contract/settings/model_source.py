@@ -88,7 +88,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the model's weights, a forward pass and, on the CPU, the shuffle buffer.
+        """Return the memory of the model's weights, of a forward pass and, on the CPU, of the shuffle buffer.
 
         A model on dedicated GPUs takes no memory on the training devices.
         """
@@ -99,17 +99,20 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(reads.weights, reads.activations + mixed.activations)
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the model's weights and a forward pass; nothing if its files do not record its size."""
+        """Return the memory of the model's weights and of a forward pass; 0 if the model's files do not record its
+        size.
+        """
         if (size := self._size) is None:
             return Held()
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
-        # Before concatenation, the rows of all hooks exist separately. The first hook's rows are part of the pass.
+        # Before the rows of all hooks are concatenated, they are separate tensors. The rows of the first hook are
+        # already counted in the pass.
         taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return the operations of a forward pass, scaled as if it ran at the throughput of the training's products."""
+        """Return the operations of a forward pass, scaled to the throughput of the training's matrix products."""
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property

@@ -12,14 +12,15 @@ from trainer.contract.settings.rows import NotRowsError, RowRange, rows_and_widt
 _MAGIC = b"\x93NUMPY"
 # The limit that numpy itself uses.
 _LARGEST_HEADER = 10_000
-# safetensors' names of the supported types, by numpy's name.
+# Maps numpy's names of the supported types to the names in safetensors.
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64"}
 
 
 def read_npy(file: Path) -> RowRange:
-    """Return the rows of an array along its last dimension: n_contexts * n_tokens for [n_contexts, n_tokens, d_in].
+    """Return the range of rows in an array [..., d_in]; an array [n_contexts, n_tokens, d_in] has n_contexts * n_tokens
+    rows.
 
-    Raise `OSError` or `NotRowsError`.
+    Raise `OSError` if the file cannot be read, and `NotRowsError` if it has no such rows.
     """
     with open_plain(file) as stream:
         magic, major, _ = stream.read(6), *stream.read(2).ljust(2, b"\0")

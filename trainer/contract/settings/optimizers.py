@@ -1,4 +1,4 @@
-"""The settings of each optimizer; `catalog` maps optimizers to settings."""
+"""The settings of each optimizer; `catalog` maps the names of optimizers to these classes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Beta2 = (
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True):
-    """The settings of an optimizer, and the numbers that the memory estimate derives from them."""
+    """The settings of an optimizer, and the values derived from them that estimates and runs use."""
 
     def state_dtype(self, device: str) -> str:
-        """Return the type of its state on a kind of device, "cuda" or "cpu": "fp32", "bf16" or "int8"."""
+        """Return the type of the optimizer state ("fp32", "bf16" or "int8") on a kind of device ("cuda" or "cpu")."""
         return "fp32"
 
     def for_run(self, n_steps: int, device: str) -> Self:
-        """Return the settings with each "auto" resolved, for a run of `n_steps` on a kind of device."""
+        """Return the settings with each "auto" resolved for a run of `n_steps` steps on a kind of device."""
         return self
 
     def auto_lr(self, d_sae: int) -> float:
@@ -59,12 +59,12 @@ class AdamSettings(OptimizerSettings, frozen=True):
         return msgspec.structs.replace(self, state=self.state_dtype(device), **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the rate by the 1/√d_sae law of Gao et al., through a measured point.
+        """Return the learning rate according to the 1/√d_sae law of Gao et al., scaled to fit a measurement.
 
-        With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
+        With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
         0.109 at 9e-3, but at 9e-3 4 % of the latents had died instead of 1 %. Short runs need no lower rate: with 1,536
-        latents and 50 steps of 1,024 tokens, FVU was 0.205 at this rule's 8.5e-3, 0.221 at 4e-3, 0.264 at 2e-3 and
-        0.212 at 1.6e-2.
+        latents and 50 steps of 1,024 tokens, the FVU was 0.205 at 8.5e-3 (the rate of this rule), 0.221 at 4e-3, 0.264
+        at 2e-3 and 0.212 at 1.6e-2.
         """
         return 6e-3 * math.sqrt(3072 / d_sae)
 
@@ -83,11 +83,12 @@ class SignumSettings(OptimizerSettings, frozen=True):
     ] = 0.95
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the rate by the rule of EleutherAI's sparsify, which also gives the lowest FVU here.
+        """Return the learning rate according to the rule of EleutherAI's sparsify, which also gives the lowest FVU
+        here.
 
-        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.145 at 4e-3, 0.121 at this
-        rule's 1.15e-2, and 0.131 at 2.5e-2, with 5 % of the latents dead. After 500 steps it was 0.104; Adam's was
-        0.092.
+        With 3,072 latents, k = 32 and batches of 4,096 tokens, the held-out FVU after 150 steps was 0.145 at 4e-3,
+        0.121 at 1.15e-2 (the rate of this rule), and 0.131 with 5 % of the latents dead at 2.5e-2. After 500 steps, the
+        FVU was 0.104, compared with 0.092 for Adam.
         """
         return 5e-3 * math.sqrt(2**14 / d_sae)
 
@@ -105,36 +106,38 @@ class MuonSettings(OptimizerSettings, frozen=True):
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return one rate for all widths, like EleutherAI's sparsify, which uses 2e-3.
+        """Return the same learning rate for all widths, as EleutherAI's sparsify does, which uses 2e-3.
 
-        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.126 at 6e-3, 0.114 at 2e-2
-        and 0.173 at 6e-2. After 500 steps at 2e-2 it was 0.096; Adam's was 0.092, in less time.
+        With 3,072 latents, k = 32 and batches of 4,096 tokens, the held-out FVU after 150 steps was 0.126 at 6e-3,
+        0.114 at 2e-2 and 0.173 at 6e-2. After 500 steps at 2e-2, the FVU was 0.096, compared with 0.092 for Adam in
+        less time.
         """
         return 2e-2
 
 
-# From this number of steps on, Adam's averaging windows no longer grow.
+# The number of steps above which Adam's averaging windows do not grow any further.
 LONG_RUN = 10_000
 
 
 def _decays_left_open(settings: AdamSettings | MuonSettings, n_steps: int) -> dict[str, float]:
-    """Return the decays of Adam that are set to "auto", for a run of `n_steps` steps."""
+    """Return the values of those decays of Adam that are set to "auto", for a run of `n_steps` steps."""
     fitting = {"beta1": gradients_decay(n_steps), "beta2": squares_decay(n_steps)}
     return {name: decay for name, decay in fitting.items() if getattr(settings, name) == "auto"}
 
 
 def gradients_decay(n_steps: int) -> float:
-    """Return Adam's β1 for a run of `n_steps` steps: it averages over 1/125 of them, at least 4 and at most 10.
+    """Return Adam's β1 for a run of `n_steps` steps, which averages over 1/125 of the steps, at least 4 and at most 10.
 
-    In 391 steps of 512 tokens, held-out FVU was 0.154 with this rule and 0.156 with 0.9: see docs/quality.md. With 0.5
-    it was 0.152, but in SAEs with many latents several times more of them never fired.
+    After 391 steps of 512 tokens, the held-out FVU was 0.154 with this rule and 0.156 with 0.9; see docs/quality.md.
+    With 0.5 the FVU was 0.152, but in SAEs with many latents, several times as many latents never fired.
     """
     return 1 - 1 / min(max(n_steps / 125, 4), 10)
 
 
 def squares_decay(n_steps: int) -> float:
-    """Return Adam's β2 for a run of `n_steps` steps: it averages over a tenth of them, at least 20 and at most 1,000.
+    """Return Adam's β2 for a run of `n_steps` steps, which averages over a tenth of the steps, at least 20 and at most
+    1,000.
 
-    In 391 steps of 512 tokens, held-out FVU was 0.156 with this rule and 0.158 with 0.999: see docs/quality.md.
+    After 391 steps of 512 tokens, the held-out FVU was 0.156 with this rule and 0.158 with 0.999; see docs/quality.md.
     """
     return 1 - 1 / min(max(n_steps / 10, 20), 1000)

@@ -1,4 +1,4 @@
-"""Rows that another job will write, against which dependent jobs are checked in advance."""
+"""Rows that a job will write in the future; jobs that read these rows are checked against them in advance."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.contract.wording import join_words
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """The rows that a folder will hold, and their writer, such as "job 3"; `d_in` is None if it is not known yet.
+    """The rows that a folder will contain, and the job that writes them, such as "job 3".
 
-    `ShardSet` has a dimension and a number of rows under the same names.
+    `d_in` is None if the dimension is not known yet. `ShardSet` also has attributes `d_in` and `n_tokens`.
     """
 
     d_in: int | None
@@ -22,13 +22,13 @@ class Promise(msgspec.Struct, frozen=True):
     by: str
 
 
-# Promises by the real path of their folder.
+# Maps the real path of each folder to its promise.
 Promises = Mapping[str, Promise]
 NO_PROMISES: Promises = {}
 
 
 class Width(msgspec.Struct, frozen=True):
-    """The shape of promised rows with known dimension; it stands in for a folder of shards."""
+    """The shape of promised rows with a known dimension, used in place of a folder of shards."""
 
     d_in: int
     n_tokens: int
@@ -40,9 +40,10 @@ def is_promised(path: str, promises: Promises) -> bool:
 
 
 def promised(path: str, promises: Promises, field: str) -> Width | None:
-    """Return the shape of the rows that a folder will hold; None if no job will write it.
+    """Return the shape of the rows that a folder will contain; None if no job will write the folder.
 
-    Raise `JobFileError` naming `field` if the dimension of its rows is unknown, or if it will hold only folders.
+    Raise `JobFileError` for the setting `field` if the dimension of the rows is unknown, or if the folder will contain
+    only folders.
     """
     place = _place(path)
     if promise := promises.get(place):

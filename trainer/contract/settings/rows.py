@@ -1,4 +1,4 @@
-"""The description of the rows in a file of activations, as its header gives it."""
+"""Describes the rows in a file of activations, as recorded in the header of the file."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ import msgspec
 
 from trainer.contract.wording import join_words
 
-# Prefixes of the names of integer types, in safetensors and in torch.
+# Prefixes of the names of integer types in safetensors and torch.
 _WHOLE = ("I", "U", "BOOL", "int", "uint", "bool")
 _MOST_NAMES = 8
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """The consecutive rows in a file: the byte offset of the first, their number, dimension and type.
+    """Consecutive rows in a file: the byte offset of the first row, and the number, dimension and type of the rows.
 
-    Supported types have the names used by safetensors; others keep the name used by their format.
+    Supported types have their names in safetensors; other types keep the names of their format.
     """
 
     offset: int
     n_tokens: int
     d_in: int
     dtype: str
-    # If rows are stored as lists of variable length: the byte offset of the list offsets, starting with the begin of
-    # the first row, and the bytes per list offset.
+    # If rows are stored as lists of variable length: the byte offset of the list offsets, the first of which is the
+    # start of the first row, and the bytes per list offset.
     lists: tuple[int, int] | None = None
-    # In a compressed file (Parquet), the column to decode; its bytes are not plain rows.
+    # In a Parquet file, the column to decode, since its compressed bytes are not plain rows.
     column: str | None = None
 
 
 class NotRowsError(ValueError):
-    """A file has no readable rows; the text gives the reason, after "it is not an array of rows [n_tokens, d_in]:"."""
+    """An error for a file without readable rows. The text is the reason, to be shown after "it is not an array of rows
+    [n_tokens, d_in]:".
+    """
 
 
 def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of rows of a tensor [..., d_in], and d_in; raise `NotRowsError` below two dimensions."""
+    """Return the number of rows of a tensor [..., d_in] and its d_in; raise `NotRowsError` for fewer than two
+    dimensions.
+    """
     if len(shape) < 2:
         raise NotRowsError(f"its shape is {[*shape]}; reshape it to [-1, d_in]")
     return math.prod(shape[:-1]), shape[-1]
@@ -45,7 +49,8 @@ def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
 def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
     """Return the name of the tensor to read: `name`, or the only tensor that is not of an integer type.
 
-    `tensors` maps names to type and shape. Raise `NotRowsError` if the choice is not clear.
+    `tensors` maps each name to the type and shape of the tensor. Raise `NotRowsError` if several tensors could be
+    meant.
     """
     if name in tensors:
         return name
@@ -60,9 +65,9 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
-    """Choose among the columns that are lists of numbers: the column called `name`, or the only one.
+    """Return the column to read among those that are lists of numbers (`fitting`): `name`, or the only one.
 
-    Raise `NotRowsError` if there is neither.
+    Raise `NotRowsError` if there is no such column or if several could be meant.
     """
     if name in fitting:
         return name

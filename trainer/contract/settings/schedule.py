@@ -1,4 +1,4 @@
-"""Schedules over a run: the learning rate, and the progress that an SAE's own schedules use."""
+"""The schedules of a run: the learning rate, and the progress on which the schedules of SAEs depend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 import msgspec
 
-# The cool-down of a run that finishes early: its share of the steps done, and its minimum number of steps.
+# The length of the cool-down of a run that finishes early: as a share of the completed steps, and at least in steps.
 COOL_DOWN_SHARE = 0.15
 FEWEST_COOL_DOWN_STEPS = 10
 _Steps = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -26,12 +26,12 @@ class CoolDown(msgspec.Struct, frozen=True):
 
     @classmethod
     def after(cls, step: int, planned: int) -> Self | None:
-        """Return the cool-down that begins at `step`; None if the run would end at least as early as planned anyway."""
+        """Return the cool-down that begins at `step`; None if the run would end no earlier than planned."""
         end = step + max(FEWEST_COOL_DOWN_STEPS, math.ceil(COOL_DOWN_SHARE * step))
         return cls(step, end, planned) if end < planned else None
 
     def left(self, step: int) -> float:
-        """Return the share of the cool-down that remains before a step: 1 at its beginning, 0 at its end."""
+        """Return the share of the cool-down that remains before a step, from 1 at its start to 0 at its end."""
         return (self.end - step) / (self.end - self.begin)
 
 
@@ -49,16 +49,16 @@ class Schedule(msgspec.Struct, frozen=True):
         return self.cool_down.end if self.cool_down else self.planned
 
     def progress(self, step: int) -> float:
-        """Return the share of the run that is complete before a step, 0 to 1.
+        """Return the share of the run (0 to 1) that is complete before a step.
 
-        In a cool-down it rises linearly to 1, so that all schedules reach their usual end.
+        In a cool-down, the share rises linearly to 1, so that all schedules reach their usual end.
         """
         if self.cool_down is None or step < self.cool_down.begin:
             return step / self.planned
         return 1 - (1 - self.cool_down.begin / self.planned) * self.cool_down.left(step)
 
     def lr_factor(self, step: int) -> float:
-        """Return the share of the full learning rate for a step; in a cool-down it decays linearly to 0."""
+        """Return the share of the full learning rate for a step; in a cool-down, the share decays linearly to 0."""
         cools, shape = self.cool_down, (self.planned, self.warmup_fraction, self.decay_fraction)
         if cools is None or step < cools.begin:
             return lr_factor(step, *shape)
@@ -66,16 +66,18 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fraction: float) -> float:
-    """Return the share of the full learning rate at a step in 0 .. total_steps - 1: linear warm-up, plateau, decay.
+    """Return the share of the full learning rate at a step (0 to total_steps - 1): linear warm-up, plateau, linear
+    decay.
 
-    The factor is never 0, which would waste a step.
+    The share is never 0, since that would waste a step.
 
-    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.112 without warm-up, 0.115 with a
-    warm-up over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. With a 5 % warm-up, it was 0.116 with a decay
-    over the last 20 %, 0.121 over the last half, 0.137 over all steps, and 0.139 with a cosine. In 500 steps it was
-    0.0912 without warm-up and 0.0921 with 5 %; without warm-up but with a decay over the last half, 0.0923. If encoders
-    move with their decoders, the rate is twice as high and a longer decay is better: 0.193 over the last 60 % and 0.206
-    over 20 % (see `catalog`).
+    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.112 without warm-up, and
+    0.115, 0.116 and 0.118 with a warm-up over 2, 5 and 10 % of the steps. With a warm-up over 5 % of the steps, the FVU
+    was 0.116 with a decay over the last 20 % of the steps, 0.121 over the last half, 0.137 over all steps, and 0.139
+    with a cosine schedule. After 500 steps, the FVU was 0.0912 without warm-up and 0.0921 with a warm-up over 5 % of
+    the steps; without warm-up but with a decay over the last half, it was 0.0923. If encoder updates are tied to
+    decoder updates, the rate is twice as high and a longer decay is better: the FVU was 0.193 with a decay over the
+    last 60 % of the steps and 0.206 over the last 20 % (see `catalog`).
     """
     warmup, decay = warmup_fraction * total_steps, decay_fraction * total_steps
     rising = (step + 1) / warmup if warmup else 1.0

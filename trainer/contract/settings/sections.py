@@ -1,4 +1,4 @@
-"""The settings of each section of a job file, including the settings of the registry entries that it names."""
+"""The settings of each section of a job file, including those of the registry entries that the section names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from trainer.contract.settings.catalog import Entry, SettingsEntry
 from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import AnyJob
 
-# By section: the field that names a registry entry, and its registry. The entry's settings become part of the section.
+# Maps each section to the field that names a registry entry, and to the registry. The settings of the entry become
+# settings of the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, SettingsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
     "launch": ("backend", catalog.LAUNCH_BACKENDS),
 }
-# The registry of each setting that names a registry entry, by the path of the setting.
+# Maps the path of each setting that names a registry entry to the registry.
 REGISTRIES: dict[str, Mapping[str, Entry]] = {
     **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
     "parallel.mode": catalog.PARALLEL,
@@ -27,18 +28,20 @@ REGISTRIES: dict[str, Mapping[str, Entry]] = {
 
 
 def job_class(kind: str) -> type[AnyJob]:
-    """Return the struct of a kind of job."""
+    """Return the class of a kind of job."""
     loaded: type[AnyJob] = catalog.KINDS[kind].load()
     return loaded
 
 
 def all_sections() -> dict[str, type[msgspec.Struct]]:
-    """Return the sections of all kinds of job."""
+    """Return a dict that maps the names of the sections of all kinds of jobs to their classes."""
     return {name: section for kind in catalog.KINDS for name, section in job_class(kind).sections.items()}
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return the settings of a section, including the registry entries `chosen` (by default the usual entry)."""
+    """Return the settings of a section, including those of the chosen registry entries (by default, of the default
+    entry).
+    """
     common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common
@@ -47,7 +50,7 @@ def section_settings(section: str, chosen: str | Sequence[str] | None = None) ->
     words = [chosen] if isinstance(chosen, str) else chosen or [common[place - 1].default]
     own: dict[str, Setting] = {}
     for word in words:
-        # If two entries have a setting with the same name, the first one describes it.
+        # If several entries have a setting with the same name, that of the first entry is used.
         own = (
             {setting.name: setting for setting in settings_of(registry[word].settings)} | own
             if word in registry
@@ -57,7 +60,7 @@ def section_settings(section: str, chosen: str | Sequence[str] | None = None) ->
 
 
 def find_setting(path: str) -> Setting | None:
-    """Return the setting at a path such as `train.lr`, in any registry entry, or None."""
+    """Return the setting at a path such as `train.lr`, in the section or any of its registry entries, or None."""
     section, _, name = path.rpartition(".")
     if section not in all_sections():
         return next((setting for setting in settings_of(AnyJob) if setting.name == path), None)
@@ -66,17 +69,17 @@ def find_setting(path: str) -> Setting | None:
 
 
 def choices_of(path: str, setting: Setting) -> tuple[str, ...]:
-    """Return the words that a setting allows, from a closed list or a registry; otherwise empty."""
+    """Return the words that a setting allows, from a fixed list or a registry; empty if it allows other values."""
     return open_choices(path) or setting.choices
 
 
 def open_choices(path: str) -> tuple[str, ...]:
-    """Return the allowed values of a setting that names a registry entry; empty for any other setting."""
+    """Return the allowed values of a setting that names a registry entry; empty for other settings."""
     names = tuple(REGISTRIES.get(path, ()))
     return ("auto", *names) if path == "parallel.mode" else names
 
 
 def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
-    """Return the names of registry entries in a section's table, one or several; empty if the default applies."""
+    """Return the names of registry entries in the table of a section; empty if the default entry applies."""
     word = raw.get(CHOSEN[section][0]) if section in CHOSEN else None
     return [one for one in (word if isinstance(word, list) else [word]) if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""The series of a run and where they are shown: the metrics of the registry, and a few others like them."""
+"""The series of values of a run, and where they are shown: the registered metrics and a few other series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSS = Series("loss", better="lower", curve=CurveAxis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
-# Titles of other series of a run: terms of its loss, and measurements of the run itself.
+# Titles of other series of a run: the terms of the loss, and measurements of the run itself.
 _TITLES = {
     "mse": "squared error",
     "inner_mse": "squared error of the inner SAEs",
@@ -34,22 +34,22 @@ _TITLES = {
     "rank_memory_bytes": "memory of the rank, bytes",
 }
 HELD_OUT = "heldout_"
-# Marks a value of the last batches in place of a held-out value: the run has not been evaluated yet.
+# Marks a value of the last batches that is shown in place of a held-out value before the first evaluation.
 OF_BATCH = "~"
 # Series with a value for each rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# Shares of the rows so far that were left out, by reason.
+# The names of the shares of rows that have been left out so far, one for each reason.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 def held_out(name: str) -> str:
-    """Return the stored name of a metric's values on held-out data."""
+    """Return the name under which a metric's values on held-out data are stored."""
     return f"{HELD_OUT}{name}"
 
 
 def error_of(name: str) -> str:
-    """Return the stored name of a series' standard error."""
+    """Return the name under which the standard error of a series is stored."""
     return f"{name}{ERROR}"
 
 
@@ -71,7 +71,7 @@ def key_metrics() -> dict[str, Series]:
 def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
     """Return the series that the job screen draws as curves, the most informative first.
 
-    Curves that are redundant for all of these architectures are left out.
+    Curves that are redundant for all of the given architectures are left out.
     """
     of_metrics = {name: entry.series for name, entry in METRICS.items() if entry.series.curve}
     redundant = [set(ARCHITECTURES[name].redundant_curves) for name in architectures if name in ARCHITECTURES]
@@ -81,17 +81,19 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
 
 
 def measured_names() -> list[str]:
-    """Return the names of all results of an SAE: each metric, after its held-out version if it has one."""
+    """Return the names of all results of an SAE: each metric, preceded by its held-out version if there is one."""
     return [each for name in result_metrics() for each in with_held_out(name)]
 
 
 def with_held_out(name: str) -> list[str]:
-    """Return the name of a metric, after the name of its held-out version if it has one."""
+    """Return the name of a metric, preceded by the name of its held-out version if there is one."""
     return [held_out(name), name] if name in held_out_metrics() else [name]
 
 
 def series_named(name: str) -> Series:
-    """Return the series stored under this name; a plain one if no metric has this name."""
+    """Return the series that is stored under this name; if the name is unknown, return a series with default
+    properties.
+    """
     entry = METRICS.get(name.removeprefix(HELD_OUT))
     if entry:
         return entry.series
@@ -99,7 +101,7 @@ def series_named(name: str) -> Series:
 
 
 def title_of(name: str) -> str:
-    """Return the title of a stored series: `fvu` is `batch FVU`, `heldout_fvu` is `held-out FVU`."""
+    """Return the title of a stored series, such as `batch FVU` for `fvu` and `held-out FVU` for `heldout_fvu`."""
     base, _, label = name.partition("@")
     is_error = base.endswith(ERROR)
     base = base.removesuffix(ERROR) if is_error else base

@@ -1,7 +1,7 @@
-"""Reads the contents of an activation folder from its file headers alone (no torch, no numpy).
+"""Determines the contents of an activation folder from file headers alone, without torch or numpy.
 
-Headers of safetensors and .npy files are read here. The other formats need torch or pyarrow, so that the trainer reads
-them; the app asks the trainer.
+This module reads the headers of safetensors and .npy files. Other formats need torch or pyarrow, so the trainer reads
+their headers, and the app requests the result from the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
-# The name of the tensor that holds each row's text number.
+# The name of the tensor that contains the text number of each row.
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
@@ -35,16 +35,16 @@ _LARGEST_HEADER = 100_000_000  # the limit of the format
 # File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
 _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
-# File types that the inspector reads, with the names of the formats that need pyarrow.
+# File types that only an `Inspector` reads, with the names of the formats that need pyarrow.
 _OF_INSPECTOR = {".pt": "", ".pth": "", ".arrow": "Arrow", ".parquet": "Parquet"}
-# Files that `datasets` writes next to the rows, such as their order after a shuffle.
+# The prefix of files that `datasets` writes next to the rows, for example to record their order after a shuffle.
 _CACHE = "cache-"
 # The largest number of names in a message.
 _MOST_NAMES = 8
 
 
 class Shard(RowRange, frozen=True, kw_only=True):
-    """The rows of a file, or consecutive rows of it that begin with row `first_row`."""
+    """The rows of a file, or consecutive rows of a file that start with row `first_row`."""
 
     file: Path
     first_row: int = 0
@@ -54,7 +54,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _HeaderTensor(msgspec.Struct):
-    """A tensor's entry in a header; offsets are relative to the end of the header."""
+    """The entry of a tensor in a header; offsets are relative to the end of the header."""
 
     dtype: str
     shape: tuple[_Count, ...]
@@ -62,7 +62,7 @@ class _HeaderTensor(msgspec.Struct):
 
 
 class _NumberColumn(msgspec.Struct):
-    """The header entry of a tensor with one number per row."""
+    """The entry of a tensor with one number per row in a header."""
 
     dtype: str
     shape: tuple[_Count]
@@ -73,7 +73,7 @@ class ShardSet(msgspec.Struct, frozen=True):
     """All shards of a data path, in the order of their names."""
 
     shards: tuple[Shard, ...]
-    # Notes for the user on how the shards are read: skipped files, converted numbers.
+    # Notes for the user about reading the shards, such as skipped files and converted values.
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,7 +99,7 @@ class Documents(msgspec.Struct, frozen=True):
 
 
 def documents_in(shard: Shard) -> Documents | None:
-    """Return the location of the text numbers of a shard's rows; None if it does not store them."""
+    """Return the location of the text numbers of a shard's rows; None if the shard does not store text numbers."""
     if shard.file.suffix != ".safetensors":
         return None
     try:
@@ -115,9 +115,9 @@ def documents_in(shard: Shard) -> Documents | None:
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
-    """Return two shards that are the same file, or have the same SHA-256 in meta.json; None if there is no such pair.
+    """Return two shards that are the same file or have the same SHA-256 in meta.json; None if there is no such pair.
 
-    A folder that is given twice, even through a link, has the same files.
+    If a folder is given twice, even through a link, the files are the same.
     """
     first: dict[object, Path] = {}
     for one in sets:
@@ -133,7 +133,10 @@ def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
 
 
 def recorded_sums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each shard by name, as recorded in meta.json by the extraction; empty without a record."""
+    """Return a dict that maps the name of each shard to the SHA-256 that the extraction recorded in meta.json.
+
+    The dict is empty if no checksums are recorded.
+    """
     shards = (read_json(folder / "meta.json", dict[str, object]) or {}).get("shards")
     return {name: one for name, one in shards.items() if isinstance(one, str)} if isinstance(shards, dict) else {}
 
@@ -144,14 +147,14 @@ def is_shuffled(shards: ShardSet) -> bool:
     return meta.get("shuffled") is True
 
 
-# Returns the shards at a path, given their files and the setting to name in a `JobFileError`.
+# A function that returns the shards at a path, given their files and the setting to mention in a `JobFileError`.
 Inspector = Callable[[Path, Sequence[Path], str], ShardSet]
 _INSPECTORS: list[Inspector] = []
 
 
 @contextlib.contextmanager
 def inspecting_by(inspector: Inspector) -> Iterator[None]:
-    """Let `inspector` read the formats that need torch or pyarrow, in all threads of this process."""
+    """Use `inspector` for the formats that need torch or pyarrow, in all threads of this process."""
     _INSPECTORS.append(inspector)
     try:
         yield
@@ -160,7 +163,7 @@ def inspecting_by(inspector: Inspector) -> Iterator[None]:
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
-    """Read the headers of all shards; raise `JobFileError` naming `field` if something is wrong."""
+    """Read the headers of all shards at a path; raise `JobFileError` for the setting `field` if something is wrong."""
     root, files = shards_at(path, field)
     if (kind := files[0].suffix) not in _OF_INSPECTOR:
         return shard_set(root, files, field, functools.partial(_read, field=field))
@@ -172,7 +175,7 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
 
 
 def shards_at(path: str | Path, field: str = "data.path") -> tuple[Path, list[Path]]:
-    """Return a data path and its files; raise `JobFileError` naming `field` if there are none."""
+    """Return a data path and its files; raise `JobFileError` for the setting `field` if there are no files."""
     root = Path(os.path.expanduser(path))
     try:
         files = [root] if root.is_file() else shard_files(root)
@@ -190,9 +193,9 @@ Read = Callable[[Path], list[RowRange]]
 
 
 def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> ShardSet:
-    """Return the shards of a data path, whose rows `read` finds in each file; raise `JobFileError` naming `field`.
+    """Return the shards of a data path; the function `read` returns the ranges of rows in a file.
 
-    `read` may raise `OSError` or `NotRowsError`.
+    `read` may raise `OSError` or `NotRowsError`. Raise `JobFileError` for the setting `field` if a file cannot be used.
     """
     of_files = {file: _inspect(file, field, read) for file in files}
     shards = tuple(itertools.chain.from_iterable(of_files.values()))
@@ -206,7 +209,7 @@ def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> Shar
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return the shards in a folder by name: all files of the first type present, without hidden files."""
+    """Return the shards in a folder, sorted by name: all visible files of the first type that is present."""
     of_kinds = (
         [file for suffix in kind for file in folder.glob(f"*{suffix}") if not _is_hidden(file)] for kind in _KINDS
     )
@@ -215,7 +218,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _is_hidden(file: Path) -> bool:
-    """Return whether a file is hidden; macOS writes hidden files next to others on foreign file systems."""
+    """Return whether a file is hidden; on foreign file systems, macOS writes hidden files next to other files."""
     return file.name.startswith(".")
 
 
@@ -232,7 +235,7 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
 
 
 def _instead(root: Path) -> str:
-    """Return advice for a folder without shards: save the arrays of an .npz, or give a folder inside this one."""
+    """Return advice for a folder without shards: to save the arrays of an .npz file, or to give a subfolder."""
     with contextlib.suppress(OSError):
         if any(root.glob("*.npz")):
             return "; a .npz holds arrays in an archive: save its rows as .npy, one array for each file"
@@ -240,7 +243,7 @@ def _instead(root: Path) -> str:
 
 
 def _folders_with(root: Path) -> str:
-    """Name the folders inside this one that have shards, such as the hooks of an extraction."""
+    """Return advice that names the subfolders with shards, such as the hooks of an extraction, or ""."""
     with contextlib.suppress(OSError):
         folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and shard_files(folder))
         names = [*folders[:_MOST_NAMES], *([f"{len(folders) - _MOST_NAMES} more"] if folders[_MOST_NAMES:] else [])]

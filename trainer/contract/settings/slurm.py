@@ -10,7 +10,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import TIME_LIMITS, AnyJob
 
-# Options of sbatch that the job file or the launcher sets; another value would conflict.
+# Maps each sbatch option that must not be given again to what already sets it.
 _OWN = {
     "--array": "a sweep, a list in [sae] or [train]",
     "--nodes": "launch.nodes",
@@ -32,7 +32,7 @@ _OWN = {
     "--wrap": "the launcher",
     "--wait": "`sae-tui launch --wait`",
 }
-# Complete options that are prefixes of an option above; sbatch takes any other prefix as an abbreviation.
+# Complete options that are prefixes of an option above; sbatch interprets any other prefix as an abbreviation.
 _WHOLE = {"--gpus"}
 _TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
 _WORD = re.compile(r"[\w.][\w.,:@+-]*")
@@ -40,7 +40,7 @@ _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
 def check_slurm(job: AnyJob) -> list[Problem]:
-    """Report all problems that can be found without asking SLURM."""
+    """Return all problems with a job that can be found without contacting SLURM."""
     return [*_check_place(job), *_check_words(job), *_check_options(job)]
 
 
@@ -74,7 +74,7 @@ def _check_options(job: AnyJob) -> Iterator[Problem]:
 
 
 def _conflict_of(name: str) -> str | None:
-    """Explain what already sets this sbatch option, or the option that it abbreviates; return None if nothing does."""
+    """Return a message if this sbatch option, or the option that it abbreviates, is already set; otherwise None."""
     if owner := _OWN.get(name):
         return f"{name} is set by {owner}; leave it out here"
     whole = next((own for own in _OWN if own.startswith(name) and name not in _WHOLE), None)

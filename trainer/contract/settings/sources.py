@@ -1,4 +1,4 @@
-"""The settings of each source of activations, and the shape of its data; `catalog` maps sources to settings."""
+"""The settings of each source of activations, and the shape of its data; `catalog` maps names to these classes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.contract.wording import join_words, plural
 
 
 class DataShape(NamedTuple):
-    """The number and dimensions of rows: `d_in`, and for a transcoder the target's `d_out`.
+    """The dimensions and the number of rows: `d_out` is the dimension of a transcoder's targets.
 
-    `n_tokens` is None if the data is a stream.
+    `d_out` is None for an SAE. `n_tokens` is None if the data is a stream.
     """
 
     d_in: int
@@ -28,12 +28,12 @@ class DataShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The dimension of a row plus that of its target."""
+        """The dimension of a row plus the dimension of its target."""
         return self.d_in + (self.d_out or 0)
 
     @property
     def words(self) -> str:
-        """The shape in words: `3,000 rows of 16 dimensions`."""
+        """The shape in words, such as `3,000 rows of 16 dimensions`."""
         n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
         targets = "" if self.d_out is None else f" with targets of {self.d_out}"
         return f"{n_rows}rows of {plural(self.d_in, 'dimension')}{targets}"
@@ -43,30 +43,33 @@ HoldOut = Literal["texts", "rows", "blocks"]
 
 
 class Held(NamedTuple):
-    """Bytes of a device that a source of activations takes: a model's weights, and activations."""
+    """The memory in bytes that a source of activations takes on a device: for the weights of a model, and for
+    activations.
+    """
 
     weights: int = 0
     activations: int = 0
 
 
 class SourceSettings(msgspec.Struct, frozen=True):
-    """Settings of a source, which gives the shape of its data without loading it."""
+    """The settings of a source of activations, and the shape of its data, which is known without loading the data."""
 
-    # Settings that name a file or folder, and settings that may instead name a repository on the hub.
+    # The names of settings that contain the path of a file or folder, and of settings that may contain a name on the
+    # hub instead.
     paths: ClassVar[tuple[str, ...]] = ()
     hub_paths: ClassVar[tuple[str, ...]] = ()
 
     @property
     def place(self) -> str:
-        """The name of the data in messages."""
+        """The name of the data in messages to the user."""
         raise NotImplementedError
 
     def shape(self) -> DataShape:
-        """Return the shape of the data from file headers alone; raise `JobFileError` if something is wrong."""
+        """Return the shape of the data from file headers alone; raise `JobFileError` if the data cannot be used."""
         raise NotImplementedError
 
     def shape_once_written(self, promises: Promises) -> DataShape:
-        """Return the shape of the data, including rows that other jobs have yet to write."""
+        """Return the shape of the data; the rows may include some that other jobs have yet to write."""
         return self.shape()
 
     def repeated(self) -> list[Problem]:
@@ -74,31 +77,33 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def usual_hold_out(self) -> HoldOut:
-        """Return how rows are held out by default: as single rows, if they are independent."""
+        """Return the unit in which rows are held out by default: single rows, if rows are independent."""
         return "rows"
 
     def stored_at(self) -> list[tuple[str, str]]:
-        """Return (setting, path) of each file or folder of shards that is read, inputs before targets."""
+        """Return the files and folders of shards that are read, as pairs (setting, path), inputs before targets."""
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source takes on a rank's device; stored rows are in the page cache.
+        """Return the memory that the source takes on the device of a rank; stored rows are in the page cache.
 
-        `width` is the number of values per token: of its rows at all hooks, and of their targets.
+        `width` is the number of values per token: those of the rows at all hooks, and of their targets.
         """
         return Held()
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source takes on a device dedicated to computing rows, if any."""
+        """Return the memory that the source takes on a device that only computes rows, if there is such a device."""
         return Held()
 
     def flops_per_token(self) -> float:
-        """Return the operations to compute a row, whether on the rank that trains on it or on a dedicated device."""
+        """Return the number of operations that compute a row, on the rank that trains on the row or on a dedicated
+        device.
+        """
         return 0.0
 
 
 class StreamSettings(SourceSettings, frozen=True, kw_only=True):
-    """Settings of a source that produces each row once, in its own order; the base of all stream settings."""
+    """The settings that all streams share; a stream is a source that produces each row only once, in its own order."""
 
     shuffle_tokens: Annotated[
         int,
@@ -106,7 +111,7 @@ class StreamSettings(SourceSettings, frozen=True, kw_only=True):
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the bytes of the fp32 shuffle buffer. It is in host memory unless `on_cuda`."""
+        """Return the memory of the fp32 shuffle buffer, which is in host memory unless `on_cuda`."""
         return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * width)
 
 
@@ -117,7 +122,7 @@ _LARGEST_WEIGHT = 1e6
 
 
 class ShardSettings(SourceSettings, frozen=True):
-    """Settings of activations stored on disk."""
+    """The settings of activations that are stored on disk."""
 
     path: Annotated[
         _Path | list[_Path],
@@ -167,12 +172,12 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def folders(self) -> Paths:
-        """The folders of the rows: `path`, or the hook's folder inside it under the first of its names that exists."""
+        """The folders of the rows: `path`, or the folder in `path` that has one of the hook's names."""
         return self._folders_of(0, NO_PROMISES)
 
     @property
     def targets(self) -> Paths | None:
-        """The folders of a transcoder's targets, found in the same way; None for an SAE."""
+        """The folders of a transcoder's targets, found in the same way as `folders`; None for an SAE."""
         return self._targets(NO_PROMISES)
 
     def stored_at(self) -> list[tuple[str, str]]:
@@ -195,9 +200,9 @@ class ShardSettings(SourceSettings, frozen=True):
         return DataShape(sets[0].d_in, self._d_out(targets, sets, promises), n_tokens)
 
     def usual_hold_out(self) -> HoldOut:
-        """Return "texts" if all shards store text numbers, "rows" if the shards are shuffled, otherwise "blocks".
+        """Return "texts" if all shards store text numbers, "rows" if the shards are shuffled, and otherwise "blocks".
 
-        Neighbouring rows that are not shuffled mostly belong to one text.
+        If rows are not shuffled, neighbouring rows mostly belong to the same text.
         """
         sets = inspect_sets(self.folders, "data.path")
         if all(documents_in(shard) for one in sets for shard in one.shards):
@@ -205,11 +210,11 @@ class ShardSettings(SourceSettings, frozen=True):
         return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
 
     def repeated(self) -> list[Problem]:
-        """Report rows that are given twice: they would be both trained on and held out."""
+        """Report rows that are given twice, since the same row could be both trained on and held out."""
         try:
             twice = same_shards(inspect_sets(self.folders, "data.path"))
         except (JobFileError, OSError):
-            return []  # `shape` reports it, or another job writes the data before this one starts
+            return []  # `shape` reports the error, or another job writes the data before this job starts
         if twice is None:
             return []
         first, second = (str(file) for file in twice)
@@ -259,18 +264,18 @@ class ShardSettings(SourceSettings, frozen=True):
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
-    """Return the folder of a hook's rows: the first of its names that exists or is promised, or the first name."""
+    """Return the folder of a hook's rows, under the first of the hook's names that exists or is promised."""
     folders = [os.path.join(path, name) for name in names_of_hook(hook)]
     return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
 
 def each(paths: Paths) -> list[str]:
-    """Return the paths of a list, or a list with the only path."""
+    """Return a list of paths; a single path becomes a list with this path."""
     return [paths] if isinstance(paths, str) else paths
 
 
 def inspect_sets(paths: Paths, field: str) -> list[ShardSet]:
-    """Read the headers of one or several folders of shards; raise `JobFileError` naming `field`."""
+    """Read the headers of one or several folders of shards; raise `JobFileError` for the setting `field`."""
     return _alike(paths, field, lambda path: inspect_shards(path, field))
 
 
@@ -279,7 +284,7 @@ def _sets_once_written(paths: Paths, field: str, promises: Promises) -> list[Sha
 
 
 def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
-    """Inspect each path; raise `JobFileError` without any path, or if the dimensions of their rows differ."""
+    """Inspect each path; raise `JobFileError` if there is no path, or if the dimensions of the rows differ."""
     if not paths:
         raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
     sets = [inspect(path) for path in each(paths)]
@@ -290,7 +295,7 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
     return sets
 
 
-# Values in the directions of all synthetic features: 4 GB in fp32.
+# The maximum number of values in the directions of all synthetic features, which take 4 GB in fp32.
 MOST_SYNTHETIC = 10**9
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: a list for a setting that takes one value means several SAEs, trained in one pass over the data.
+"""Sweeps: if a setting that takes a single value has a list, several SAEs are trained in one pass over the data.
 
 `split` separates a job's table into the first SAE and the axes; `member_tables` makes a table for each SAE.
 """
@@ -16,9 +16,10 @@ from trainer.contract.settings.hooks import all_named, problems_of_hooks, short_
 from trainer.contract.settings.job import HOOK, SweepAxis, Train
 from trainer.contract.settings.sections import CHOSEN, section_settings, words_of
 
-# The SAEs learn from each batch in turn: a larger sweep is no faster than two runs, and its memory adds up.
+# The maximum number of SAEs in a sweep. The SAEs are trained on each batch in turn, so a larger sweep is no faster than
+# two runs, and the memory of all SAEs adds up.
 MOST_MEMBERS = 64
-# The settings of [train] in which SAEs may differ; they may differ in all settings of [sae] and of optimizers.
+# The settings of [train] in which SAEs may differ. SAEs may also differ in all settings of [sae] and of optimizers.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
@@ -26,9 +27,10 @@ Table = dict[str, Any]
 
 
 def may_differ(path: str) -> bool:
-    """Return whether the SAEs of a sweep may differ in this setting: SAE and learning settings, and the hook.
+    """Return whether the SAEs of a sweep may differ in a setting.
 
-    They share all other data settings.
+    SAEs may differ in the settings of [sae], in those for learning, and in the hook. All other settings of the data are
+    shared.
     """
     section, _, key = path.partition(".")
     of_learning = section == "train" and (key in _OWN or key not in Train.__struct_fields__)
@@ -38,7 +40,8 @@ def may_differ(path: str) -> bool:
 def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
     """Return the table of the first SAE, and the axes of the sweep in the order of their settings.
 
-    A setting that only a later architecture or optimizer in a list has also becomes an axis, usually with one value.
+    A setting that only a later architecture or optimizer in a list has also becomes an axis, usually with a single
+    value.
     """
     base: Table = copy.deepcopy(dict(raw))
     axes: list[SweepAxis] = []
@@ -51,7 +54,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
 
 
 def problems_of(base: Table, axes: Sequence[SweepAxis]) -> list[Problem]:
-    """Report problems of the axes themselves; invalid values are reported when the members' tables are parsed."""
+    """Return the problems with the axes themselves; invalid values are reported when each SAE's table is parsed."""
     problems = [problem for axis in axes for problem in _problems_of_axis(axis)]
     paths = [axis.path for axis in axes]
     if "sae.expansion_factor" in paths and ("sae.d_sae" in paths or base["sae"].get("d_sae")):
@@ -71,7 +74,9 @@ def _problems_of_axis(axis: SweepAxis) -> list[Problem]:
 
 
 def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str, Table]]:
-    """Yield the label and table of each SAE: each architecture and optimizer with all values of its settings."""
+    """Yield the label and the table of each SAE: all combinations of the values that its architecture and optimizer
+    have.
+    """
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
     several = {axis.path for axis in axes if len(axis.values) > 1}
@@ -96,7 +101,10 @@ def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:
 
 
 def _first_of(section: str, keys: Table) -> Table:
-    """Return the first value of each list, without settings that the first architecture or optimizer does not have."""
+    """Return the table of a section for the first SAE: with the first value of each list.
+
+    Settings that the first architecture or optimizer does not have are left out.
+    """
     words = words_of(section, keys)
     first = _names(section, words[:1])
     settings = {setting.name: setting for setting in section_settings(section, words)}
@@ -108,7 +116,7 @@ def _first_of(section: str, keys: Table) -> Table:
 
 
 def _values(path: str, setting: Setting, value: Any) -> list[Any]:
-    """Return the values of a list that is a sweep, otherwise a list with the value alone."""
+    """Return the values of a list that is a sweep; otherwise, return a list that contains only the value."""
     if path == HOOK:
         return all_named(value)
     several = isinstance(value, list) and bool(value) and may_differ(path)
@@ -116,13 +124,13 @@ def _values(path: str, setting: Setting, value: Any) -> list[Any]:
 
 
 def _combinations(axes: Sequence[SweepAxis]) -> Iterator[Table]:
-    """Yield each choice of one value per axis, by path."""
+    """Yield each combination of one value per axis, as a dict that maps paths to values."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
 
 
 def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
-    """Return a copy of a job's table with these values, given by path."""
+    """Return a copy of a job's table with these values; `values` maps paths to values."""
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for path, value in values.items():
         section, key = path.split(".")
@@ -131,7 +139,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: SweepAxis) -> None:
-    """Drop settings that only other entries of the axis have; keep unknown keys, so that they are reported."""
+    """Drop settings that only other entries on an axis have; keep unknown keys, so that they are reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own
@@ -158,5 +166,5 @@ def _in_label(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Return something hashable that is equal for equal values, so that a list of 100,000 values is checked quickly."""
+    """Return a hashable value that is equal for equal values, so that a list of 100,000 values is checked quickly."""
     return repr(value) if isinstance(value, list | dict) else value

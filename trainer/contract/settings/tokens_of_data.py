@@ -1,4 +1,4 @@
-"""Finds out whether data records the tokens of its rows, as an extraction does (no torch, no numpy)."""
+"""Determines whether data records the tokens of its rows, as extractions do, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from trainer.contract.settings.shards import inspect_shards, read_header
 from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
-# Tensors in a shard with each row's token, its position in its piece of a document, and its document.
+# The names of the tensors in a shard that contain each row's token, its position in its piece of a document, and its
+# document.
 ORIGIN = ("token_ids", "positions", "document")
 
 
 def folder_of(settings: SourceSettings) -> Path | None:
-    """Return the folder of the data; None if it has none or several."""
+    """Return the folder of the data; None if there is no folder or more than one."""
     paths = each(settings.folders) if isinstance(settings, ShardSettings) else []
     return Path(os.path.expanduser(paths[0])) if len(paths) == 1 else None
 
 
 def may_tell_tokens(settings: Iterable[SourceSettings]) -> bool:
-    """Return whether any of the data may record its tokens; text read by a model does, missing data might."""
+    """Return whether any of the data may record its tokens.
+
+    A stream from a language model records them, and data that is missing might.
+    """
     return any(isinstance(one, ModelSettings) or ((folder := folder_of(one)) and _may_tell(folder)) for one in settings)
 
 
@@ -36,7 +40,7 @@ def _may_tell(folder: Path) -> bool:
 
 
 def tells_tokens(folder: Path) -> bool:
-    """Return whether the shards of a folder record their tokens and the order of their text; raise `UserError`."""
+    """Return whether the shards of a folder record their tokens and the order of the text; may raise `UserError`."""
     meta = read_json(folder / META, dict[str, object]) or {}
     is_in_order = not meta.get("shuffled") or isinstance(meta.get("seed"), int)
     return not folder.is_file() and is_in_order and shard_tells_tokens(inspect_shards(folder).shards[0].file)

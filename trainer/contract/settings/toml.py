@@ -1,4 +1,4 @@
-"""Reads TOML of limited size, depth and word length, so that any file is read quickly."""
+"""Reads TOML with limits on size, depth and the length of words, so that any file is read quickly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from trainer.contract.trust import distrust_of_open, open_own
 
 LARGEST = 2**20
 DEEPEST = 20
-# Characters of a key or number outside quotes. tomllib takes seconds, or all memory, for absurdly long ones.
+# The maximum length of a key or number outside quotes. For absurdly long ones, tomllib takes seconds or all memory.
 LONGEST_WORD = 100
 
-# An unclosed string ends with its line or the file; otherwise the rest would be searched again for each one.
+# An unclosed string extends to the end of its line or of the file, so that the rest of the text is not searched again
+# for each such string.
 _STRING = r'"""(?:[^\\]|\\.?)*?(?:"""|\Z)|' + r"'''.*?(?:'''|\Z)|" + r'"(?:[^"\\\n]|\\[^\n]?)*"?|' + r"'[^'\n]*'?"
 _TOKEN = re.compile(rf"(?P<text>{_STRING})|#[^\n]*|(?P<word>[\w+-]+)|(?P<sign>[\[\]{{}}.,=\n])", re.DOTALL)
 
@@ -35,13 +36,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read the text of a file that should be TOML; raise `ValueError` if it is too large or not UTF-8."""
+    """Read the text of a TOML file; raise `ValueError` if the file is too large or not UTF-8."""
     with path.open("rb") as stream:
         return _text_of(stream)
 
 
 def read_plain_text(path: Path) -> str:
-    """Read a file in one of our folders like `read_text`; raise `OSError` for a pipe, which could block."""
+    """Read a file in a data or run folder like `read_text`; raise `OSError` for a pipe, which could block."""
     with open_plain(path) as stream:
         return _text_of(stream)
 
@@ -53,9 +54,10 @@ def read_own_text(path: Path) -> str:
 
 
 class Judged:
-    """Reads like `read_plain_text`, and stores in `distrust` why the file must not be acted on, or "" if it may be.
+    """Reads a file like `read_plain_text`, and stores in `distrust` why the file must not be trusted, or "".
 
-    Both use the same open file, since its name may refer to another file later. With `pipes` it also reads pipes.
+    The text and the reason are from the same open file, since the name may refer to another file later. With `pipes`,
+    pipes are also read.
     """
 
     def __init__(self, *, pipes: bool = False) -> None:
@@ -72,12 +74,12 @@ def _text_of(stream: BinaryIO) -> str:
     content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-    # Windows editors write a byte order mark first.
+    # Windows editors write a byte order mark at the start.
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def table_of(config: str) -> dict[str, Any]:
-    """Return the table of a stored job file's text; empty if it cannot be parsed."""
+    """Return the table in the stored text of a job file; empty if the text cannot be parsed."""
     try:
         return parse_toml(config)
     except ValueError:
@@ -85,7 +87,7 @@ def table_of(config: str) -> dict[str, Any]:
 
 
 def _beyond(text: str) -> Iterator[str]:
-    """Report text that is nested too deeply, or words that are too long."""
+    """Yield the reasons why a text exceeds the limits: nesting that is too deep, or words that are too long."""
     depth = dots = 0
     for token in _TOKEN.finditer(text):
         if token["word"] and len(token["word"]) > LONGEST_WORD:

@@ -1,4 +1,4 @@
-"""Checks that a job's SAE and data match, whether or not it trains a transcoder."""
+"""Checks that the SAE and the data of a job match, for transcoders and other SAEs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from trainer.contract.settings.job import SaeSettings
 
 
 def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[Problem]:
-    """Return problems of an SAE for inputs of `d_in` dimensions; `d_out` is its target's, None without a target."""
+    """Return the problems of an SAE with data of these dimensions; `d_out` is None if the data has no targets."""
     entry, name = ARCHITECTURES[sae.architecture], sae.architecture
     if d_out is None:
-        # A skip connection would copy the input and leave nothing for the latents to learn.
+        # Without a separate target, a skip connection would copy the input and leave nothing for the latents to learn.
         message = "only a transcoder has a skip connection; give data.target_path, or set it to false"
         return [Problem("sae.skip", message)] if sae.skip else []
     if entry.transcodes == "no":

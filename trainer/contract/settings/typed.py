@@ -1,7 +1,8 @@
-"""Numbers as people type them: `10M`, `300k`, `1.5k`, `300,000`, and `16,32,64` for settings that may be a sweep.
+"""Parses numbers as people type them, such as `10M`, `1.5k` and `300,000`, and lists such as `16,32,64`.
 
-Commas separate thousands if no other reading is possible: in a setting with one value, or if a group begins with 0. In
-a setting that may be a sweep, `512,768` could be either and is refused; any other commas make a list.
+Commas separate thousands if no other interpretation is possible: in a setting with a single value, or if a group begins
+with 0. In a setting that may be a sweep, other commas separate the values of a list. There, `512,768` could be a number
+or a list and is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from trainer.contract.settings.toml import parse_toml
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
-# A longer text is not a number that anyone means, and is slow to convert.
+# A longer text is not meant as a number, and would be slow to convert.
 _LONGEST = 400
 
 
 def parse_value(text: str) -> Any:
-    """Read `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; anything else is a string, and an empty text is None."""
+    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; any other text is returned as a string, or as None if empty."""
     text = text.strip()
     if not text:
         return None
@@ -32,9 +33,9 @@ def parse_value(text: str) -> Any:
 
 
 def parse_number(text: str, *, several: bool = False, whole: bool = False) -> Any:
-    """Read a number, or with `several` a list of numbers; anything else is read like `parse_value` does.
+    """Parse a number, or with `several` a list of numbers; other texts are parsed by `parse_value`.
 
-    `whole` turns `1e6` and `8.0` into integers. Raise `ValueError` for a text that may be one number or several.
+    With `whole`, `1e6` and `8.0` become integers. Raise `ValueError` for a text that could be one number or several.
     """
     text = text.strip()
     if several and _is_ambiguous(text):

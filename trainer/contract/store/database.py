@@ -1,4 +1,4 @@
-"""Opens the SQLite stores: each has one writer, readers are read-only, and every error message is one sentence."""
+"""Opens the SQLite stores for one writer or for read-only access, and converts errors to one-sentence messages."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
-# Suffixes of the files that SQLite creates next to a store.
+# The suffixes of the files that SQLite creates next to a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# Error codes for a rollback journal that a killed writer left, and for a write-ahead log that must be recovered.
+# The error codes for a rollback journal left by a killed writer, and for a write-ahead log that must be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
 class StoreError(UserError):
-    """A store that cannot be used: locked, read-only, corrupt, missing or written by a newer version."""
+    """An error for a store that cannot be used: it is locked, read-only, corrupt, missing or from a newer version."""
 
 
 class StoreCorrupt(StoreError):
-    """A store that is damaged: SQLite cannot have written its content."""
+    """An error for a damaged store, with content that SQLite cannot have written."""
 
 
 class StoreMissing(StoreError):
-    """A store that does not exist yet, or an empty file without tables."""
+    """An error for a store that does not exist yet, or that is an empty file without tables."""
 
 
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
-    """Open a read-write connection in autocommit mode; create the file (0600, or 0660 if shared) or migrate it."""
+    """Open a read-write connection in autocommit mode.
+
+    If necessary, the file is created (with mode 0600, or 0660 if a group shares the folder) or migrated.
+    """
     with explain_errors(path):
         _refuse_links(path)
         if not os.path.lexists(path):
@@ -55,19 +58,20 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def _make(path: Path, schema: Schema) -> None:
-    """Create a store with its tables under a temporary name, then rename it.
+    """Create a store with its tables under a temporary name, and then rename it.
 
-    Otherwise a full disk could leave an empty store, which would be mistaken for a damaged store.
+    If the store were created in place, a full disk could leave an empty store, which would be mistaken for a damaged
+    store.
     """
     part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         _make_file(part, path.parent)
         with contextlib.closing(_open_for_writing(part, schema)) as connection:
-            # Closing does this too, but ignores a full disk. The WAL is not renamed, so its content must be in the
-            # store.
+            # Move the content of the WAL into the store, since the WAL is not renamed. Closing also does this, but
+            # ignores a full disk.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if not rename_if_new(part, path):
-            # The file system cannot rename without replacing: create an empty file now, and its tables later.
+            # The file system cannot rename without replacing, so create an empty file now and the tables later.
             with contextlib.suppress(FileExistsError):
                 _make_file(path, path.parent)
     finally:
@@ -76,9 +80,9 @@ def _make(path: Path, schema: Schema) -> None:
 
 
 def _make_file(path: Path, folder: Path) -> None:
-    # Readers and WAL files get the mode of the main file. Create this file without opening it: closing any descriptor
-    # of it would drop the locks that other connections of this process hold (POSIX), and the next process that closes
-    # the store would delete the WAL that they use.
+    # The WAL files get the mode of the main file. Create this file without opening it: closing any of its descriptors
+    # would drop the POSIX locks that other connections of this process hold, and the next process that closes the store
+    # would delete the WAL that these connections use.
     os.mknod(path, 0o600)
     if is_shared(folder):
         path.chmod(file_mode(folder))
@@ -95,7 +99,7 @@ def _open_for_writing(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
-    """Open a read-only connection; raise `StoreMissing`, or `StoreError` if a newer version made the store."""
+    """Open a read-only connection; raise `StoreMissing` if there is no store, or `StoreError` if it cannot be used."""
     with explain_errors(path):
         if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
@@ -105,7 +109,8 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if _code(error) not in _TO_RECOVER:
                 raise
-        # A read-only connection cannot complete or roll back the transaction of a killed writer.
+        # A read-only connection cannot complete or roll back the transaction of a killed writer, so open the store for
+        # writing first.
         with _connect(f"file:{_quote(path)}?mode=rw") as connection:
             _version(connection)
             connection.close()
@@ -139,13 +144,15 @@ def _refuse_odd(path: Path) -> None:
             continue
         if stat.S_ISLNK(status.st_mode):
             raise StoreError(f"the store {file} is a link, which is not followed; remove it")
-        # Hard links are also refused if other users can write to the folder.
+        # In a folder that other users can write to, refuse files with other hard links too.
         if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
             raise StoreError(f"the store {file} is not a plain file or has other hard links; remove it")
 
 
 def as_text(content: bytes) -> str:
-    """Decode a text column leniently: with SQLite's decoding, one text that is not UTF-8 makes the query fail."""
+    """Decode a text column, replacing invalid bytes; with SQLite's decoding, one text that is not UTF-8 fails the
+    query.
+    """
     return content.decode(errors="replace")
 
 
@@ -156,20 +163,23 @@ def data_version(connection: sqlite3.Connection) -> int:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Make the body one atomic write; IMMEDIATE, since a read cannot be upgraded to a write after another commit."""
+    """Make the body of the context one atomic write.
+
+    The transaction is IMMEDIATE, since a read cannot be upgraded to a write after another process has committed.
+    """
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # SQLite has already rolled it back if the disk is full
+        if connection.in_transaction:  # if the disk is full, SQLite has already rolled back
             connection.execute("ROLLBACK")
         raise
 
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Convert errors of SQLite and the file system to sentences that say what to do."""
+    """Convert errors of SQLite and the file system to `StoreError`s with a sentence that says what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -183,7 +193,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's extended error code; 0 for an error that Python's `sqlite3` module raised itself."""
+    """Return SQLite's extended error code of an error; 0 for errors of Python's `sqlite3` module itself."""
     return getattr(error, "sqlite_errorcode", 0)
 
 
@@ -229,7 +239,10 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_whole(path: Path, schema: Schema) -> None:
-    """Raise `StoreCorrupt` if a store is damaged; this reads the complete file (0.3 s for 3 million rows)."""
+    """Raise `StoreCorrupt` if a store is damaged.
+
+    The complete file is read, which takes 0.3 s for 3 million rows.
+    """
     try:
         with contextlib.closing(open_reader(path, schema)) as connection, explain_errors(path):
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -240,9 +253,9 @@ def check_whole(path: Path, schema: Schema) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Rename a store and its WAL files to `<name>.<word>-1`, or the next free number.
+    """Rename a store and its WAL files to `<name>.<word>-1`, or to the name with the next free number.
 
-    Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted, since
+    Return the new path, or None if the store itself is gone. A leftover write-ahead log is moved or deleted too, since
     it would be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
@@ -260,9 +273,10 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def no_locks(folder: Path) -> str:
-    """Return why files in a folder cannot be locked, or ""; this locks an unnamed file as a test.
+    """Return why files in a folder cannot be locked, or ""; an unnamed file is locked as a test.
 
-    On a file system without locks (such as NFS if its lock service does not respond), SQLite reports only a busy store.
+    On a file system without locks (such as NFS without a lock service that responds), SQLite reports only that the
+    store is busy.
     """
     # Import late, since `tempfile` takes 1 MiB in a waiting supervisor.
     import tempfile
@@ -281,7 +295,7 @@ def no_locks(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _connect(uri: str) -> Iterator[sqlite3.Connection]:
-    """Yield a new connection; close it only if the body, which sets it up, fails."""
+    """Yield a new connection to set up; the connection is closed only if the body of the context fails."""
     connection = sqlite3.connect(
         uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -296,8 +310,8 @@ def _connect(uri: str) -> Iterator[sqlite3.Connection]:
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
     """Set the journal mode of the file, retrying for `BUSY_TIMEOUT_S`.
 
-    The change upgrades a read lock. If another process does the same, SQLite fails at once, regardless of its busy
-    timeout, since two upgrades could wait for each other forever.
+    To change the mode, SQLite upgrades a read lock. If another process does the same, SQLite fails immediately in spite
+    of its busy timeout, since two upgrades could wait for each other forever.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -311,9 +325,10 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
 
 
 def _let_shrink(connection: sqlite3.Connection) -> None:
-    """Let a new file return free pages to the disk, and truncate its write-ahead log after each checkpoint.
+    """Make a new file return free pages to the disk, and truncate its write-ahead log after each checkpoint.
 
-    A file keeps the vacuum mode that it has when its first page is written, so call this before anything that writes.
+    A file keeps the vacuum mode that is set when its first page is written, so this function must be called before any
+    write.
     """
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
@@ -324,9 +339,9 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # Migrate in a separate process, since sqlite-utils takes 17 MiB, too much for the app and waiting supervisors, and
-    # 1.5 s if pandas is installed. Run the file with -P, since a user's `trainer.py` in the working directory would
-    # hide our package.
+    # Migrate in a separate process: sqlite-utils takes 17 MiB, which is too much for the app and waiting supervisors,
+    # and takes 1.5 s if pandas is installed. Run the file with -P, since a user's `trainer.py` in the working directory
+    # would shadow the package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

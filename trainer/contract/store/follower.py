@@ -1,4 +1,4 @@
-"""Keeps stores open for a long time, even if their files vanish or are replaced, locked or damaged."""
+"""Keeps stores open for a long time, even if the files are deleted, replaced, locked or damaged."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.contract.store.database import StoreMissing, data_version, explain_
 
 
 class StoreFile:
-    """A connection to the store at a path: opened on first use, and reopened when the file is replaced.
+    """A connection to the store at a path that is opened on first use, and reopened when the file is replaced.
 
-    SQLite itself would continue to use the deleted file, and everything written to it would be lost.
+    SQLite itself would continue to use the deleted file, and everything written to that file would be lost.
     """
 
     def __init__(self, path: Path, open_store: Callable[[], sqlite3.Connection]) -> None:
@@ -22,7 +22,8 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # A count, since a new file may get the inode of a deleted file.
+        # The number of times that the file was opened; the identity is not enough, since a new file may get the inode
+        # of a deleted file.
         self._times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
@@ -30,7 +31,7 @@ class StoreFile:
         with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
-                # Read the identity before opening the file, so that the next call notices if the file was replaced in
+                # Get the identity before opening the file, so that the next call notices if the file was replaced in
                 # between.
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
@@ -62,7 +63,7 @@ Store = TypeVar("Store", bound=Versioned)
 
 
 class StoreFollower(Generic[Store]):
-    """Rereads a store whenever it has changed; `store` is the reader while the store is open."""
+    """Rereads a store whenever the store has changed; the attribute `store` is the reader while the store is open."""
 
     def __init__(self, path: Path, open_store: Callable[[Path], Store]) -> None:
         self.store: Store | None = None
@@ -72,10 +73,10 @@ class StoreFollower(Generic[Store]):
         self._was_there = False
 
     def poll(self, read: Callable[[Store | None], None]) -> bool:
-        """Call `read` if the store has changed, with None if its file is gone; return whether it was called.
+        """Call `read` if the store has changed, with None if the file is gone; return whether `read` was called.
 
-        Raise `UserError` if the store cannot be read or `read` raises it; the next call reopens the store. A call
-        without changes needs one stat and 6 µs.
+        Raise `UserError` if the store cannot be read, or if `read` raises it; the next call then reopens the store. If
+        nothing has changed, a call needs only one stat and takes 6 µs.
         """
         try:
             self.store = self.store or self._open_store(self._path)
@@ -93,7 +94,7 @@ class StoreFollower(Generic[Store]):
         return True
 
     def close(self) -> None:
-        """Close the store; the next `poll` reopens and reads it."""
+        """Close the store; the next call of `poll` reopens and reads it."""
         if self.store:
             self.store.close()
         self.store = self._version = None

@@ -1,4 +1,4 @@
-"""Finds the process that blocks writes to a store; a process that hangs in a transaction blocks all others."""
+"""Finds the process that blocks writes to a store; a process that hangs in a transaction blocks all other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.printable import printable
 from trainer.contract.process import state_of
 from trainer.contract.trust import user_of
 
-# Offsets of the first bytes that SQLite locks for a write, in the store itself and in the shared memory of its WAL.
+# The offsets of the first bytes that SQLite locks for a write, in the store itself and in the shared memory of its WAL.
 _IN_STORE, _IN_SHARED_MEMORY = 0x40000000, 120
 _LONGEST_NAME = 60
 
@@ -20,14 +20,15 @@ _LONGEST_NAME = 60
 def holder_of(path: Path) -> int | None:
     """Return the pid of another process that blocks writes to this store; None if no such process is visible.
 
-    A process on another host, or outside this PID namespace, is not visible. This does not open the store, since
+    A process on another host, or outside this PID namespace, is not visible. The store is not opened here, since
     closing it would drop the locks that this process holds on it.
     """
     with contextlib.suppress(OSError):
         table = Path("/proc/locks").read_bytes()
         in_wal = _locks(table, path.with_name(f"{path.name}-shm"), _IN_SHARED_MEMORY)
         in_store = _locks(table, path, _IN_STORE)
-        # With a WAL, every process that has the store open holds a shared lock on it, which does not block writes.
+        # If there is a WAL, every process that has the store open holds a shared lock on the store, which does not
+        # block writes.
         has_wal = path.with_name(f"{path.name}-wal").exists()
         in_the_way = [pid for pid, kind in (*in_wal, *in_store) if kind == b"WRITE" or not has_wal]
         return in_the_way[0] if in_the_way else None
@@ -35,7 +36,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def _locks(table: bytes, path: Path, first: int) -> list[tuple[int, bytes]]:
-    """Return the pid and kind of other processes' locks on a file from byte `first` on, write locks first."""
+    """Return the pid and kind of the locks that other processes hold on a file from byte `first` on, write locks first."""
     if not path.exists():
         return []
     place = f"{mount_of(path.parent).device}:{path.stat().st_ino}".encode()
@@ -49,14 +50,14 @@ def _locks(table: bytes, path: Path, first: int) -> list[tuple[int, bytes]]:
 
 
 def is_halted(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process, so that it continues only on request."""
+    """Return whether a process is stopped by a signal or a debugger."""
     return state_of(pid) in ("T", "t")
 
 
 def describe_holder(pid: int) -> str:
-    """Describe the process that holds a store and say what to do about it.
+    """Return a description of the process that holds a store, and what to do about it.
 
-    ``ann's process 123 (python -m sae_tui), which is halted; `kill -CONT 123` continues it``
+    An example is ``ann's process 123 (python -m sae_tui), which is halted; `kill -CONT 123` continues it``
     """
     try:
         whose = user_of(os.stat(f"/proc/{pid}").st_uid)

@@ -1,7 +1,7 @@
 """The store `control.db`: the jobs, ranks, leases, requests and events of one data folder.
 
-A job's state changes in a `BEGIN IMMEDIATE` transaction that checks that the transition is legal, so that two processes
-cannot both make the same transition.
+The state of a job is changed in a `BEGIN IMMEDIATE` transaction that checks whether the transition is allowed, so that
+two processes cannot both make the same transition.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
 
-# "stop-evaluation" is for the process that evaluates the job's SAEs; the other kinds are for the supervisor.
+# The request "stop-evaluation" is for the process that evaluates the job's SAEs; the other kinds of requests are for
+# the supervisor.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
 # Requests that end a job's current run.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
@@ -49,11 +50,11 @@ _STATES = frozenset(map(str, JobState))
 
 
 class LeaseConflict(UserError):
-    """A GPU is already held by another job."""
+    """An error for a GPU that is already held by another job."""
 
 
 class Unreadable(UserError):
-    """A damaged row, with values that we never write."""
+    """An error for damaged rows, with values that this program never writes."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
@@ -63,10 +64,10 @@ class Unreadable(UserError):
 
 
 class Control:
-    """The job store of a data folder. If opened read-only, it creates and changes nothing.
+    """The job store of a data folder; a store that is opened read-only is never created or changed.
 
-    Unreadable rows are skipped, so that the others stay usable. `unreadable` contains the ids that the last `jobs` call
-    skipped; `mend` repairs such a row.
+    Unreadable rows are skipped, so that the other rows remain usable. `unreadable` contains the ids that the last call
+    of `jobs` skipped. `mend` repairs an unreadable row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -90,9 +91,10 @@ class Control:
     # jobs
 
     def create_job(self, job: Job, *, above: int = 0, prepare: Callable[[Job], Job] | None = None) -> int:
-        """Record a job and return its new id, which is unused and larger than `above`.
+        """Insert a job and return its new id, which is unused and larger than `above`.
 
-        `prepare` creates the job's files and returns its row. If it raises, no job is recorded.
+        `prepare` creates the job's files and returns the complete row. If `prepare` raises an error, no job is
+        inserted.
         """
         created = job.created or time.time()
         with self._write() as db:
@@ -105,7 +107,7 @@ class Control:
             return number
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
-        """Insert a lost job again with its leases, events and ranks; return False if its id already exists."""
+        """Insert a lost job again with its leases, events and ranks; return False if a job with its id exists."""
         with self._write() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
                 return False
@@ -117,7 +119,8 @@ class Control:
         return True
 
     def mend(self, job_id: int, fallback: Job, *, above: int = 0) -> Job:
-        """Rewrite an unreadable row from its readable columns, with all others from `fallback`; return the job.
+        """Rewrite an unreadable row from its readable columns, and from `fallback` for the other columns; return the
+        job.
 
         A job with an invalid id gets the next free id above `above`.
         """
@@ -134,7 +137,7 @@ class Control:
     def forget(self, job_id: int) -> bool:
         """Delete an ended job and everything that belongs to it from the store; return False if it is still active.
 
-        If the job had finished, jobs that depend on it no longer wait for it. Otherwise they continue to wait.
+        If the job had finished, the jobs that depend on it no longer wait for it. Otherwise, they continue to wait.
         """
         with self._write() as db:
             state = _state(db, job_id)
@@ -158,7 +161,9 @@ class Control:
             raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """Return all jobs, or only jobs in the given states, latest first; store ids of bad rows in `unreadable`."""
+        """Return all jobs, or only those in the given states, latest first; store the ids of skipped rows in
+        `unreadable`.
+        """
         wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
         where = "" if states is None else f"WHERE state IN ({wanted})"
         jobs: list[Job] = []
@@ -177,7 +182,9 @@ class Control:
         return str(Unreadable(self.unreadable)) if self.unreadable else ""
 
     def state(self, job_id: int) -> JobState | None:
-        """Return a job's state, or None if there is no such job; raise `Unreadable` if the stored state is invalid."""
+        """Return the state of a job, or None if there is no such job; raise `Unreadable` if the stored state is
+        invalid.
+        """
         with explain_errors(self.path):
             return _state(self._db, job_id)
 
@@ -185,7 +192,10 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Set state and fields atomically; return False if this is illegal or a request in `unless` is open."""
+        """Set the state and fields of a job atomically.
+
+        Return False if the transition is not allowed, or if a request of a kind in `unless` is open.
+        """
         with self._write() as db:
             return not _pending_requests(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
@@ -200,20 +210,20 @@ class Control:
             fields.setdefault("waits_for", None)
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
         if to == JobState.QUEUED:
-            # The job starts from scratch, so earlier requests count as handled.
+            # The job starts again, so earlier requests are considered handled.
             db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
             fields = {"queued": time.time(), "ended": None, "error": None} | fields
         _update(db, job_id, fields)
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Set fields of a job, except for its state, which only `transition` can change."""
+        """Set fields of a job; its state can only be changed with `transition`."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
 
     def move(self, job_id: int, host: str) -> None:
-        """Set the host name in a job's row and its leases."""
+        """Set the host name in the row of a job and in its leases."""
         with self._write() as db:
             for table, key in (("jobs", "id"), ("leases", "job_id")):
                 db.execute(f"UPDATE {table} SET host = ? WHERE {key} = ?", (host, job_id))
@@ -223,10 +233,11 @@ class Control:
     def lease(
         self, job: Job, gpus: Sequence[tuple[int, str]], space: Mapping[str, int] | None = None, **fields: Any
     ) -> bool:
-        """Lease GPUs, given as (index, UUID), to a job and move it to `starting`, all in one transaction.
+        """Lease GPUs to a job and change the job's state to `starting`, both in one transaction.
 
-        Raise `LeaseConflict` if another job holds one of the GPUs, unless both jobs share it and its memory suffices;
-        `space` maps UUIDs to bytes. Return False if the job may no longer start.
+        The GPUs are given as pairs (index, UUID). Raise `LeaseConflict` if another job holds one of the GPUs, unless
+        both jobs share the GPU and its memory suffices; `space` maps UUIDs to bytes of memory. Return False if the job
+        may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
@@ -249,7 +260,7 @@ class Control:
     # ranks
 
     def record_rank(self, rank: Rank) -> None:
-        """Record how a rank was started or how it ended, replacing an earlier row of the same rank."""
+        """Record how a rank was started or how it ended; replace an earlier row of the same rank."""
         row = msgspec.structs.asdict(rank)
         marks = ", ".join("?" * len(row))
         with self._write() as db:
@@ -262,17 +273,19 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Request a job to stop, pause, finish early or be killed; its supervisor and rank 0 poll twice a second."""
+        """Record a request to stop, pause, finish or kill a job; its supervisor and rank 0 poll for requests twice a
+        second.
+        """
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
     def open_requests(self, job_id: int) -> set[RequestKind]:
-        """Return the kinds of a job's open requests; queueing the job closes them all."""
+        """Return the kinds of a job's open requests; all requests are closed when the job is queued."""
         with explain_errors(self.path):
             return _pending_requests(self._db, job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
-        """Close all of a job's requests of one kind."""
+        """Mark all requests of one kind for a job as handled."""
         with self._write() as db:
             answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
             db.execute(answered, (time.time(), job_id, kind))
@@ -324,8 +337,8 @@ def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-    # A single text that is not UTF-8 makes the complete query fail; read as bytes, it makes only its own row
-    # unreadable.
+    # A single text that is not UTF-8 makes the complete query fail. If such a text is read as bytes, only its own row
+    # is unreadable.
     db.text_factory = _text_or_bytes
     return [dict(row) for row in db.execute(query)]
 
@@ -338,7 +351,7 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:
-    """Return the next free id above `above` and all job ids, ignoring absurdly large ids from damaged rows."""
+    """Return a free id above `above` and above all job ids, except for absurdly large ids from damaged rows."""
     largest_id = "SELECT max(id) FROM jobs WHERE id < ?"
     number = 1 + max(db.execute(largest_id, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
     while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():
@@ -347,7 +360,7 @@ def _free_number(db: sqlite3.Connection, above: int) -> int:
 
 
 def _put(db: sqlite3.Connection, job: Job) -> None:
-    """Insert a job with its id, and with GPU leases if its state holds GPUs."""
+    """Insert a job with its id, and with GPU leases if the job holds GPUs in its state."""
     holds = not job.state.is_final and job.state != JobState.QUEUED
     _insert(db, to_row(job))
     _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())

@@ -16,27 +16,27 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, convert, readable
 
-# A roll-up bucket covers 64 steps at level 1 and 4096 steps at level 2. With them, reading 10 million rows for a plot
-# takes 3 ms.
+# The binary logarithms of the numbers of steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2.
+# With roll-ups, reading 10 million rows for a plot takes 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
 # The largest stored value. Metrics are far smaller; squares or differences of larger values could overflow.
 LARGEST = 1e100
-# The phases of training; the second is for a run that finishes early.
+# The phases of a training; the second is that of a run that finishes early.
 TRAINING, COOLING = "training", "cooling down"
-# The phases at the end of a run: measuring the exported SAEs, finished, and waiting for disk space.
+# Phases at the end of a run: evaluating the exported SAEs, being finished, and waiting for disk space.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
-# The phases before the first step; `LOADING_MODEL` is for extraction models, `COMPILING` for GPU kernels.
+# Phases before the first step; `LOADING_MODEL` is about the language model, and `COMPILING` about GPU kernels.
 LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
 _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
 
 def is_before_first_step(phase: str) -> bool:
-    """Return whether this phase comes before the first step; `COMPILING` may be followed by a kernel count."""
+    """Return whether a phase comes before the first step; after `COMPILING`, the number of kernels may follow."""
     return phase in _BEFORE_FIRST_STEP or phase.startswith(COMPILING)
 
 
 class MetricRow(msgspec.Struct, frozen=True):
-    """One value of one metric; `rank` is 0 for values reduced over all ranks."""
+    """A value of a metric; `rank` is 0 for values that are reduced over all ranks."""
 
     name: str
     step: int
@@ -45,7 +45,7 @@ class MetricRow(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One value of a metric, or the mean, minimum and maximum of a bucket of steps."""
+    """A point of a curve: a value of a metric, or the mean, minimum and maximum over a bucket of steps."""
 
     step: int
     value: float | None
@@ -54,7 +54,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A run's latest report: its phase, its position, and the number of lost rows."""
+    """The latest status report of a run: its phase, its position, and the number of rows that were lost."""
 
     phase: str
     step: Count
@@ -78,7 +78,7 @@ class SeriesWriter:
     def write(
         self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()
     ) -> None:
-        """Write all arguments in one transaction; store NaN, infinities and values beyond `LARGEST` as null."""
+        """Write rows, heartbeat and events in one transaction; NaN, infinities and values beyond `LARGEST` become null."""
         now = time.time()
         with explain_errors(self.path), transaction(self._db) as db:
             rows = list(rows)
@@ -98,12 +98,15 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Delete rows after the heartbeat's step; otherwise a curve would have values from later steps."""
+        """Delete all rows after the step of the heartbeat, so that curves have no values of later steps from an earlier
+        attempt.
+        """
         with explain_errors(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
                 db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
-            # The first step of the coarsest bucket that lost rows; rewriting one of its rows recomputes its buckets.
+            # The first step of the coarsest bucket that lost rows; if one row of a bucket is rewritten, the bucket is
+            # recomputed.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))
             rewritten = [
@@ -114,7 +117,7 @@ class SeriesWriter:
         self.write(rewritten, heartbeat)
 
     def roll_up_missing(self) -> None:
-        """Rebuild missing roll-ups, and those that another writer did not make, in batches of rows."""
+        """Rebuild roll-ups that are missing, for example because another program wrote the rows, in batches of rows."""
         with explain_errors(self.path):
             keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
             for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
@@ -124,12 +127,12 @@ class SeriesWriter:
                         _roll_up(db, {(key, rank, step) for step in range(begin, end, 1 << ROLLUP_SHIFTS[1])})
 
     def abandon(self) -> None:
-        """Close without waiting for a lock and without writing to a missing or corrupt file."""
+        """Close the store without waiting for a lock, and without writing to a missing or corrupt file."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
     def close(self) -> None:
-        """Close after moving the write-ahead log into the store, so that its single file can be copied."""
+        """Move the write-ahead log into the store and close it, so that the store is a single file that can be copied."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
@@ -138,7 +141,7 @@ class SeriesWriter:
 class SeriesReader:
     """Reads the metrics of a run while they are being written; with a WAL, a reader never waits for the writer.
 
-    Rows and values that `SeriesWriter` cannot have written are skipped.
+    Invalid rows and values, which `SeriesWriter` never writes, are skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +153,7 @@ class SeriesReader:
         self._file.close()
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes when the run writes to the store or its file is replaced."""
+        """Return a value that changes when the run writes to the store or the store's file is replaced."""
         return self._file.version()
 
     @property
@@ -172,13 +175,13 @@ class SeriesReader:
         return None
 
     def series(self) -> list[tuple[str, int]]:
-        """Return the (name, rank) pairs that have values."""
+        """Return the series that have values, as pairs (name, rank)."""
         with explain_errors(self.path):
             pairs = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
         return [(name, rank) for name, rank in pairs if isinstance(name, str) and isinstance(rank, int)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
-        """Return every value of a series at steps after `after`."""
+        """Return all values of a series at steps after `after`."""
         query = (
             "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
             f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
@@ -188,7 +191,7 @@ class SeriesReader:
             return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """Return a complete series without nulls; if it has more than `most` points, return means over 2^n steps."""
+        """Return a series without nulls; if there are more than `most` points, return means over buckets of 2^n steps."""
         series = {"name": name, "rank": rank}
         with explain_errors(self.path):
             first, last = self._db.execute(_EXTENT, series).fetchone()
@@ -199,8 +202,8 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # A power of two, so that buckets nest: earlier points of a growing curve change only when it doubles in
-            # length.
+            # The width of a bucket is a power of two, so that buckets nest: the earlier points of a growing curve
+            # change only when the curve doubles in length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
@@ -223,14 +226,14 @@ class SeriesReader:
         return self._db.execute(_MISSING, {"key": key, "rank": series["rank"]}).fetchone() is None
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
-        """Return for each step the Unix time of the first row at or after it, or None."""
+        """Return the Unix time of the first row at or after each step, or None if there is no such row."""
         with explain_errors(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
             rows = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
         return [_finite(row[0]) if row else None for row in rows]
 
     def timed_values(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
-        """Yield every (step, timestamp, value) of a series; rows are read lazily."""
+        """Yield the values of a series as tuples (step, timestamp, value); rows are read lazily."""
         query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
         with explain_errors(self.path):
             for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
@@ -238,7 +241,9 @@ class SeriesReader:
                     yield step, _finite(timestamp) or 0.0, _finite(value)
 
     def latest(self, rank: int = 0) -> dict[str, float]:
-        """Return the latest value of each series of a rank, by name; omit series whose latest value is null."""
+        """Return a dict that maps the name of each series of a rank to its latest value; omit a series if this value is
+        null.
+        """
         newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
         with explain_errors(self.path):
@@ -251,7 +256,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the latest event of the given kinds; None if it is missing or unreadable."""
+        """Return the latest event of one of the given kinds; None if there is none or it is unreadable."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()
@@ -268,7 +273,7 @@ def best_sae(latest: Mapping[str, float]) -> str:
 
 
 def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the latest values of a metric, keyed by SAE label."""
+    """Return a dict that maps the label of each SAE to the latest value of a metric."""
     return {key.removeprefix(f"{name}@"): value for key, value in latest.items() if key.startswith(f"{name}@")}
 
 
@@ -280,14 +285,15 @@ def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | 
     return latest.get(name)
 
 
-# Jumps from one rank of a key to the next; DISTINCT would read one row per 64 steps.
+# This query jumps from one rank of a key to the next; DISTINCT would read all rows.
 _SERIES = (
     "WITH RECURSIVE found(id, rank) AS (SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = id) FROM keys"
     " UNION ALL SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = found.id AND rank > found.rank) FROM found"
     " WHERE rank IS NOT NULL)"
     " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
 )
-# SQLite sorts text and blobs after all numbers, and null before them, so these bounds exclude all three.
+# SQLite sorts text and blobs after all numbers, and null before all numbers, so these bounds exclude text, blobs and
+# null.
 _LAST_STEP = 2**62
 _STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
 _VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
@@ -338,13 +344,18 @@ _NEWEST = (
 
 
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
-    """Add new names and return the id of every name; not cached, since a failed write rolls back its new names."""
+    """Add new names and return a dict that maps every name to its id.
+
+    The ids are not cached, since a failed write rolls back its new names.
+    """
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recompute the buckets of `touched` (key, rank, step) from their rows, so that rewritten steps count once."""
+    """Recompute the buckets of the `touched` tuples (key, rank, step) from their rows, so that no step is counted
+    twice.
+    """
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:

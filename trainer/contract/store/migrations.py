@@ -1,6 +1,7 @@
-"""The store schemas as append-only lists of migrations; `PRAGMA user_version` counts the applied migrations.
+"""The schemas of the stores as append-only lists of migrations; `PRAGMA user_version` is the number of applied
+migrations.
 
-A new store is created directly from the SQL of the latest schema (written by `make schemas`), without sqlite-utils.
+A new store is created without sqlite-utils, directly from the SQL of the latest schema, which `make schemas` writes.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
-# 0 for a row with a damaged list; `repair` fixes it later.
+# The number of GPUs in a row's list; 0 for a damaged list, which `repair` fixes later.
 _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
 
 
 def control_003(db: Database) -> None:
-    """Add the queue (order, hold, dependencies, any or named GPUs), shared GPUs, tags and notes."""
+    """Add columns for the queue (order, hold, dependencies, any or named GPUs), shared GPUs, tags and notes."""
     jobs = db.table("jobs")
     for name, kind, default in (
         ("priority", int, 0),
@@ -117,9 +118,9 @@ def control_007(db: Database) -> None:
 
 
 def control_008(db: Database) -> None:
-    """Add each job's machine id, and remove deleted jobs from the dependency lists of other jobs.
+    """Add the machine id of each job, and remove deleted jobs from the dependency lists of other jobs.
 
-    Before this version a deleted job counted as finished; now a job waits for every job in its list.
+    Before this version, a deleted job was considered finished; now a job waits for every job in its list.
     """
     db.table("jobs").add_column("machine_id", str)
     kept = 'SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value IN (SELECT id FROM jobs)'
@@ -132,9 +133,10 @@ def control_009(db: Database) -> None:
 
 
 def metrics_001(db: Database) -> None:
-    """Create metrics clustered by (key, rank, step), two roll-up levels, and the heartbeat and events of rank 0."""
+    """Create the tables for metrics, clustered by (key, rank, step), two levels of roll-ups, and heartbeat and events."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
-    # sqlite-utils has no WITHOUT ROWID, which halves the file (307 instead of 598 MB for 10 million rows).
+    # sqlite-utils does not support WITHOUT ROWID, which halves the size of the file (307 instead of 598 MB for 10
+    # million rows).
     db.execute(
         "CREATE TABLE metrics(key_id INTEGER, rank INTEGER, step INTEGER, timestamp REAL, value REAL,"
         " PRIMARY KEY(key_id, rank, step)) WITHOUT ROWID"
@@ -165,7 +167,7 @@ def gpu_001(db: Database) -> None:
 
 
 def gpu_002(db: Database) -> None:
-    """Add the driver's energy counter for a GPU, in J; only some samples have it."""
+    """Add the value of the GPU driver's energy counter, in J; only some samples have this value."""
     db.execute("ALTER TABLE gpu_metrics ADD COLUMN energy REAL")
 
 
@@ -184,7 +186,7 @@ NEW = Path(__file__).parent / "new"
 
 
 def statements_of_new(schema: Schema) -> list[str]:
-    """Return the SQL statements that create the tables of an empty store, without their final semicolons."""
+    """Return the SQL statements that create the tables of an empty store, without semicolons at the end."""
     return (NEW / f"{schema}.sql").read_text(encoding="utf-8").split(";\n\n")[:-1]
 
 

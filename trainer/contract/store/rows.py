@@ -21,7 +21,7 @@ _FLAGS = {0: False, 1: True}
 VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu", "heldout_l0")
 R = TypeVar("R")
 
-# Bounds for the values in a row. Code that uses larger values, such as date functions, would fail.
+# Bounds for the values in a row. Some code, such as date functions, would fail for larger values.
 LARGEST_ID = 999_999_999
 JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -32,7 +32,7 @@ Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # up to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Only the form of registry names is checked: another version may have more entries, which are only displayed.
+# Only the form of registry names is checked: another version may have other entries, which are only displayed.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
@@ -77,16 +77,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # process.
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
-    # Queue fields: among others, the ids of the job's dependencies (`after`), when it was queued, and why it waits.
+    # Fields for the queue, among them the ids of the jobs that this job depends on (`after`), the time at which it was
+    # queued, and the reason why it waits.
     priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
     waits_for: str | None = None
-    # With `any_gpus`, the job takes any `gpus_wanted` GPUs that have enough memory; without it, those in `gpu_uuids`.
+    # With `any_gpus`, the job takes any `gpus_wanted` GPUs that have enough memory; otherwise, it takes the GPUs in
+    # `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
-    # CUDA_VISIBLE_DEVICES at launch, which limits `any_gpus`.
+    # The value of CUDA_VISIBLE_DEVICES at launch, which limits the choice of GPUs with `any_gpus`.
     visible_devices: str | None = None
     shares_gpus: bool = False
     card_memory_bytes: Count | None = None
@@ -95,15 +97,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: Count = 0
     restarts: Count = 0
     backend: Name = "local"
-    # GPU energy; GPU-seconds held, measured, and read from an energy counter.
+    # The energy that the GPUs used, and the GPU-seconds held, measured, and read from an energy counter.
     energy_wh: Duration | None = None
     energy_s: Duration | None = None
     energy_known_s: Duration | None = None
     energy_counted_s: Duration | None = None
-    # Measured on held-out rows; `fvu` and `l0` are from the last batches.
+    # Metrics on held-out rows; `fvu` and `l0` are from the last batches.
     heldout_fvu: float | None = None
     heldout_l0: float | None = None
-    # A warning, set if the run fits its training rows clearly better than other rows, or was clearly better earlier.
+    # A warning about overfitting: the FVU is clearly lower on training rows than on other rows, or was clearly lower
+    # earlier.
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -112,9 +115,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_slices(self) -> bool:
-        """True if the job can use MIG slices as GPUs.
+        """Whether the job can use MIG slices as GPUs.
 
-        Multi-GPU training cannot use slices, since its ranks exchange tensors; each process of an extraction can.
+        A training on several GPUs cannot use slices, since its ranks exchange tensors. The processes of an extraction
+        can use slices.
         """
         return self.gpus_wanted == 1 or self.mode == "single"
 
@@ -126,7 +130,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step at the current speed; None if unknown."""
+        """The number of seconds to the last step at the current speed; None if unknown."""
         if not (self.total_steps and self.step and self.tokens_per_s):
             return None
         left_s = max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
@@ -137,7 +141,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Job)}
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `ranks`: one training process and how it ended."""
+    """A row of `ranks`: the process of a rank and how the process ended."""
 
     job_id: JobId
     attempt: Count
@@ -156,7 +160,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, the start time, and the bytes leased on a shared GPU."""
+    """A row of `leases`: the job and user that hold a GPU, the time since when, and the bytes leased on a shared GPU."""
 
     host: str
     gpu_uuid: str
@@ -184,13 +188,13 @@ def to_row(job: Job) -> dict[str, Any]:
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """Return the job in a row of `jobs`; raise `ValueError` if a column has a value that we never write."""
-    # A store from an older version that is opened read-only lacks some columns.
+    """Return the job in a row of `jobs`; raise `ValueError` if a column has a value that this program never writes."""
+    # Some columns are missing if a store from an older version is opened read-only.
     return convert(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 
 
 def convert(value: Any, kind: type[R]) -> R:
-    """Convert a row or a column to the given type; raise `ValueError` if it has a value that we never write."""
+    """Convert a row or a column to a type; raise `ValueError` for a value that this program never writes."""
     try:
         return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -198,7 +202,7 @@ def convert(value: Any, kind: type[R]) -> R:
 
 
 def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
-    """Convert rows to the given type, skipping rows with values that we never write."""
+    """Convert rows to a type, skipping rows with values that this program never writes."""
     for row in rows:
         with contextlib.suppress(ValueError):
             yield convert(row, kind)
@@ -214,7 +218,7 @@ def salvage(row: dict[str, Any], fallback: Job) -> Job:
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the fields of a job whose values are valid in a row."""
+    """Return those of a job's fields that have valid values for a row."""
     valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
@@ -223,7 +227,7 @@ def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _column(name: str, value: Any) -> Any:
-    """Convert a stored column to its field: JSON to a list, 0 and 1 to a bool."""
+    """Convert the value of a column to the value of the field: JSON to a list, and 0 and 1 to a bool."""
     if name in _LIST_COLUMNS and isinstance(value, str):
         return decode_as(value, list[Any])
     return _FLAGS.get(value, value) if name in _FLAG_COLUMNS else value

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """The state of a job; users and scripts see these values."""
+    """The state of a job; the values are shown to users and scripts."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -17,19 +17,19 @@ class JobState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
-    # The job has not run: its SAE comes from another tool.
+    # The job has not run, since its SAE was imported from another tool.
     IMPORTED = "imported"
 
     @property
     def is_final(self) -> bool:
-        """True if no process of the job is running and only resuming the job changes the state."""
+        """Whether no process of the job is running, and the state changes only if the job is resumed."""
         return self in _END
 
 
 # The states in which a run can end.
 _ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
 _END = _ENDED | {JobState.IMPORTED}
-# The states that a dependent job waits for.
+# The states of a job that other jobs, which depend on it, wait for.
 DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
 # A job that restarts after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})
