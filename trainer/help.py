@@ -1,4 +1,4 @@
-"""Examples and exit codes for `--help`."""
+"""The examples and exit codes that `--help` shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks who owns a file or folder and who else can write to it, as ssh does for its files."""
+"""Checks who owns a file or folder and who else can write to it, as ssh does for its own files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def user_of(uid: int) -> str:
 
 
 def sharing(folder: Path) -> str:
-    """Describe who shares a folder: `group ml (12 members)`; return "" if it is not shared."""
+    """Return who shares a folder, such as `group ml (12 members)`; "" if the folder is not shared."""
     if not is_shared(folder):
         return ""
     gid = folder.stat().st_gid
@@ -34,13 +34,13 @@ def sharing(folder: Path) -> str:
         group = grp.getgrgid(gid)
     except KeyError:
         return f"group {gid}"
-    # A group entry does not list users who have it as their primary group.
+    # The entry of a group does not list the users who have it as their primary group.
     members = {*group.gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == gid)}
     return f"group {group.gr_name} ({len(members)} member{'s' * (len(members) != 1)})"
 
 
 def distrust_of_folder(folder: Path) -> str:
-    """Explain why jobs must not be stored in a folder, since anyone who can write to it controls them, or return ""."""
+    """Return why jobs must not be stored in a folder, or "": anyone who can write to the folder controls the jobs."""
     try:
         status = folder.stat()
     except OSError:
@@ -53,15 +53,17 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Return why a file's content must not be trusted (others may have written it); "" if it may be."""
+    """Return why the content of a file must not be trusted, because others may have written it; "" if it can be
+    trusted.
+    """
     return distrust_of_open(file, file.stat())
 
 
 def distrust_of_program(program: Path) -> str:
-    """Explain why a program must not be run; return "" if only this user and root can change it.
+    """Return why a program must not be run; "" if only this user and root can change it.
 
-    This also checks each folder and link on the path, since anyone who can write to one of them controls which program
-    runs. `program` is absolute. Raise `OSError` if the program does not exist.
+    Each folder and link on the path is also checked, since anyone who can change one of them controls which program is
+    run. `program` is an absolute path. Raise `OSError` if the program does not exist.
     """
     place, rest, n_links = Path("/"), list(reversed(program.parts)), 0
     while rest:
@@ -85,10 +87,10 @@ def distrust_of_program(program: Path) -> str:
 
 
 def distrust_of_searched(folder: Path) -> str:
-    """Explain why programs found in a folder must not be run; return "" if only this user and root can add to it.
+    """Return why programs found in a folder must not be run; "" if only this user and root can add programs.
 
-    This is stricter than `distrust_of_program`: in a sticky folder such as /tmp, others can add programs. Raise
-    `OSError` if the folder does not exist.
+    This check is stricter than `distrust_of_program`, since others can add programs to a sticky folder such as /tmp.
+    Raise `OSError` if the folder does not exist.
     """
     return distrust_of_program(folder) or _changed_by_others(folder, folder.stat(), may_be_sticky=False)
 
@@ -98,19 +100,20 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
         return f"{step} belongs to {user_of(status.st_uid)}"
     # In a sticky folder such as /tmp, only the owner of an entry can replace it.
     is_sticky = may_be_sticky and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    # The mode of a link has no meaning.
+    # The mode of a link is meaningless.
     if stat.S_ISLNK(status.st_mode) or is_sticky or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return ""
     return f"others may write to {step}; `chmod go-w` it"
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file that acts with the reader's rights: only this user or root may own it and write to it.
+    """Open a file that controls what programs do on behalf of this user; only this user and root may be able to write
+    it.
 
     Raise `UserError` for any other file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Check the open file, since the name may refer to another file by now.
+    # Check the file that is open, since the name may refer to another file by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"{file.name} is ignored, because {why}")
@@ -118,7 +121,7 @@ def open_own(file: Path) -> io.BufferedReader:
 
 
 def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
-    """Like `distrust_of_file`, but for an open file, given its status; `pipes` also allows pipes."""
+    """Return the same as `distrust_of_file`, for an open file with this status; with `pipes`, pipes are also allowed."""
     if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
     if status.st_uid not in (os.geteuid(), 0):

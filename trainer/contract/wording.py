@@ -8,13 +8,13 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def gibibytes(n_bytes: float, digits: int = 1) -> str:
-    """Write bytes as `17.9 GiB`, or as `82 MiB` if `digits` is 1 and the size is below 0.1 GiB."""
+    """Format a number of bytes as `17.9 GiB`, or as `82 MiB` if `digits` is 1 and the size is below 0.1 GiB."""
     small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
     return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
 
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:
-    """Write two sizes in bytes with enough digits (up to 3) to show which is larger."""
+    """Format two numbers of bytes with enough digits (up to 3) to show which is larger."""
     if max(first, second) < 2**20:
         return f"{first / 2**10:,.1f} KiB", f"{second / 2**10:,.1f} KiB"
     pairs = [(gibibytes(first, digits), gibibytes(second, digits)) for digits in (1, 2, 3)]
@@ -22,12 +22,12 @@ def distinct_sizes(first: int, second: int) -> tuple[str, str]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Write bytes per second as `12.0 GB/s`, in units of 10^9, as is usual for bandwidths."""
+    """Format a number of bytes per second as `12.0 GB/s`, in units of 10^9 bytes, as is usual for bandwidths."""
     return f"{bytes_per_s / 1e9:,.1f} GB/s"
 
 
 def duration(seconds: float, *, short: bool = False) -> str:
-    """Write a number of seconds as `45 s`, `12 min`, `3 h 05 min` (short: `3 h 05`) or `58 d 20 h`."""
+    """Format a number of seconds as `45 s`, `12 min`, `3 h 05 min` (or `3 h 05` if `short`) or `58 d 20 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -39,13 +39,13 @@ def duration(seconds: float, *, short: bool = False) -> str:
 
 
 def join_words(words: list[str]) -> str:
-    """Join words as `a`, `a and b` or `a, b and c`."""
+    """Join words as in `a`, `a and b` or `a, b and c`."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def plural(count: int, word: str) -> str:
-    """Write a count with its noun: `1 GPU`, `2 CPU processes`, `4,000 rows`."""
+    """Format a count with its noun, such as `1 GPU`, `2 CPU processes` or `4,000 rows`."""
     ending = "es" if word.endswith("s") else "s"
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
@@ -55,18 +55,18 @@ MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 
 def zero_rows(fraction: float, of_rows: str) -> str:
-    """Write the share of zero rows as `40.0 % of all rows are zero, like padding`."""
+    """Format the share of zero rows, such as `40.0 % of all rows are zero, like padding`."""
     return f"{100 * fraction:.1f} % of {of_rows} are zero, like padding"
 
 
 def number(value: float) -> str:
-    """Write a loss or a ratio with four significant digits."""
+    """Format a loss or a ratio with four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)
 
 
 def count(value: float) -> str:
-    """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow its changes."""
-    # From each of these limits on, the smaller unit would round to four digits before the decimal point.
+    """Format a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow a growing count."""
+    # At or above each of these limits, the smaller unit would be rounded to four digits before the decimal point.
     for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / one:.1f}{unit}"
@@ -74,7 +74,7 @@ def count(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Write a fraction as a percentage, as in the log: `12.5%`, `<0.1%`, `>99.9%`, `0%`."""
+    """Format a fraction as a percentage, as in the log: `12.5%`, `<0.1%`, `>99.9%` or `0%`."""
     if 0 < value < 0.0005:
         return "<0.1%"
     if 0.9995 <= value < 1:
@@ -83,7 +83,7 @@ def share(value: float) -> str:
 
 
 def done(progress: float) -> str:
-    """Write progress as a percentage: `100%` only if it is complete."""
+    """Format progress as a percentage, with `100%` only if it is complete."""
     return f"{min(round(100 * progress), 100 if progress >= 1 else 99)}%"
 
 

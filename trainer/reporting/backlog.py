@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Backlog(Generic[T]):
-    """Keeps the latest `most` items, oldest first; `dropped` counts the discarded items."""
+    """Keeps the latest `most` items, oldest first; `dropped` is the number of discarded items."""
 
     def __init__(self, most: int) -> None:
         self.dropped = 0

@@ -1,6 +1,6 @@
-"""Reports a run's progress if its store is on another host, by appending lines to a file that this host reads.
+"""Reports the progress of a run if its store is on another host, by appending lines to a file that this host reads.
 
-SQLite cannot be used: its WAL needs shared memory, and its locks are unreliable on network file systems.
+SQLite cannot be used, since its WAL needs shared memory and its locks are unreliable on network file systems.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 class LineFile:
-    """Appends a line for every write. The first line contains `rewind`, the step at which a resumed run continues.
+    """Appends a line to a file at every write.
 
-    The reader deletes the history after this step.
+    In a resumed run, the first line contains `rewind`, with the step at which the run continues; the reader of the file
+    deletes the history after this step.
     """
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
@@ -50,7 +51,7 @@ class LineFile:
         self._rewind = None
 
     def mend(self) -> str:
-        """Return "", since the file's reader handles damage and keeps the lines that it has already read."""
+        """Return "", since the reader of the file handles damage and keeps the lines that it has already read."""
         return ""
 
     def give_up_corrupt(self) -> str:
@@ -60,14 +61,14 @@ class LineFile:
         """Do nothing, since every write opens and closes the file."""
 
     def close(self) -> None:
-        """Write a line with `rewind` if the run has not written any line yet."""
+        """If the run has not written a line yet, write the line with `rewind`."""
         if self._rewind:
             self.write((), None, ())
 
     def _append(self, line: bytes) -> None:
         """Append a line in one write; raise `OSError` if the line is incomplete, for example because the disk is full.
 
-        The next call first ends an incomplete line with a newline.
+        After an incomplete line, the next call starts with a newline.
         """
         descriptor = open_private(self._path, os.O_APPEND)
         try:

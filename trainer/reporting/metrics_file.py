@@ -31,8 +31,8 @@ class SeriesFile:
     def mend(self) -> str:
         """Set a lost or damaged file aside, so that the next write creates a new file; return the reason, or "".
 
-        SQLite itself would continue to write to a deleted file, and to a damaged file as long as the needed pages are
-        in memory.
+        SQLite itself would continue to write to a deleted file. It would also continue to write to a damaged file as
+        long as the required pages are in memory.
         """
         if self._identity is None:
             return ""
@@ -41,7 +41,7 @@ class SeriesFile:
             return self._give_up("was deleted", "deleted")
         if identity != self._identity:
             return self._give_up("was replaced", "replaced")
-        # No other process should write to the file, so if it has changed, check it.
+        # No other process should write to the file, so check the file if it has changed.
         if self._touched is not None and _stamp(self.path) != self._touched:
             try:
                 check_whole(self.path, "metrics")
@@ -67,8 +67,8 @@ class SeriesFile:
         self._writer = None
 
     def _give_up(self, what: str, word: str) -> str:
-        # Rename before closing: closing the last connection writes the log into the file with the original name, which
-        # may be a different file by now.
+        # Rename before closing: when the last connection is closed, SQLite writes the log into the file with the
+        # original name, which may be a different file by now.
         aside = set_aside(self.path, word)
         self.let_go()
         self._identity = self._touched = None

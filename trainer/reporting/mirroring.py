@@ -1,4 +1,4 @@
-"""Also sends a run's metrics to other tools, with one thread per tool. If a tool fails, report it once and drop it."""
+"""Also sends the metrics of a run to other tools, with one thread per tool; a tool that fails is reported and dropped."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step
 
 
 class MirrorThread:
-    """A thread that opens a mirror of a run once the first rows arrive, and sends it all rows.
+    """A thread that opens a mirror of a run when the first rows arrive, and sends all rows to this mirror.
 
     Before the first rows, the main thread may still be importing modules that the mirror's library also imports.
     """
@@ -139,7 +139,7 @@ class Dealer:
         self._of_saes: set[str] = set()
 
     def out(self, rows: Iterable[MetricRow]) -> dict[tuple[str, int], dict[str, float]]:
-        """Return the values by label and step; values for the run are added to every SAE."""
+        """Return a dict that maps each (label, step) to its values; values of the run are added to every SAE."""
         values: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:
             name, _, label = row.name.partition("@")
@@ -151,5 +151,5 @@ class Dealer:
         if label:
             self._of_saes.add(name)
             return [label]
-        # In a sweep, the values of the first SAE also arrive without its label; drop them.
+        # In a sweep, the values of the first SAE are also reported without a label, so drop the values without a label.
         return [] if name in self._of_saes else self._labels

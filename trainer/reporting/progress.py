@@ -1,4 +1,4 @@
-"""Writes a run's progress to its store, and reads requests to stop, in a thread of rank 0.
+"""Writes the progress of a run to its store, and reads requests to stop the run, in a thread of rank 0.
 
 Training never waits for the store: it queues immutable rows and continues. While the store is locked, full or missing,
 the rows stay in memory; if the queue overflows, the oldest rows are lost.
@@ -27,14 +27,15 @@ from trainer.reporting.backlog import Backlog
 from trainer.reporting.metrics_file import SeriesFile
 
 FLUSH_S = 0.5
-# The time after which a failed write to the store is retried.
+# The number of seconds after which a failed write to the store is retried.
 RETRY_S = 1.0
-# The maximum time that a save waits until queued rows are stored.
+# The maximum number of seconds that a save waits until queued rows are stored.
 SETTLE_S = 1.0
 # The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
-# The number of rows per transaction: few enough that a failed attempt costs little and other writers get a turn.
+# The maximum number of rows per transaction. It is small, so that a failed attempt costs little and other processes can
+# write in between.
 ROWS_AT_ONCE = 5000
 
 
@@ -68,7 +69,9 @@ class Requests:
 
 
 class RunProgress:
-    """Remembers the phase and step of the run. Ranks other than 0 use this class, which stores nothing."""
+    """Keeps the phase and step of the run in memory. Ranks other than 0 use this class, which writes nothing to a
+    store.
+    """
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
@@ -77,7 +80,7 @@ class RunProgress:
         """Queue metric values for the store."""
 
     def heartbeat(self, phase: str, step: int, tokens: int) -> None:
-        """Record the phase, step and tokens of the run; this is cheap, since every step calls it."""
+        """Record the phase, step and tokens of the run; this must be cheap, since it is called in every step."""
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
@@ -129,10 +132,10 @@ class StoredProgress(RunProgress):
         finish: threading.Event | None = None,
         sign: Path | None = None,
     ) -> None:
-        """Start the thread that writes to a store; it touches the file `sign` if the run makes steps but cannot store
-        them.
+        """Start the thread that writes to a store.
 
-        Otherwise the supervisor would assume that the run hangs, and end it.
+        If the run makes progress that cannot be stored, the thread touches the file `sign`. Otherwise, the supervisor
+        would assume that the run hangs and would end it.
         """
         super().__init__()
         self._total_steps = total_steps
@@ -197,7 +200,8 @@ class StoredProgress(RunProgress):
         with contextlib.suppress(Exception):
             wanted = self._requests.wanted() if self._requests else Wanted()
             if wanted.stop and wanted.stop != self._seen_stop:
-                # Set the event once per request, since the final writes clear it to detect a further request.
+                # Set the event only once per request: while the run is being saved, the event is cleared to detect
+                # further requests.
                 self._seen_stop = wanted.stop
                 self._stop.set()
             if wanted.finish:
@@ -218,7 +222,7 @@ class StoredProgress(RunProgress):
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):
             return
-        # Fix the number of writes in advance, since training continues to add rows.
+        # Determine the number of writes in advance, since training continues to add rows.
         for _ in range(1 + len(self._rows) // ROWS_AT_ONCE):
             self._write_some()
         if self._outage:
@@ -230,7 +234,7 @@ class StoredProgress(RunProgress):
 
     def _write_some(self) -> None:
         rows, events = self._rows.take(ROWS_AT_ONCE), self._events.take(MOST_EVENTS)
-        # Read the heartbeat after the rows, so that it is never older than they are.
+        # Read the heartbeat after the rows, so that it is never older than the rows.
         heartbeat = self._heartbeat
         latest = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
         try:
@@ -279,7 +283,7 @@ class Outage:
 
 
 def _say(line: str) -> None:
-    # Import late because this imports torch, which loads while this thread is already running.
+    # Import late, since this module imports torch, which is still being loaded when this thread starts.
     from trainer.reporting import rank_log
 
     rank_log.say(line)

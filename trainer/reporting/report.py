@@ -1,4 +1,4 @@
-"""Reports a run's measurements as rows for the store and lines for the log."""
+"""Reports the measurements of a run as rows for the store and lines for the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.reporting.progress import RunProgress
 
 
 class Report:
-    """Keeps and reports every SAE's latest values, by label; if the run is not a sweep, the only label is "".
+    """Keeps and reports the latest values of every SAE, by label; if the run is not a sweep, the only label is "".
 
     In a sweep, rows have names like `fvu@k=16`. The rows of the first SAE are also stored without a label, to represent
     the run.
@@ -48,7 +48,7 @@ class Report:
             )
 
     def compare(self, step: int, step_ms: float) -> None:
-        """Report once the measured step time in ms, next to the time that the cost model predicted."""
+        """Report the measured step time in ms once, together with the time that the cost model predicted."""
         if self._expected_step_s is None:
             return
         expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
@@ -68,7 +68,7 @@ class Report:
         self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
     def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
-        """Report outliers and zero rows in a hook's first sample."""
+        """Report outliers and zero rows in the first sample of a hook's rows."""
         n_seen = max(1, found.n_seen)
         of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
         self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
@@ -89,14 +89,14 @@ class Report:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
-        """Report how many of a hook's held-out rows are left out of all measurements, and why."""
+        """Report how many of a hook's held-out rows are excluded from all measurements, and why."""
         reasons = {"not finite": found.not_finite, "with a huge norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
             self.log("heldout_rows", f"all measurements on {of_rows} leave out {join_words(counted)}")
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
-        """Warn about the few dimensions with most of a hook's variance."""
+        """Warn about a few dimensions that account for most of the variance of a hook's rows."""
         self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}; {found.remedy}")
 
     def scaled(self, sentence: str, hook: str = "") -> None:
@@ -150,7 +150,7 @@ class Report:
         self._rows(step, of_best | ({} if passes is None else {PASSES: passes}))
 
     def overfitting(self, message: str) -> None:
-        """Warn that an SAE is clearly better on its training rows than on held-out rows."""
+        """Warn that an SAE is overfitting."""
         self.warn(OVERFITTING, message)
 
     def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:
@@ -163,12 +163,12 @@ class Report:
             self._untold.setdefault(label, []).append((kind, labelled, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Return the events of this rank's SAEs since the last call, by label; {} on rank 0."""
+        """Return a dict that maps the labels of this rank's SAEs to their events since the last call; {} on rank 0."""
         taken, self._untold = self._untold, {}
         return taken
 
     def deliver(self, events: Mapping[str, Iterable[tuple[str, str, str]]]) -> None:
-        """Record the events of other ranks' SAEs, by label; do nothing on ranks other than 0."""
+        """Record the events of the SAEs of other ranks; do nothing on ranks other than 0."""
         if not self._is_main:
             return
         for of_label in events.values():

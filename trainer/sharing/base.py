@@ -37,7 +37,8 @@ _LONGEST_NAME = 60
 class Firings(NamedTuple):
     """The nonzero activations on a text: tokens [n_contexts, length], `places` [n, 3] and activations [n].
 
-    Each row of `places` is (context, position in the context, latent). All activations are positive.
+    Each row of `places` contains the indices of the context, of the token in the context, and of the latent. All
+    activations are positive.
     """
 
     tokens: Tensor
@@ -48,11 +49,11 @@ class Firings(NamedTuple):
 class SharedSae(NamedTuple):
     """An SAE in its exchange form: it maps raw activations to raw activations.
 
-    `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, a transcoder x itself.
-    `k` is the number of active latents per token in training, None if unknown. `levels` are the prefix widths of a
-    Matryoshka SAE. `features` is the file that `eval` stored for the weights. `firings` computes the activations on
-    the run's data, for formats that need them; it is None if the tokens of the data are unknown. `l0` is the L0 that
-    the imported files state; `notes` are sentences about these files.
+    `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, and a transcoder
+    encodes x itself. `k` is the number of active latents per token in training, or None if unknown. `levels` contains
+    the widths of the prefixes of a Matryoshka SAE. `features` is the file that `eval` stored for the weights. `firings`
+    computes the activations on the run's data, for formats that need them; it is None if the tokens of the data are
+    unknown. `l0` is the L0 that the imported files state. `notes` contains sentences about these files.
     """
 
     config: dict[str, Any]
@@ -81,7 +82,7 @@ class SharedSae(NamedTuple):
 
     @property
     def has_skip(self) -> bool:
-        """True if a skip connection adds W_skip @ x to the output; W_skip is [d_out, d_in]."""
+        """Whether a skip connection adds W_skip @ x to the output; the shape of W_skip is [d_out, d_in]."""
         return "W_skip" in self.weights
 
     @property
@@ -123,16 +124,16 @@ class Format(ABC):
     files: ClassVar[tuple[str, ...]] = ()
     # The sets of files from which an SAE can be read.
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    # True if `write` needs `SharedSae.firings`.
+    # Whether `write` needs `SharedSae.firings`.
     needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: SharedSae) -> str | None:
-        """Return the reason if the format cannot store this SAE without changing its output, otherwise None."""
+        """Return the reason why the format cannot store this SAE without changing its output; None if it can."""
         return None
 
     @abstractmethod
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
-        """Write an SAE atomically; return a sentence about each omission. Check `refusal` first."""
+        """Write an SAE atomically, and return a sentence about each omission; the caller must check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
@@ -150,7 +151,7 @@ def folder_of(place: Path) -> Path:
 
 
 def holds(folder: Path, *names: str) -> bool:
-    """Return whether a folder contains all the given files. Links count only inside the hub's cache."""
+    """Return whether a folder contains all the given files; links are followed only inside the hub's cache."""
     return all(is_plain_file(folder / name) for name in names)
 
 
@@ -161,7 +162,7 @@ def format_named(name: str) -> Format:
 
 
 def format_in(place: Path) -> str | None:
-    """Return the format name of the SAE at a path; None if there is no readable SAE."""
+    """Return the name of the format of the SAE at a path; None if there is no readable SAE."""
     return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
 
 
@@ -187,7 +188,7 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
 
 
 def _scales_of(sae: Sae) -> dict[str, Any]:
-    """Return the dimension scales used in training as metadata; the exported weights already include them."""
+    """Return the dimension scales used in training, as metadata; the exported weights already include the scales."""
     return {} if sae.dimension_scales is None else {SCALES: changed_scales(sae.dimension_scales)}
 
 
@@ -205,7 +206,9 @@ def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
 
 
 def public_name(value: Any) -> Any:
-    """Return a value for publication: only the last component of an absolute path, any other value unchanged."""
+    """Return a value in a form for publication: only the last component of an absolute path, or another value
+    unchanged.
+    """
     is_path = isinstance(value, str) and Path(value).is_absolute()
     return Path(value).name or value if is_path else value
 

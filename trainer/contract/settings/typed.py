@@ -21,7 +21,7 @@ _LONGEST = 400
 
 
 def parse_value(text: str) -> Any:
-    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; any other text is returned as a string, or as None if empty."""
+    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; return any other text as a string, and None for no text."""
     text = text.strip()
     if not text:
         return None

@@ -36,7 +36,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def _locks(table: bytes, path: Path, first: int) -> list[tuple[int, bytes]]:
-    """Return the pid and kind of the locks that other processes hold on a file from byte `first` on, write locks first."""
+    """Return the pid and kind of other processes' locks on a file at byte `first` or later, write locks first."""
     if not path.exists():
         return []
     place = f"{mount_of(path.parent).device}:{path.stat().st_ino}".encode()

@@ -78,7 +78,7 @@ class SeriesWriter:
     def write(
         self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()
     ) -> None:
-        """Write rows, heartbeat and events in one transaction; NaN, infinities and values beyond `LARGEST` become null."""
+        """Write all arguments in one transaction; NaN, infinities and values beyond `LARGEST` are stored as null."""
         now = time.time()
         with explain_errors(self.path), transaction(self._db) as db:
             rows = list(rows)
@@ -132,7 +132,7 @@ class SeriesWriter:
             self._db.close()
 
     def close(self) -> None:
-        """Move the write-ahead log into the store and close it, so that the store is a single file that can be copied."""
+        """Close the store after moving the write-ahead log into it, so that it is a single file that can be copied."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
@@ -191,7 +191,7 @@ class SeriesReader:
             return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """Return a series without nulls; if there are more than `most` points, return means over buckets of 2^n steps."""
+        """Return a series without nulls; if it has more than `most` points, return means over buckets of 2^n steps."""
         series = {"name": name, "rank": rank}
         with explain_errors(self.path):
             first, last = self._db.execute(_EXTENT, series).fetchone()

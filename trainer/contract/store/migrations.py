@@ -133,7 +133,7 @@ def control_009(db: Database) -> None:
 
 
 def metrics_001(db: Database) -> None:
-    """Create the tables for metrics, clustered by (key, rank, step), two levels of roll-ups, and heartbeat and events."""
+    """Create tables for metrics (clustered by key, rank and step), two levels of roll-ups, the heartbeat and events."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
     # sqlite-utils does not support WITHOUT ROWID, which halves the size of the file (307 instead of 598 MB for 10
     # million rows).

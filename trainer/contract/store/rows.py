@@ -160,7 +160,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, the time since when, and the bytes leased on a shared GPU."""
+    """A row of `leases`: the job and user that hold a GPU, when the lease began, and the bytes leased on a shared GPU."""
 
     host: str
     gpu_uuid: str

@@ -21,9 +21,10 @@ _ID = re.compile("[0-9a-f]{8}")
 
 
 class MirroredRun(msgspec.Struct, frozen=True):
-    """The run to mirror; a resumed run keeps its `id`, and `first_step` is 0 unless the run was resumed.
+    """The run to mirror.
 
-    `settings` contains the complete job table of every SAE, by label; if the run is not a sweep, the only label is "".
+    A resumed run keeps its `id`, and `first_step` is 0 unless the run was resumed. `settings` maps the label of each
+    SAE to its complete job table; if the run is not a sweep, the only label is "".
     """
 
     folder: Path
@@ -43,11 +44,11 @@ class Mirror(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the user finds the metrics, for messages."""
+        """The place where the user finds the metrics, for messages."""
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        """Send an SAE's values at a step."""
+        """Send the values of an SAE at a step."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -59,13 +60,13 @@ class Mirror(ABC):
 
 
 def mirrored_run(job: JobConfig, folder: Path, first_step: int) -> MirroredRun:
-    """Return the run to mirror; `folder` stores its id."""
+    """Return the run to mirror; its id is stored in `folder`."""
     settings = {label: to_table(member) for label, member in members(job).items()}
     return MirroredRun(folder, job.name, _id_of(folder / "mirror.id"), first_step, settings)
 
 
 def _id_of(file: Path) -> str:
-    """Return the run's id from a file; write a random id to the file if it has none."""
+    """Return the id of a run from a file; if there is no id in the file, write a random one."""
     try:
         with open_plain(file) as stream:
             known = stream.read(100).decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Mirrors a run to TensorBoard: event files in the run's folder, with a subfolder for each SAE of a sweep."""
+"""Mirrors a run to TensorBoard event files in the run's folder, with a subfolder for each SAE of a sweep."""
 
 from __future__ import annotations
 

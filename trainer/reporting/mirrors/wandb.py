@@ -1,4 +1,4 @@
-"""Mirrors a run to Weights & Biases: one W&B run for each SAE; the runs of a sweep form a group."""
+"""Mirrors a run to Weights & Biases, with one W&B run for each SAE; the W&B runs of a sweep form a group."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def _put_first(run: Any) -> None:
 
 
 def _mode() -> Literal["offline"] | None:
-    """Return None if WANDB_MODE forbids uploads or a key is known, so that W&B chooses the mode; otherwise "offline".
+    """Return None if W&B can choose the mode, because WANDB_MODE forbids uploads or a key is known; otherwise
+    "offline".
 
     Without "offline", W&B would ask for a key on the terminal.
     """
