@@ -121,7 +121,7 @@ def open_own(file: Path) -> io.BufferedReader:
 
 
 def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
-    """Return the same as `distrust_of_file`, for an open file with this status; with `pipes`, pipes are also allowed."""
+    """Return the same as `distrust_of_file` for an open file with this status; with `pipes`, also allow pipes."""
     if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
     if status.st_uid not in (os.geteuid(), 0):

@@ -1,4 +1,4 @@
-"""Also sends the metrics of a run to other tools, with one thread per tool; a tool that fails is reported and dropped."""
+"""Sends the metrics of a run to other tools, with one thread per tool; a tool that fails is reported and dropped."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
 class CircuitTracer(Format):
-    """Stores sets of transcoders with d_in = d_out and ReLU, JumpReLU or TopK; each layer has its own file."""
+    """Stores sets of transcoders with d_in = d_out and a ReLU, JumpReLU or TopK activation, with one file per layer."""
 
     files = (CONFIG, "layer_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
@@ -51,7 +51,9 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
-        """Write transcoders of different layers as one set, atomically. Check `refusal` for each transcoder first."""
+        """Write transcoders of different layers as one set, atomically; the caller must check `refusal` for each
+        transcoder.
+        """
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
@@ -81,20 +83,21 @@ class CircuitTracer(Format):
         name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
         own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
-        # With a threshold below 0, circuit-tracer would pass negative activations; `checked` refuses such thresholds.
+        # With a threshold below 0, circuit-tracer would let negative activations through; `checked` refuses such
+        # thresholds.
         sae = checked(SharedSae(own, weights, facts, k=k, is_transcoder=True), file)
         return converted(sae, file)
 
 
 def layer_file(place: Path) -> Path | None:
-    """Return a layer's file: the path itself, or the only layer file in a folder; otherwise None."""
+    """Return the file of a layer: the path itself, or the only layer file in a folder; otherwise None."""
     files = place.glob("layer_*.safetensors") if place.is_dir() else [place]
     layers = [one for one in files if LAYER_FILE.fullmatch(one.name) and is_plain_file(one)]
     return layers[0] if len(layers) == 1 else None
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    """Return the top-level values of a YAML file as strings; set files have no nested settings."""
+    """Return the top-level values of a YAML file as strings; the files of transcoder sets have no nested settings."""
     lines = (_SETTING.fullmatch(line) for line in read_text(file).splitlines())
     return {match[1]: match[2].strip().strip("\"'") for match in lines if match}
 
@@ -106,7 +109,7 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 class Member(NamedTuple):
-    """A transcoder's properties that must match within a set, and its layer, which must differ."""
+    """The properties of a transcoder that must be equal within a set, and its layer, which must be unique."""
 
     layer: int | None
     d_in: int
@@ -117,12 +120,12 @@ class Member(NamedTuple):
 
 
 def member_of(sae: SharedSae) -> Member:
-    """Return the properties of a transcoder that matter for its set."""
+    """Return the properties of a transcoder that are relevant for its set."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
-    """Return the reason if the transcoders cannot form a set, otherwise None."""
+    """Return the reason why the transcoders cannot form a set; None if they can."""
     layers = [one.layer for one in members]
     if None in layers:
         return f"the data of transcoder {layers.index(None) + 1} does not name its layer; export it alone and rename it"
@@ -138,7 +141,7 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
 
 
 def notes_of_set(members: Sequence[Member]) -> list[str]:
-    """Return notes about a written set: unknown layers, missing layers, and how circuit-tracer reads TopK."""
+    """Return notes about a set that was written: on unknown or missing layers, and how circuit-tracer reads TopK."""
     layers = [one.layer for one in members]
     notes = ["the data does not name its layer: rename layer_0.safetensors after the layer"] if None in layers else []
     known = {layer for layer in layers if layer is not None}
@@ -149,13 +152,13 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
 
 
 def layer_of(sae: SharedSae) -> int | None:
-    """Return the layer of a transcoder's input, used in its file name; None if unknown."""
+    """Return the layer of a transcoder's input, which is part of the file name; None if unknown."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
 
 
 def _k_of(sae: SharedSae) -> int | None:
-    """Return k of a TopK transcoder; None for other architectures."""
+    """Return the k of a TopK transcoder; None for other architectures."""
     return int(sae.config["k"]) if sae.form == _TOPK else None
 
 
@@ -171,7 +174,7 @@ def _tensors(sae: SharedSae) -> dict[str, Tensor]:
 
 
 def _config(sae: SharedSae) -> str:
-    """Return the set's settings as YAML; JSON strings are valid YAML strings."""
+    """Return the settings of a transcoder set as YAML; JSON strings are valid YAML strings."""
     facts = sae.metadata
     settings = {
         "model_kind": "transcoder_set",

@@ -13,7 +13,7 @@ from trainer.contract.errors import UsageError
 from trainer.sharing.base import Firings, Format, SharedSae
 
 CONFIG = "config.json"
-# delphi's default number of files.
+# The default number of files in delphi.
 MOST_SPLITS = 5
 # The largest fp16 number. delphi stores activations in fp16, in which larger activations become infinite.
 _LARGEST_HALF = 65504
@@ -51,9 +51,9 @@ class Delphi(Format):
 
 
 def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
-    """Return the first and last latent of each file; the files cover all latents.
+    """Return the index of the first and last latent of each file; together, the files cover all latents.
 
-    Every file contains at least one firing latent, because delphi cannot read a file without activations.
+    Every file contains at least one latent that fires, because delphi cannot read a file without activations.
     """
     latents = firings.places[:, 2].contiguous()
     for n_splits in range(min(MOST_SPLITS, d_sae), 1, -1):
@@ -64,7 +64,7 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
 
 def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
-    """Return the tensors of one file. Its latent indices start at 0."""
+    """Return the tensors of one file, in which the indices of latents start at 0."""
     latents = firings.places[:, 2]
     is_in = (latents >= first) & (latents <= last)
     places, activations = firings.places[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]
@@ -77,7 +77,7 @@ def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
 
 
 def _config(sae: SharedSae, firings: Firings, n_splits: int) -> dict[str, object]:
-    """Return the fields of delphi's CacheConfig and the name of the model whose tokenizer delphi loads."""
+    """Return the fields of delphi's CacheConfig, and the name of the model for delphi to load the tokenizer of."""
     n_contexts, n_tokens = firings.tokens.shape
     return {
         "dataset_repo": str(sae.metadata.get("dataset_path") or ""),

@@ -35,15 +35,16 @@ _OWN = {name: name for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 
 
 class _DictionaryClass(NamedTuple):
-    """A dictionary_learning class: the equivalent SAELens architecture and the tensor names.
+    """A class of dictionary_learning, with the equivalent SAELens architecture and the names of the tensors.
 
-    `transposed` means that matrices are stored as in an nn.Linear. `extra` lists optional tensors such as k.
+    `transposed` means that matrices are stored as in an nn.Linear. `extra` contains the names of optional tensors such
+    as k.
     """
 
     architecture: str
     names: dict[str, str]
     transposed: bool
-    # True if the encoder's input is x − b_dec.
+    # Whether the encoder's input is x − b_dec.
     subtracts: bool = True
     extra: tuple[str, ...] = ()
 
@@ -78,7 +79,7 @@ _KINDS = {
         transposed=True,
     ),
 }
-# For each class, a lower-case substring of the name of its trainer.
+# Maps each class to a lower-case substring of the name of its trainer.
 _TRAINERS = {
     "AutoEncoder": "standard",
     "AutoEncoderNew": "standard",
@@ -88,7 +89,7 @@ _TRAINERS = {
     "JumpReluAutoEncoder": "jump",
     "GatedAutoEncoder": "gated",
 }
-# Class names, first by training architecture, then by SAELens architecture.
+# The names of classes: first by training architecture, and then by SAELens architecture.
 _TRAINED = {"batch_topk": "BatchTopKSAE", "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE"}
 _COMPUTED = {
     # When loaded, AutoEncoder scales its activations by the decoder norms; AutoEncoderNew does not.
@@ -143,9 +144,9 @@ def _files(place: Path) -> tuple[Path, Path] | None:
 
 
 def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> str:
-    """Return a dictionary's class name from its settings, or else from its trainer and tensor names.
+    """Return the class name of a dictionary from its settings, or else from the names of its trainer and tensors.
 
-    Settings written before mid-2024 do not state the class.
+    Settings from before mid-2024 do not state the class.
     """
     said = trainer.get("dict_class")
     if said is not None:
@@ -157,7 +158,7 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
     fitting = [name for name, kind in _KINDS.items() if _fits(kind, tensors)]
     trained = [name for name in fitting if _TRAINERS[name] in str(trainer.get("trainer_class")).lower()]
     if len(fitting) == 1 or trained:
-        # "TrainerBatchTopK" also contains "topk": the longest match wins.
+        # "TrainerBatchTopK" also contains "topk", so use the longest match.
         return max(trained or fitting, key=lambda one: len(_TRAINERS[one]))
     raise UsageError(
         f"{file}: trainer.dict_class is missing, and the tensors fit several classes or none; give --config "
@@ -172,7 +173,7 @@ def _fits(kind: _DictionaryClass, tensors: dict[str, Tensor]) -> bool:
 
 
 def _kind(name: str, tensors: dict[str, Tensor]) -> _DictionaryClass:
-    """Return the kind of a class; early Matryoshka SAEs store matrices like nn.Linear."""
+    """Return the `_DictionaryClass` with this name; early Matryoshka SAEs store matrices like nn.Linear."""
     if name == "MatryoshkaBatchTopKSAE" and "encoder.weight" in tensors:
         return _KINDS["BatchTopKSAE"]._replace(extra=_KINDS[name].extra)
     return _KINDS[name]
@@ -191,9 +192,10 @@ def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(sae: SharedSae) -> str:
-    """Return the name of a class that computes the same as the SAE.
+    """Return the name of a class that computes the same results as the SAE.
 
-    The class for the SAE's training method is used only if k is known and all latents share one threshold."""
+    The class for the SAE's training method is used only if k is known and all latents share one threshold.
+    """
     name = _TRAINED.get(sae.trained_as)
     if name is None or sae.k is None or (sae.weights["threshold"] != sae.weights["threshold"][0]).any():
         return _COMPUTED[sae.architecture]
@@ -268,7 +270,8 @@ def _shared(
 def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
     """Return the activation threshold.
 
-    If training never set it, dictionary_learning stores a negative threshold, which has no effect."""
+    If training never set the threshold, dictionary_learning stores a negative value, which has no effect.
+    """
     stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
     if stored is not None and stored.numel() == 1 and not stored.is_complex():
         return float(stored)

@@ -39,7 +39,8 @@ class FoundSae(NamedTuple):
     def read(self, given: Given = NOTHING_GIVEN) -> SharedSae:
         """Read the SAE and apply the user's `norm_scaling_factor` to its rows.
 
-        The SAELens reader applies the factor itself, because SAELens has a setting of that name."""
+        The SAELens reader applies this factor itself, because SAELens has a setting of that name.
+        """
         shared, said = self.reader.read(self.place, given), given.config.get("norm_scaling_factor")
         if self.form == "saelens" or said is None:
             return shared
@@ -50,15 +51,15 @@ class FoundSae(NamedTuple):
 
 
 def find(name: Path, form: str | None = None) -> FoundSae:
-    """Return the SAE at a path or with a name on the hub; `form` is its format, or None to detect it from the files.
+    """Return the SAE at a path or with a name on the hub; `form` is the format, or None to detect it from the files.
 
-    Raise `UsageError` if there is no SAE; the message lists the expected files and the files found.
+    Raise `UsageError` if there is no SAE; the message lists the expected files and the files that were found.
     """
     return in_folder(name if os.path.lexists(name) else from_hub.fetch(str(name)) or name, form)
 
 
 def in_folder(place: Path, form: str | None = None) -> FoundSae:
-    """Return the SAE in a local folder or file, like `find`."""
+    """Return the SAE in a local folder or file; see `find`."""
     if form is not None:
         catalog.entry(catalog.FORMATS, form, "--format")
         if format_named(form).recognises(place):
@@ -72,7 +73,7 @@ def in_folder(place: Path, form: str | None = None) -> FoundSae:
 
 
 def saes_below(folder: Path) -> list[Path]:
-    """Return the folders and files of all SAEs below a folder, in natural order: layers.2 before layers.10."""
+    """Return the folders and files of all SAEs below a folder, in natural order (layers.2 before layers.10)."""
     return sorted(_below(folder), key=lambda place: [_natural(part) for part in place.parts])
 
 
@@ -92,7 +93,9 @@ def _nothing(place: Path, form: str | None) -> str:
 
 
 def _refused(folder: Path) -> str:
-    """Return why the files of an SAE cannot be read, usually because a file is a link; "" if no SAE is complete."""
+    """Return why the files of a complete SAE cannot be read (usually, since a file is a link); "" if there is no such
+    SAE.
+    """
     for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue

@@ -1,4 +1,4 @@
-"""Downloads SAEs from the Hugging Face hub by name into the cache of the hub's client."""
+"""Downloads SAEs from the Hugging Face hub by their names, to the cache of the hub's client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def parse(text: str) -> HubName | None:
 
 
 def fetch(text: str) -> Path | None:
-    """Return the cached path of an SAE on the hub, after downloading it if necessary; None if `text` is no hub name.
+    """Return the cached path of an SAE on the hub, downloading it if necessary; None if `text` is not a name on the
+    hub.
 
     Raise `UsageError` if the hub has no such SAE and `UserError` if the hub cannot be reached.
     """
@@ -44,7 +45,7 @@ def fetch(text: str) -> Path | None:
         return None
     hub = hub_client(f"FOLDER: there is nothing at {text}, and a download from the hub needs its client")
     cached = _cached(hub, name)
-    # Caching one SAE also creates its parent folders, so a cached folder must itself contain weights.
+    # When an SAE is cached, its parent folders are also created, so a cached folder must itself contain weights.
     if cached is not None and (cached.is_file() or any(map(_is_weights, _files(cached)))):
         return cached
     try:
@@ -59,12 +60,12 @@ def fetch(text: str) -> Path | None:
 
 
 def _is_mistyped_path(text: str) -> bool:
-    """Return whether a name without "hf:" begins with a local folder: `saes/9` is a mistyped path if `saes` exists."""
+    """Return whether a name is probably a mistyped path: `saes/9` is one if there is a local folder `saes`."""
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 
 def _cached(hub: Any, name: HubName) -> Path | None:
-    """Return the folder or file of a name in the cache; None if it is absent."""
+    """Return the folder or file with a name on the hub in the cache; None if it is not in the cache."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:

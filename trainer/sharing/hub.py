@@ -18,10 +18,10 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
 class Repository:
-    """The target repository of an upload: its `url`, and whether it `is_new` and `has_card`, a model card.
+    """The target repository of an upload: its `url`, whether it `is_new`, and whether it has a model card (`has_card`).
 
-    The constructor requests the user's name and the repository's files and changes nothing on the hub. The constructor
-    raises `UsageError` if an upload is impossible and `UserError` if the hub does not respond.
+    The constructor only requests the user's name and the repository's files, and changes nothing on the hub. It raises
+    `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
     """
 
     def __init__(self, name: str, *, public: bool) -> None:
@@ -41,7 +41,10 @@ class Repository:
             raise UsageError(f"--push: {self.url} {way_out}, or choose another name")
 
     def send(self, files: Mapping[str, Path | bytes]) -> None:
-        """Commit all files, by their names in the repository, or none; raise `UserError` on failure."""
+        """Commit all files in one commit; raise `UserError` on failure.
+
+        `files` maps the name of each file in the repository to its path or content.
+        """
         added = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
         ]
@@ -93,7 +96,7 @@ def hub_client(missing: str) -> Any:
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
         raise UsageError(f"{missing}; {install('hf')}") from None
-    # The client's retry warnings contain signed URLs, which give access to everyone who reads them.
+    # The client's warnings about retries contain signed URLs, which give access to everyone who reads them.
     hub.utils.logging.set_verbosity_error()
     return hub
 
@@ -112,7 +115,7 @@ def _client() -> tuple[Any, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a request failed, in one line without the URL, since the signed URL of an upload gives access."""
+    """Return why a request failed, as one line without the URL, since a signed URL of an upload would give access."""
     if isinstance(error, RuntimeError) and error.__cause__:
         # The client wraps errors of its upload threads in a RuntimeError.
         error = error.__cause__

@@ -12,14 +12,14 @@ from trainer.contract.files import write_whole
 from trainer.contract.runs.features import ActivatingExample, Feature, Features, LogitChange
 from trainer.sharing.base import Format, SharedSae
 
-# SAEDashboard's batch size.
+# The batch size of SAEDashboard.
 LATENTS_IN_A_BATCH = 128
-# SAEDashboard's bin fields for a top-activating example, which belongs to no bin.
+# The values of SAEDashboard's bin fields for a top-activating example, which belongs to no bin.
 _STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
 
 
 class Neuronpedia(Format):
-    """Stores max-activating examples and decoder directions of live latents, but not the SAE itself."""
+    """Stores max-activating examples and decoder directions of latents that fire, but not the SAE itself."""
 
     files = ("batch-*.json",)
 

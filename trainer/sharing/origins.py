@@ -22,7 +22,7 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
 }
-# The maximum length of a text and the upper limit of a number, since other people's files may contain anything.
+# The maximum length of a text and the upper limit of a number; files from other people may contain any values.
 _LONGEST, _LARGEST = 200, 2**31
 # Matches a module name in transformers; sparsify and Gemma Scope 2 name hooks by modules.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
@@ -40,13 +40,13 @@ _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata without origin fields of the wrong type, and with printable, short origin strings."""
+    """Return metadata without origin fields of the wrong type; texts in origin fields are truncated and printable."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
 
 def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the origin fields of metadata; if the hook has a layer, add it."""
+    """Return only the origin fields of metadata, and add the layer if the name of the hook contains it."""
     origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
     layer = layer_of(origin.get("hook_name"))
     return origin if layer is None else origin | {"hook_layer": layer}
@@ -62,7 +62,7 @@ def layer_of(hook: object) -> int | None:
 
 
 def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
-    """Return the hook for a transformers module: "layers.10" is the residual stream after block 10.
+    """Return the origin fields for a transformers module; "layers.10" is the residual stream after block 10.
 
     A transcoder of an MLP module maps the MLP's input to its output. Return {} for an unknown module.
     """
@@ -76,7 +76,7 @@ def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
 
 
 def of_submodule(name: str) -> dict[str, Any]:
-    """Return the hook for a dictionary_learning submodule; an unknown name is returned unchanged."""
+    """Return the origin fields for a submodule of dictionary_learning; an unknown name is kept unchanged."""
     match = _SUBMODULE.fullmatch(name)
     if match is None:
         return {"hook_name": name}

@@ -1,4 +1,4 @@
-"""Reads SAE files from other people safely: only regular files of limited size, only tensors, no pickled code."""
+"""Safely reads SAE files from other people: only regular files of limited size, only tensors, and no pickled code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.machine_memory import machine_memory
 from trainer.contract.settings.rows import NotRowsError
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 
-# For each `SharedSae.form`, its tensors [d_sae], in addition to W_enc, W_dec and b_dec.
+# Maps each `SharedSae.form` to the names of its tensors [d_sae], in addition to W_enc, W_dec and b_dec.
 PER_LATENT = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
@@ -33,8 +33,8 @@ PER_LATENT = {
 }
 # The maximum number of bytes to read from a text file.
 _LARGEST_TEXT = 2**20
-# Parts of torch's messages that are hidden from users, since they recommend loading the file in a way that runs its
-# code.
+# Matches parts of torch's messages that are hidden from users, since they recommend loading a file in a way that runs
+# code from it.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -106,8 +106,8 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """Read a `torch.save` file that contains only named tensors; raise `UserError` for any other file.
 
-    Code in the file is not run. Refuse compressed files, and tensors that are larger than their stored data, since a
-    small file could then fill the memory.
+    Code in the file is not run. Compressed files, and tensors that are larger than their stored data, are refused,
+    since a small file could then fill the memory.
     """
     whole = _plain(file)
     try:
@@ -133,8 +133,8 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 def read_npz(file: Path) -> dict[str, Tensor]:
     """Read the arrays of a `numpy.savez` file; raise `UserError` for any other file.
 
-    Refuse arrays of Python objects, since reading them would run code. Refuse compressed files and arrays larger than
-    their stored data, since a small file could then fill the memory.
+    Arrays of Python objects are refused, since reading them would run code. Compressed files, and arrays that are
+    larger than their stored data, are refused, since a small file could then fill the memory.
     """
     whole = _plain(file)
     try:
@@ -193,7 +193,7 @@ def _refuse_huge(file: Path) -> None:
 def taken(
     tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path, transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors in fp32 under our names, with the `transposed` matrices transposed.
+    """Return the tensors in fp32 under our names, and transpose the matrices in `transposed`.
 
     `names` maps our names to the names in the file. Raise `UserError` for a missing, unknown or non-floating-point
     tensor, and if a tensor to transpose is not a matrix.
@@ -258,7 +258,7 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with unit-norm decoder rows, so that activations are multiplied by the original norms."""
+    """Return weights with unit-norm decoder rows, with which activations are multiplied by the original norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
@@ -288,7 +288,7 @@ def positive_thresholds(sae: SharedSae) -> SharedSae:
 
 @torch.no_grad()
 def without_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of an encoder of x − b_dec to equivalent weights of an encoder of x. Not for gated SAEs."""
+    """Convert the weights of an encoder of x − b_dec to equivalent weights of an encoder of x; not for gated SAEs."""
     return weights | {"b_enc": weights["b_enc"] - _encoded_bias(weights)}
 
 

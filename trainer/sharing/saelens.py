@@ -15,12 +15,12 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The SAELens version with which the exported files were tested; SAELens uses it to decide how to convert the files.
+# The SAELens version with which exported files were tested; SAELens uses this version to decide how to convert files.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-# Common models for SAEs, with their hub names in TransformerLens (it does not know
-# "openai-community/gpt2"). Exports for other models set model_class_name to AutoModelForCausalLM and name the module as
-# the hook.
+# Models that are common for SAEs, under their hub names in TransformerLens, which does not know
+# "openai-community/gpt2". Exports for other models set model_class_name to AutoModelForCausalLM, and their hook is the
+# name of the module.
 TRANSFORMER_LENS_MODELS = frozenset(
     [
         "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "EleutherAI/gpt-neo-125M", "EleutherAI/gpt-j-6B",
@@ -39,13 +39,13 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# Hooks that TransformerLens has in every block of these models. TransformerLens has no hooks at circuit-tracer's MLP
-# inputs.
+# Matches the hooks that TransformerLens has in every block of these models. TransformerLens has no hooks at
+# circuit-tracer's MLP inputs.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 
 class SaeLens(Format):
-    """Stores all architectures that we train, except TopK transcoders, with metadata."""
+    """Stores SAEs and transcoders of all architectures that we train, except TopK transcoders, with metadata."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -70,7 +70,7 @@ class SaeLens(Format):
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
     """Write a run's SAE in SAELens' format, or in sparsify's format if SAELens lacks the architecture.
 
-    Write each file atomically and keep unrelated files in the folder; raise `UserError` on failure.
+    Each file is written atomically, and unrelated files in the folder are kept. Raise `UserError` on failure.
     """
     shared = shared_form(sae, metadata)
     form = Sparsify() if SaeLens().refusal(shared) else SaeLens()
@@ -85,7 +85,7 @@ def exported_tokens(folder: Path) -> int | None:
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of the activations from the data's meta.json, with SAELens' names."""
+    """Return the origin of activations from the content of their meta.json, with SAELens' names of the fields."""
     hook = meta.get("hook_name")
     before = meta.get("tokens_before_text")
     facts = {
@@ -113,7 +113,7 @@ def _config(sae: SharedSae) -> dict[str, Any]:
         **({"d_out": sae.d_out} if sae.is_transcoder else {}),
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
-        # SAELens has a separate axis for the heads of hook_z; our rows concatenate the heads.
+        # SAELens has a separate axis for the heads of hook_z, while our rows concatenate the heads.
         "reshape_activations": "hook_z" if str(sae.metadata.get("hook_name")).endswith("hook_z") else "none",
         "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }
@@ -134,9 +134,10 @@ def _is_in_transformer_lens(facts: dict[str, Any]) -> bool:
 
 
 def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata for loading the model with transformers, where hooks are module outputs.
+    """Return metadata for loading the model with transformers, for which hooks are outputs of modules.
 
-    The replaced values are kept under `ORIGINAL`."""
+    The values that are replaced are kept under the key `ORIGINAL`.
+    """
     model = Path(str(facts.get("model_name", "")))
     of_gguf = {"model_name": str(model.parent)} if model.suffix == ".gguf" else {}
     its_own = of_gguf | {"hook_name": facts["module"]}

@@ -42,18 +42,18 @@ ARCHITECTURES = (
     "jumprelu_transcoder",
     "jumprelu_skip_transcoder",
 )
-# Architectures in training checkpoints and our names for them; `save_inference_model` writes these as "jumprelu".
+# Maps architectures in training checkpoints to our names; SAELens' `save_inference_model` writes them as "jumprelu".
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
-# Current setting names, and their names in versions 1 to 5.
+# Maps the current names of settings to their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
-# The reason why each unsupported normalisation cannot be folded into the weights.
+# Maps each unsupported normalisation to the reason why it cannot be folded into the weights.
 _NORMALISED = {
     "layer_norm": "it centres and scales each row on its own",
     "constant_norm_rescale": "it scales each row on its own to a fixed norm",
     "covariance_whitening": "its whitening is folded in only when its training ends",
 }
 _SCALED = ("expected_average_only_in", True)
-# Settings with a matching name may change the result. Settings in `_OF_TRAINING` do not, or `read` handles them.
+# Matches the names of settings that may change the result. Settings in `_OF_TRAINING` do not, or `read` handles them.
 _COMPUTES = re.compile(
     "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
     "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"
@@ -95,7 +95,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's metadata with the original values that an export replaced for SAELens."""
+    """Return the metadata of a file with the original values that an export replaced for SAELens."""
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
@@ -107,7 +107,7 @@ def _in_todays_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
-    """Return the architecture and k. Up to version 5, TopK was an activation function of "standard"."""
+    """Return the architecture and k; up to version 5, TopK was an activation function of "standard"."""
     # Before version 6, files without an architecture were "standard" SAEs.
     wanted(config, file, architecture=(None, *ARCHITECTURES, *_BATCHED), activation_fn=("relu", None, "topk"))
     architecture, k = config.get("architecture") or "standard", config.get("k")
@@ -144,7 +144,7 @@ def _is_neutral(value: object) -> bool:
 def _without_extras(
     tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the tensors of an inference SAE, and the factor [d_sae] on the decoder's input, or None."""
+    """Return the tensors of an SAE for inference, and the factor [d_sae] on the decoder's input, or None."""
     tensors = dict(tensors)
     if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
         tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
@@ -160,7 +160,7 @@ def _without_extras(
 def _used_factor(
     factor: Tensor | None, config: dict[str, Any], tensors: dict[str, Tensor], file: Path
 ) -> Tensor | None:
-    """Return the fine-tuned factor [d_sae] on the activations; None if it is all ones or unused."""
+    """Return the fine-tuned factor [d_sae] on the activations; None if all factors are 1 or the factor is unused."""
     is_used = config.get("finetuning_scaling_factor")
     if factor is None or not factor.is_floating_point() or (factor.float() == 1).all() or is_used is False:
         return None
@@ -198,7 +198,9 @@ def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | N
 
 
 def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | None:
-    """Return the factor on the encoder's input rows, or None if there is none; raise `UsageError` if it is unknown."""
+    """Return the factor on the input rows of the encoder, or None if there is none; raise `UsageError` if it is
+    unknown.
+    """
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None
@@ -217,7 +219,7 @@ def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | No
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the SAE's metadata. Version 6 has a metadata table; older versions mix metadata with the settings."""
+    """Return the metadata of an SAE; version 6 has a metadata table, and older versions mix metadata with settings."""
     facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):

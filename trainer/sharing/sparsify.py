@@ -67,7 +67,7 @@ class Sparsify(Format):
         own = {"architecture": name, "k": k}
         sae = checked(SharedSae(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
         if is_transcoder and config.get("transcode") is not True:
-            # Before sparsify had the `transcode` setting, its transcoders also encoded x − b_dec.
+            # Before sparsify had the setting `transcode`, its transcoders also encoded x − b_dec.
             sae = sae._replace(weights=without_input_bias(weights))
         return converted(sae, file)
 
@@ -76,8 +76,8 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
     wanted(config, file, activation=("topk",), transcode=(False, True), signed=(False, None))
     skips = config.get("skip_connection")
     if skips and config.get("transcode") is not True and not given.transcoder:
-        # The skip connection of a sparsify SAE gets x while its encoder gets x − b_dec, which none of our architectures
-        # does.
+        # In a sparsify SAE, the input of the skip connection is x and that of the encoder is x − b_dec; none of our
+        # architectures computes this.
         raise UsageError(
             f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: no architecture here is an SAE "
             f"with a skip connection; if it is a transcoder, give --transcoder"
@@ -86,7 +86,9 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
 
 
 def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
-    """Return the origin of an SAE: its hook from a folder name, all else from the run's settings in a parent folder."""
+    """Return the origin of an SAE: the hook from a folder name, and other fields from the run's settings in a parent
+    folder.
+    """
     above = folder.absolute().parts[:-4:-1]
     place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
     run: dict[str, Any] = {}

@@ -160,7 +160,10 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, when the lease began, and the bytes leased on a shared GPU."""
+    """A row of `leases`: the job and user that hold a GPU, the time of the lease, and the bytes leased on a shared GPU.
+
+    An exclusive lease has no number of bytes.
+    """
 
     host: str
     gpu_uuid: str
