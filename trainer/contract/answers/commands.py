@@ -12,15 +12,17 @@ from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.shards import Shard
 
-_OUTPUT = (str, "Folder that was written, an absolute path.")
-_STATE = (word("finished", "stopped"), "How it ended; a stopped extraction can be continued.")
-_BYTES = {name: (int, "Bytes of this part.") for name in Memory.__struct_fields__} | {"total": (int, "Total bytes.")}
+_OUTPUT = (str, "Absolute path of the output folder.")
+_STATE = (word("finished", "stopped"), "Final state; a stopped run or extraction can be continued.")
+_BYTES = {name: (int, "Memory of this part, in bytes.") for name in Memory.__struct_fields__} | {
+    "total": (int, "Total bytes.")
+}
 _MEMORY = fields("Memory in bytes", _BYTES)
 _SPEED = {
     "seconds": (float, "Estimated duration, in s."),
     "tokens_per_s": (float, "Tokens per second."),
     "mode": (str, "Parallel mode."),
-    "device": (str, 'Kind of GPU, or "CPU".'),
+    "device": (str, 'Name of the GPU model, or "CPU".'),
     "is_measured": (bool, "Whether the speeds were measured on this machine."),
 }
 _NOTES = (list_of(str), "Notes on the result.")
@@ -29,17 +31,23 @@ _SAE_OF_A_SWEEP = fields("SAE of a sweep", {"output_path": _OUTPUT} | metrics())
 _RUN = fields(
     "Result of a run",
     {
-        "run_dir": (str, "Run folder, which `resume` takes; an absolute path."),
+        "run_dir": (str, "Absolute path of the run folder, which is the argument of `resume`."),
         "output_path": _OUTPUT,
-        "steps": (int | None, "Steps done; null: no step was recorded."),
-        "tokens": (int | None, "Tokens trained on; null: no step was recorded."),
+        "steps": (int | None, "Number of completed steps; null: no step was recorded."),
+        "tokens": (int | None, "Number of training tokens; null: no step was recorded."),
         "tokens_per_s": (float | None, "Tokens per second; null: not measured."),
         **metrics(),
-        "outlier_fraction": (float | None, "Share of rows left out for a huge norm (0 to 1); null: not measured."),
-        "not_finite_fraction": (float | None, "Share of rows left out as not finite; null: not measured."),
+        "outlier_fraction": (
+            float | None,
+            "Share of rows that were left out because of a huge norm (0 to 1); null: not measured.",
+        ),
+        "not_finite_fraction": (
+            float | None,
+            "Share of rows that were left out because they are not finite (0 to 1); null: not measured.",
+        ),
         **HOW_FAR,
         "best_sae": (str | None, "Sweep: label of the SAE that the metrics describe; null: not measured."),
-        "saes": (by_name(_SAE_OF_A_SWEEP), "Sweep: each SAE by its label."),
+        "saes": (by_name(_SAE_OF_A_SWEEP), "Sweep: the result of each SAE, by its label."),
         "state": _STATE,
     },
     may_lack=["best_sae", "saes"],
@@ -47,7 +55,7 @@ _RUN = fields(
 _STOP = fields(
     "What was done",
     {
-        "run_dir": (str, "Run folder, an absolute path."),
+        "run_dir": (str, "Absolute path of the run folder."),
         "message": (str, "What happens next, in one sentence."),
     },
 )
@@ -57,24 +65,27 @@ _INSPECTION = fields(
         "n_tokens": (int, "Number of rows."),
         "d_in": (int, "Width of a row."),
         "dtype": (str, "Type of the stored values."),
-        "n_bytes": (int, "Bytes of the files."),
+        "n_bytes": (int, "Total size of the files, in bytes."),
         "n_looked_at": (int, "Number of random rows that were checked."),
-        "gamma": (float | None, "Distance of the mean from the origin in spreads of the rows; null: not defined."),
-        "scale": (float | None, "Root mean square distance from the mean; null: not defined."),
+        "gamma": (
+            float | None,
+            "Norm of the mean row divided by the rows' root mean square distance from it; null: not defined.",
+        ),
+        "scale": (float | None, "Root mean square distance of the rows from their mean; null: not defined."),
         "median_norm": (float | None, "Median norm of a row; null: not defined."),
-        "largest_norm": (float | None, "Largest norm; null: not defined."),
-        "outliers": (int, "Rows with a huge norm."),
-        "not_finite": (int, "Rows that are not finite."),
-        "zero_rows": (int, "Rows of zeros."),
-        "constant_dimensions": (int, "Dimensions with one value."),
-        "duplicates": (int, "Rows that occur more than once."),
-        "heavy_dimensions": (list_of(int), "Dimensions that hold most of the variance."),
-        "heavy_share": (float, "Their share of the variance (0 to 1)."),
+        "largest_norm": (float | None, "Largest norm of a row; null: not defined."),
+        "outliers": (int, "Number of rows with a huge norm."),
+        "not_finite": (int, "Number of rows that are not finite."),
+        "zero_rows": (int, "Number of rows of zeros."),
+        "constant_dimensions": (int, "Number of dimensions with the same value in every row."),
+        "duplicates": (int, "Number of rows that occur more than once."),
+        "heavy_dimensions": (list_of(int), "Dimensions that account for most of the variance."),
+        "heavy_share": (float, "Share of the variance in the heavy dimensions (0 to 1)."),
         "subnormal": (float, "Share of values that are subnormal in fp16 (0 to 1)."),
-        "hold_out": (str, 'How a training holds rows out by default: "texts", "blocks" or "rows".'),
-        "n_held_out": (int, "Rows held out by default; 0: there are too few rows."),
+        "hold_out": (str, 'Unit in which a training holds out rows by default: "texts", "blocks" or "rows".'),
+        "n_held_out": (int, "Number of rows that a training holds out by default; 0: there are too few rows."),
         "n_texts": (int, "Number of texts held out; 0: not known."),
-        "copies": (float | None, "Share of the held-out rows with an equal training row (0 to 1); null: not compared."),
+        "copies": (float | None, "Share of the held-out rows that equal a training row (0 to 1); null: not compared."),
         "findings": (
             list_of(
                 fields(
@@ -86,17 +97,17 @@ _INSPECTION = fields(
                     },
                 )
             ),
-            "Findings for a training; with an error the exit code is 1.",
+            "Findings about training on this data; the exit code is 1 if one of them is an error.",
         ),
     },
 )
 _PUSHED = fields(
     "Sent to the hub",
     {
-        "url": (str, "Its URL."),
-        "private": (bool, "Whether it is private."),
+        "url": (str, "URL of the repository."),
+        "private": (bool, "Whether the repository is private."),
         "files": (
-            list_of(fields("File", {"path": (str, "Its name on the hub."), "bytes": (int, "Its size.")})),
+            list_of(fields("File", {"path": (str, "Name of the file on the hub."), "bytes": (int, "Size in bytes.")})),
             "Files.",
         ),
     },
@@ -104,12 +115,12 @@ _PUSHED = fields(
 _EXPORT = fields(
     "One checkpoint",
     {
-        "checkpoint": (str, "The exported checkpoint, an absolute path."),
-        "step": (int, "Its step."),
+        "checkpoint": (str, "Absolute path of the exported checkpoint."),
+        "step": (int, "Step of the checkpoint."),
         "output_path": _OUTPUT,
-        "saes": (by_name(str), "Sweep: the folder of each SAE by its label."),
-        "left_out": (by_name(str), "Sweep: why the format cannot hold an SAE, by its label."),
-        "notes": (list_of(str), "What the format does not hold; omitted if it holds everything."),
+        "saes": (by_name(str), "Sweep: the folder of each SAE, by its label."),
+        "left_out": (by_name(str), "Sweep: the reason why the format cannot represent an SAE, by the SAE's label."),
+        "notes": (list_of(str), "What the format cannot represent; omitted if nothing is left out."),
         "pushed": (_PUSHED, "With --push."),
     },
     may_lack=["saes", "left_out", "notes", "pushed"],
@@ -117,10 +128,10 @@ _EXPORT = fields(
 _EXPORTED_SET = fields(
     "A set of several runs",
     {
-        "checkpoints": (list_of(str), "The exported checkpoints, absolute paths."),
+        "checkpoints": (list_of(str), "Absolute paths of the exported checkpoints."),
         "output_path": _OUTPUT,
-        "layers": (by_name(int), "Step by layer."),
-        "left_out": (by_name(str), "Why the format cannot hold an SAE, by its label."),
+        "layers": (by_name(int), "Step of the checkpoint of each layer."),
+        "left_out": (by_name(str), "Reason why the format cannot represent an SAE, by the SAE's label."),
         "notes": _NOTES,
         "pushed": (_PUSHED, "With --push."),
     },
@@ -129,7 +140,7 @@ _EXPORTED_SET = fields(
 _IMPORT = fields(
     "Imported SAE",
     {
-        "run_dir": (str, "The new run folder, an absolute path."),
+        "run_dir": (str, "Absolute path of the new run folder."),
         "form": (str, "Format of the imported files."),
         "architecture": (str, "Architecture of the SAE."),
         "notes": _NOTES,
@@ -141,7 +152,13 @@ _CARDS = fields(
     {
         "cards": (
             list_of(
-                card("Report card", written_to=(str | None, "Folder of its files; null: they belong to other weights."))
+                card(
+                    "Report card",
+                    written_to=(
+                        str | None,
+                        "Folder of the written report card; null: not written, since the folder has other weights.",
+                    ),
+                )
             ),
             "The report card of each SAE.",
         )
@@ -150,49 +167,52 @@ _CARDS = fields(
 _ESTIMATE = fields(
     "A training",
     {
-        "per_gpu": (_MEMORY, "Memory of each GPU, or of each process on CPUs."),
+        "per_gpu": (_MEMORY, "Memory needed per GPU, or per process on CPUs."),
         **_SPEED,
-        "hold_out": (str, 'How rows are held out: "texts", "blocks" or "rows".'),
-        "model_gpus": (int, "GPUs that run only the language model."),
-        "per_model_gpu": (or_null(_MEMORY), "Memory of each of these GPUs; null: there are none."),
+        "hold_out": (str, 'Unit in which rows are held out: "texts", "blocks" or "rows".'),
+        "model_gpus": (int, "Number of GPUs that only run the language model."),
+        "per_model_gpu": (
+            or_null(_MEMORY),
+            "Memory needed per GPU that only runs the language model; null: there are none.",
+        ),
     },
 )
 _ESTIMATE_OF_EXTRACTION = fields(
     "An extraction",
     {
-        "per_gpu": (by_name(int), "Bytes of each part by its name, and `total`."),
-        "disk_bytes": (int, "Bytes that the extraction will write."),
-        "disk_free_bytes": (int | None, "Free bytes on the output disk; null: not known."),
+        "per_gpu": (by_name(int), "Memory of each part in bytes, by the part's name, and `total`."),
+        "disk_bytes": (int, "Number of bytes that the extraction will write."),
+        "disk_free_bytes": (int | None, "Number of free bytes on the output disk; null: not known."),
         **_SPEED,
         "seconds": (float | None, "Estimated duration, in s; null: not known."),
     },
 )
 _PHASES = ("forward_encode", "forward_rest", "backward", "metrics", "exchange", "update")
 _PLAN = typed(
-    "How ranks share the work",
+    "How the ranks share the work",
     Plan,
     {
         "mode": "Parallel mode.",
-        "ranks": "Processes.",
-        "latent_ranks": "Ranks that share the latents.",
+        "ranks": "Number of processes.",
+        "latent_ranks": "Number of ranks that share one set of latents.",
         "tokens_per_step": "Tokens per step.",
-        "micro_batch": "Tokens per micro-batch, on the rank with the most.",
+        "micro_batch": "Tokens per micro-batch on the rank that has the most.",
         "micro_batches": "Micro-batches per step.",
         "step_s": "Expected time of a step, in s.",
-        "needs_bytes": "Memory of the rank that needs the most, in bytes.",
-        "token_shares": "Share of the tokens of each row of ranks.",
-        "latent_shares": "Share of the latents of each column of ranks.",
+        "needs_bytes": "Memory in bytes of the rank that needs the most.",
+        "token_shares": "Share of the tokens that each row of ranks processes.",
+        "latent_shares": "Share of the latents that each column of ranks holds.",
         "reason": 'Why this mode was chosen; "": the job file sets it.',
-        "model_share": "Share of a step that the language model takes (0 to 1); 0: no model runs.",
+        "model_share": "Share of a step in which the language model runs (0 to 1); 0: there is no model.",
         "text_parts": "Number of parts that the text is split into.",
-        "model_gpus": "GPUs that run only the language model.",
-        "model_why": 'Why this number was chosen; "": no reason given.',
+        "model_gpus": "Number of GPUs that only run the language model.",
+        "model_why": 'Why this number of `model_gpus` was chosen; "": no reason is given.',
         "lr": "Full learning rate of each SAE, by its label.",
         "precision": 'Precision of the matrix products; "": not chosen yet.',
     },
 )
 _BENCH = fields(
-    "Steps of a job on this machine",
+    "Measured steps of a job on this machine",
     {
         "device": (str, "Name of the device."),
         "ranks": (int, "Processes."),
@@ -201,11 +221,11 @@ _BENCH = fields(
         "architecture": (str, "Architecture of the SAE."),
         "optimizer": (str, "Optimizer."),
         "d_in": (int, "Width of the activations."),
-        "d_out": (int | None, "Width of the outputs; null: the same."),
-        "d_sae": (int, "Latents."),
-        "n_saes": (int, "SAEs trained at once."),
+        "d_out": (int | None, "Width of the outputs; null: the same as `d_in`."),
+        "d_sae": (int, "Number of latents."),
+        "n_saes": (int, "Number of SAEs that are trained together."),
         "tokens_per_step": (int, "Tokens per step."),
-        "steps": (int, "Steps that were timed."),
+        "steps": (int, "Number of steps that were timed."),
         "step_ms": (float, "Median time of a step, in ms."),
         "tokens_per_s": (float, "Tokens per second."),
         "phases_ms": (fields("Phases", {name: (float, "In ms.") for name in _PHASES}), "Mean time of each phase."),
@@ -213,19 +233,19 @@ _BENCH = fields(
             fields(
                 "Floor",
                 {
-                    "encoder_product_ms": (float, "The encoder's dense product, in ms."),
-                    "traffic_bytes": (float, "Bytes that a step reads and writes."),
-                    "bandwidth_bytes_per_s": (float, "Measured memory bandwidth."),
-                    "traffic_ms": (float, "Time of this traffic at that bandwidth, in ms."),
-                    "floor_ms": (float, "The longer of the two times, in ms."),
+                    "encoder_product_ms": (float, "Time of the encoder's dense matrix product, in ms."),
+                    "traffic_bytes": (float, "Number of bytes that a step reads and writes."),
+                    "bandwidth_bytes_per_s": (float, "Measured memory bandwidth, in bytes per second."),
+                    "traffic_ms": (float, "`traffic_bytes` divided by `bandwidth_bytes_per_s`, in ms."),
+                    "floor_ms": (float, "The larger of `encoder_product_ms` and `traffic_ms`."),
                 },
             ),
             "Lower bound of the step time on this machine.",
         ),
         "of_floor": (float, "Lower bound divided by the step time (0 to 1)."),
-        "peak_memory_bytes": (int | None, "Peak reserved memory; null: not known."),
-        "sent_bytes": (float | None, "Bytes that a rank sends per step; null: not counted."),
-        "plan": (_PLAN, "The layout that the ranks chose."),
+        "peak_memory_bytes": (int | None, "Peak of the reserved memory, in bytes; null: not known."),
+        "sent_bytes": (float | None, "Number of bytes that a rank sends per step; null: not counted."),
+        "plan": (_PLAN, "The plan that the ranks chose."),
         "expected_step_ms": (float, "Step time predicted by the cost model, in ms."),
     },
 )
@@ -233,13 +253,16 @@ _PROBE = fields(
     "Devices and the bus between them",
     {
         "device": (str, "Name of the device."),
-        "ranks": (int, "Devices."),
+        "ranks": (int, "Number of devices."),
         "precision": (str, "Precision of the matrix products."),
-        "flops_per_s": (list_of(float), "Operations per second, by rank."),
-        "memory_bytes_per_s": (list_of(float), "Memory bandwidth, by rank."),
-        "bus_bytes_per_s": (float | None, "Bandwidth of an all-reduce; null: one device."),
-        "latency_s": (float | None, "Latency of a small all-reduce, in s; null: one device."),
-        "pairs": (by_name(float), "Bytes per second between each pair of devices."),
+        "flops_per_s": (list_of(float), "Floating-point operations per second of each rank."),
+        "memory_bytes_per_s": (list_of(float), "Memory bandwidth of each rank, in bytes per second."),
+        "bus_bytes_per_s": (
+            float | None,
+            "Bandwidth of an all-reduce, in bytes per second; null: there is only one device.",
+        ),
+        "latency_s": (float | None, "Latency of a small all-reduce, in s; null: there is only one device."),
+        "pairs": (by_name(float), "Bandwidth between each pair of devices, in bytes per second."),
     },
 )
 _SELF_TEST = fields(
@@ -269,9 +292,9 @@ _EXTRACT = fields(
     "Extraction",
     {
         "state": _STATE,
-        "outputs": (by_name(str), "Folder of each hook, as `data.path` takes it."),
-        "n_tokens": (int, "Rows of each hook."),
-        "left_out": (by_name(int), "Rows left out, by reason."),
+        "outputs": (by_name(str), "Output folder of each hook, as a value for `data.path`."),
+        "n_tokens": (int, "Number of rows per hook."),
+        "left_out": (by_name(int), "Number of rows that were left out for each reason."),
         "tokens_per_s": (float | None, "Tokens that the model read per second; null: it read no tokens."),
     },
 )
@@ -284,21 +307,21 @@ _HEADERS = fields(
                     "Shard",
                     Shard,
                     {
-                        "offset": "Byte of the file at which the first row begins; 0 if rows have to be decoded.",
+                        "offset": "Byte offset of the first row in the file; 0 if the rows must be decoded.",
                         "n_tokens": "Number of rows.",
                         "d_in": "Width of a row.",
                         "dtype": "Type of the stored values.",
-                        "lists": "Byte at which the offsets of lists begin, and bytes of each; null: no lists.",
-                        "column": "Column of Parquet to decode; null: another format.",
+                        "lists": "Byte offset of the list offsets, and bytes per offset; null: no lists.",
+                        "column": "Parquet column to decode; null: the file is in another format.",
                         "file": "Path of the file.",
-                        "first_row": "Number of rows of the file before these.",
+                        "first_row": "Index in the file of the first of these rows.",
                     },
                     {"file": str},
                 )
             ),
-            "Rows of each file; Arrow files have several entries.",
+            "The rows of each file; Arrow files have several entries.",
         ),
-        "notes": (list_of(str), "How the files are read, such as files that are skipped."),
+        "notes": (list_of(str), "Notes on how the files are read, for example which files are skipped."),
     },
 )
 ANSWERS: dict[str, Schema] = {
