@@ -123,7 +123,10 @@ def train(
                 on_log(step, values)
     found = LeftOut.of(outliers.counts)
     if n_bad := found.not_finite + found.outliers:
-        warnings.warn(f"data: {plural(n_bad, 'row')} not finite, or too large for fp32, left out", stacklevel=2)
+        warnings.warn(
+            f"data: {plural(n_bad, 'row')} left out because of values that are not finite or too large for fp32",
+            stacklevel=2,
+        )
     if step < n_steps:
         ends = f"data: ended after {step} of {n_steps} steps, before the learning rate was fully decayed"
         warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
@@ -158,7 +161,7 @@ def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfi
     if job is None:
         raise JobFileError(problems)
     if job.sweep:
-        raise JobFileError([Problem(job.sweep[0].path, "takes one value here; call train once for each")])
+        raise JobFileError([Problem(job.sweep[0].path, "accepts only one value here; call train once for each value")])
     return job
 
 

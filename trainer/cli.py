@@ -225,7 +225,7 @@ def _stop(flags: argparse.Namespace) -> int:
     run_dir = flags.run_dir.absolute()
     spec = running_spec(run_dir)
     ask_by_file(run_dir, spec.attempt, finish=flags.finish)
-    does = "cools down, and ends finished" if flags.finish else "saves a checkpoint and stops at its next step"
+    does = "cools down and then finishes" if flags.finish else "saves a checkpoint and stops at its next step"
     answer = {"run_dir": str(run_dir), "message": f"the run {does}"}
     _say(json.dumps(answer) if flags.json else answer["message"])
     return EXIT_FINISHED
@@ -323,7 +323,7 @@ def _push_of(flags: argparse.Namespace) -> Push | None:
     if flags.push is None:
         for flag, is_given in (("--public", flags.public), ("--yes", flags.yes)):
             if is_given:
-                raise UsageError(f"{flag}: goes with --push REPO")
+                raise UsageError(f"{flag}: needs --push REPO")
         return None
     from trainer.training.push import Push
 
@@ -347,7 +347,7 @@ def _import(flags: argparse.Namespace) -> int:
         _say(f"warning: {doubt}")
     for note in done.notes:
         _say(f"note: {note}")
-    _say(f"judge it: sae-train eval {done.run_dir}")
+    _say(f"evaluate it: sae-train eval {done.run_dir}")
     return EXIT_FINISHED
 
 
@@ -417,7 +417,7 @@ def _self_test(flags: argparse.Namespace) -> int:
     if world_size != 1:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
-        raise UsageError("--gpus: there is no GPU here; cpu checks this machine's CPU")
+        raise UsageError("--gpus: this machine has no GPU; cpu checks its CPU")
     # Set the same environment variables as a run, so that memory use and matrix products are the same.
     cuda_variables.set_here()
     from trainer.self_test.base import Check

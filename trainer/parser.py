@@ -61,15 +61,15 @@ def make_parser() -> SafeParser:
     _add_job(join)
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same on all hosts")
     resume = add("resume", "resume a run from its newest checkpoint", RESUME)
-    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
-    resume.add_argument("--finish", action="store_true", help="cool down over the next steps, and end as finished")
+    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
+    resume.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     _add_common(resume)
     stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
-    stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
-    stop.add_argument("--finish", action="store_true", help="cool down over the next steps first, and end as finished")
+    stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
+    stop.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     _add_export(add("export", "write the SAE of a checkpoint in the format of another tool", EXPORT))
-    _add_import(add("import", "make a run from an SAE that another tool trained", IMPORT))
+    _add_import(add("import", "create a run from an SAE that another tool trained", IMPORT))
     judge = add("eval", "write the report card of a trained SAE, measured on held-out rows", EVAL)
     _add_eval(judge)
     _add_job(add("estimate", "estimate memory per GPU and time of a job, before it runs", ESTIMATE))
@@ -111,7 +111,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("paths", type=Path, metavar="RUN_DIR_OR_CHECKPOINT", nargs="+")
-    command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
+    command.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write the SAE to")
     command.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is already in DIR")
@@ -128,15 +128,15 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
-    command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to make")
+    command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to create")
     command.add_argument(
         "--data",
         type=Path,
         metavar="DATA",
         required=True,
-        help="stored activations for its evaluation and further training",
+        help="stored activations for the SAE's evaluation and further training",
     )
-    command.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
+    command.add_argument("--format", choices=READ_FORMATS, help="default: recognised from the files")
     _add_given(command)
     _add_common(command)
 
@@ -180,7 +180,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keep-rows",
         action="store_true",
-        help="do not measure the rows again if the card has their figures for these weights",
+        help="do not measure the rows again if the report card has their metrics for these weights",
     )
     command.add_argument(
         "--contexts", type=_count, metavar="N", help="max-activating examples to keep per latent; 0: none; default 20"

@@ -107,4 +107,4 @@ def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tm
         assert message in line
     (shell.data.sae(job_id) / FEATURES).write_bytes(b"nothing")
     (line,) = shell.errors("features", job_id, code=1)
-    assert "is not a file that `sae-train eval` writes" in line
+    assert "was not written by `sae-train eval`" in line

@@ -148,8 +148,8 @@ def test_a_path_that_is_no_python_is_not_run(tmp_path: Path) -> None:
         (plain / "python", f"{plain}/python does not exist; name another Python"),
         (env, f"{env} is a folder; name the Python in it, {env}/bin/python"),
         (plain, f"{plain} is not executable; `chmod u+x` it"),
-        ("env/bin/python", 'takes the whole path of a Python, like "/home/me/env/bin/python", not "env/bin/python"'),
-        (f"{env}/bin/\x1b[2Jpython", "takes the whole path of a Python"),
+        ("env/bin/python", 'takes the absolute path of a Python, like "/home/me/env/bin/python", not "env/bin/python"'),
+        (f"{env}/bin/\x1b[2Jpython", "takes the absolute path of a Python"),
         (other, "takes a program whose name begins with python"),
     ):
         assert look(str(path)).lack().startswith(sentence)

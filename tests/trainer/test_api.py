@@ -87,7 +87,7 @@ def test_a_list_of_batches_is_repeated_and_an_iterator_ends() -> None:
     [
         ({"kk": 3}, r"^kk: is not a setting"),
         ({"k": 0}, r"^sae\.k: must be"),
-        ({"k": [1, 2]}, r"^sae\.k: takes one value"),
+        ({"k": [1, 2]}, r"^sae\.k: accepts only one value"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
@@ -100,7 +100,9 @@ def test_non_finite_rows_are_left_out_and_reported() -> None:
     data[1] = data[1].clone()
     data[1][2, 0] = torch.nan
     data[1][3] *= 1e12
-    with pytest.warns(UserWarning, match="data: 4 rows not finite, or too large for fp32, left out"):
+    with pytest.warns(
+        UserWarning, match="data: 4 rows left out because of values that are not finite or too large for fp32"
+    ):
         fitted = train(data, n_steps=6, **SETTINGS)
     assert fitted.values["skipped_steps"] == 0
 

@@ -239,7 +239,9 @@ def test_an_active_run_is_not_started_a_second_time(
 ) -> None:
     assert main(["resume", str(run_dir)]) == EXIT_FAILED
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"the run in {run_dir} is still going; stop it, wait until it has saved, and try again"
+    assert (
+        line == f"the run in {run_dir} is still running; stop it, wait until it has saved a checkpoint, and try again"
+    )
     holder.kill()
     holder.wait()
     with RunLock(run_dir):
@@ -248,10 +250,10 @@ def test_an_active_run_is_not_started_a_second_time(
 
 def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> None:
     with RunLock(run_dir) as first:
-        with pytest.raises(UserError, match="still going"):
+        with pytest.raises(UserError, match="still running"):
             RunLock(run_dir)
         first.share()
-        with pytest.raises(UserError, match="still going"):
+        with pytest.raises(UserError, match="still running"):
             RunLock(run_dir)
         # The ranks of the process that holds the lock can share the lock.
         hold(run_dir / "run.lock")

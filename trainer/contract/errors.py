@@ -56,7 +56,7 @@ def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
     # For a pickle of more than tensors, torch recommends `weights_only=False`, which would run code from the file.
-    return "it holds a pickle with more than tensors, which could run code" if "weights_only" in line else line
+    return "it contains a pickle of more than tensors, which could run code" if "weights_only" in line else line
 
 
 def errors(problems: Iterable[Problem]) -> list[Problem]:

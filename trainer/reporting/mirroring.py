@@ -71,7 +71,7 @@ def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step
     try:
         run = mirrored_run(job, folder, first_step)
     except (OSError, UserError) as error:
-        tell(f"the metrics are in no other tool: {error}", "warning")
+        tell(f"the metrics are not sent to other tools: {error}", "warning")
         return progress
     return MirroredProgress(progress, [MirrorThread(name, run, tell) for name in job.train.mirrors])
 
@@ -111,7 +111,7 @@ class MirrorThread:
             self._follow()
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            self._tell(f"{self._name} is left out from here on: {reason}", "warning")
+            self._tell(f"{self._name} receives no further metrics: {reason}", "warning")
 
     def _follow(self) -> None:
         while not self._rows:

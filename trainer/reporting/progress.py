@@ -264,7 +264,7 @@ class StoredProgress(RunProgress):
     def _tell_lost(self, what: str) -> None:
         step = self._written.step if self._written else 0
         self._written = None
-        message = f"{what}; a new one was made, without the curves and events up to step {step}"
+        message = f"{what}; a new file was created, without the curves and events up to step {step}"
         self.event("store", message, "warning")
         _say(message)
 

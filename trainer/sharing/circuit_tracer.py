@@ -39,7 +39,7 @@ class CircuitTracer(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if not sae.is_transcoder:
-            return "circuit-tracer takes transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
+            return "circuit-tracer supports only transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
         if sae.d_in != sae.d_out:
             return f"circuit-tracer supports one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
         if sae.form not in ("standard", "jumprelu", _TOPK):
@@ -134,7 +134,7 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
     for name in ("d_in", "d_sae", "has_skip", "k"):
         if len(values := {getattr(one, name) for one in members}) > 1:
             listed = " and ".join(sorted(map(str, values)))
-            return f"circuit-tracer takes a set of transcoders of one kind, but {name} is {listed}"
+            return f"circuit-tracer needs transcoders of one kind in a set, but {name} is {listed}"
     if len({one.config for one in members}) > 1:
         return "the transcoders are of different models or sites; give runs on the MLPs of one model"
     return None

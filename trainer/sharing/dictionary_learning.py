@@ -256,7 +256,9 @@ def _shared(
         weights["threshold"] = torch.full_like(weights["b_enc"], _threshold(extra, trainer, name, file))
     k, stored_k = trainer.get("k"), _k_of(extra)
     if type(k) is int and stored_k not in (None, k) and kind.architecture == "topk":
-        raise UserError(f"{file}: k is {stored_k}, but {k} in its settings; give the right one as --config trainer.k=K")
+        raise UserError(
+            f"{file}: k is {stored_k}, but {k} in its settings; give the correct value with --config trainer.k=K"
+        )
     k = k if type(k) is int else stored_k
     own = {"architecture": kind.architecture, **({"k": k} if kind.architecture == "topk" else {})}
     trained = {theirs: ours for ours, theirs in _TRAINED.items()}.get(name, kind.architecture)

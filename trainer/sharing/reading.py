@@ -100,7 +100,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         reason = sentence(error) if isinstance(error, OSError) else first_line(error)
         raise UserError(f"{file} is not a whole safetensors file: {reason}") from None
     except MemoryError:
-        raise UserError(f"{file} does not fit into memory; its tensors are no SAE's") from None
+        raise UserError(f"{file} does not fit into memory, so it is not an SAE") from None
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
@@ -224,7 +224,7 @@ def checked(sae: SharedSae, place: Path) -> SharedSae:
     for name, shape in shapes.items():
         tensor = sae.weights[name]
         if tuple(tensor.shape) != shape:
-            raise UserError(f"{place}: {name} is {tuple(tensor.shape)} where the encoder wants {shape}")
+            raise UserError(f"{place}: {name} is {tuple(tensor.shape)} instead of {shape}")
         if not tensor.isfinite().all():
             raise UserError(f"{place}: {name} holds a NaN or an infinity; copy it again")
     if not sae.is_transcoder and sae.d_in != sae.d_out:

@@ -129,13 +129,13 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"data": {"held_out_tokens": 20_000}},
             "data.held_out_tokens",
-            "which holds 20,000 tokens; a 20th or less is usual",
+            "which has 20,000 tokens; usually, at most a 20th is held out",
             "error",
         ),
         (
             {"sae": {"normalize": "none"}},
             "sae.normalize",
-            "suit data with a spread of about 1 per dimension",
+            "are for data with a spread of about 1 per dimension",
             "warning",
         ),
         (
@@ -345,7 +345,7 @@ def test_a_transcoder_without_an_export_format_is_refused_with_the_alternatives(
     data = {"target_path": str(targets)}
     (problem,) = checked(train=SMALL, data=data)
     assert (problem.path, problem.severity) == ("sae.architecture", "error")
-    assert problem.message.startswith('the format for a transcoder of "topk" has one width')
+    assert problem.message.startswith('the format for a transcoder of "topk" has only one width')
     assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
     (problem,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
     assert problem.path == "sae.architecture"

@@ -69,12 +69,22 @@ def test_each_training_gpu_has_the_same_number_of_model_gpus(devices: int, count
 @pytest.mark.parametrize(
     ("gpus", "asked", "changes", "told"),
     [
-        ("auto:8", 3, {}, "with 8 GPUs 4, 6 and 7 work, so that each training GPU has equally many, not 3"),
-        ("auto:4", 4, {}, "with 4 GPUs 2 and 3 work, so that each training GPU has equally many, not 4"),
-        ("auto:3", 1, {}, "with 3 GPUs 2 works, so that each training GPU has equally many, not 1"),
-        ("auto:2", 2, {}, "with 2 GPUs 1 works, so that each training GPU has equally many, not 2"),
+        (
+            "auto:8",
+            3,
+            {},
+            "with 8 GPUs, only 4, 6 and 7 work, not 3: each training GPU needs the same number of model GPUs",
+        ),
+        (
+            "auto:4",
+            4,
+            {},
+            "with 4 GPUs, only 2 and 3 work, not 4: each training GPU needs the same number of model GPUs",
+        ),
+        ("auto:3", 1, {}, "with 3 GPUs, only 2 works, not 1: each training GPU needs the same number of model GPUs"),
+        ("auto:2", 2, {}, "with 2 GPUs, only 1 works, not 2: each training GPU needs the same number of model GPUs"),
         ("auto", 1, {}, '1 GPU cannot spare 1; use 0 or "auto", or give launch.gpus at least 2'),
-        ("cpu:4", 2, {}, '2 GPUs for the model alone are not possible with launch.gpus = "cpu:4"; use 0 or "auto"'),
+        ("cpu:4", 2, {}, '2 separate GPUs for the model are not possible with launch.gpus = "cpu:4"; use 0 or "auto"'),
         ("auto:4", 2, {"launch": {"backend": "slurm"}}, "are not possible with launch.backend"),
         ("auto:4", 2, {"parallel": {"mode": "dp"}}, "are not possible with parallel.mode"),
         ("auto:4", 2, {}, ""),
@@ -166,7 +176,7 @@ def test_a_resumed_run_keeps_its_ranks_if_possible(make: Make) -> None:
     capacity = DeviceMemory(24 * GIB, 24 * GIB)
     for ranks, own in ((8, 0), (4, 4), (2, 6), (1, 7)):
         again = place(make(), capacity=capacity, ranks_before=ranks)
-        assert (again.model_gpus, again.why) == (own, "as before, since each rank has read its part")
+        assert (again.model_gpus, again.why) == (own, "as before, since each rank has read its own part of the text")
     assert place(make(), capacity=capacity, ranks_before=3).model_gpus == place(make(), capacity=capacity).model_gpus
     assert place(make(data={"model_gpus": 6}), capacity=capacity, ranks_before=4).model_gpus == 6
 

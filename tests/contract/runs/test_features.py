@@ -50,7 +50,7 @@ def test_promoted_tokens_are_included_if_the_file_has_them(file: Path) -> None:
 def test_promoted_tokens_of_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
     kind, code, _, values = MOVED[name]
     file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
-    with pytest.raises(UserError, match="is not a file that `sae-train eval` writes"):
+    with pytest.raises(UserError, match="was not written by `sae-train eval`"):
         Features(file)
 
 
@@ -169,7 +169,7 @@ def test_a_missing_file_raises_a_user_error(tmp_path: Path) -> None:
 )
 def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
     file.write_bytes(features_file(**changes))
-    with pytest.raises(UserError, match="is not a file that `sae-train eval` writes; run that again"):
+    with pytest.raises(UserError, match="was not written by `sae-train eval`; run the command again"):
         Features(file)
 
 

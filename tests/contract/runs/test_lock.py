@@ -70,6 +70,6 @@ def test_a_running_run_is_not_started_again(tmp_path: Path) -> None:
     with RunLock(tmp_path) as run:
         run.share()
         assert is_held(RunPaths(tmp_path).lock_file)
-        with pytest.raises(UserError, match="is still going"):
+        with pytest.raises(UserError, match="is still running"):
             RunLock(tmp_path)
     assert is_held(RunPaths(tmp_path).lock_file) is False

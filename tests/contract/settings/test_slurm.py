@@ -52,7 +52,7 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
 @pytest.mark.parametrize(
     ("launch", "path", "text"),
     [
-        ({"gpus": [0, 3]}, "launch.gpus", 'the list counts as "auto:2", 2 for each node'),
+        ({"gpus": [0, 3]}, "launch.gpus", 'so the list is treated as "auto:2", with 2 for each node'),
         ({"partition": "--wrap=x"}, "launch.partition", 'must be a SLURM name, not "--wrap=x"'),
         ({"account": "a b"}, "launch.account", 'not "a b"'),
         ({"time_limit": "2h"}, "launch.time_limit", 'like "90" (minutes), "4:00:00" or "1-12" (days-hours), not "2h"'),

@@ -367,7 +367,7 @@ def test_an_output_inside_the_text_folder_is_refused(make: Make, tmp_path: Path)
 def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None:
     job = make()
     Path(job.extract.output).mkdir()
-    with RunLock(Path(job.extract.output)), pytest.raises(UserError, match="is still going; stop it, wait until"):
+    with RunLock(Path(job.extract.output)), pytest.raises(UserError, match="is still running; stop it, wait until"):
         run(job)
 
 

@@ -339,7 +339,10 @@ def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., An
         ({"hook": ["a", "d"]}, "data.hook: d has 1,999 rows of 16 dimensions, and a 2,000 rows of 16 dimensions"),
         ({"hook": ["a", "e"]}, "data.path: there is nothing at {path}/e"),
         ({"hook": "../a"}, 'data.hook: "../a" must be "SITE.LAYER" with SITE one of'),
-        ({"hook": "a", "target_path": "b"}, "data.hook: does not go with data.target_path; leave one of them out"),
+        (
+            {"hook": "a", "target_path": "b"},
+            "data.hook: cannot be combined with data.target_path; leave out one of them",
+        ),
     ],
 )
 def test_incompatible_hooks_are_refused_in_a_sentence(data: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_failing_mirror_is_reported_once_and_costs_no_rows(
         for step in range(50):
             progress.rows([MetricRow("loss", step, 0.5)])
     warnings = [one for one in told(tmp_path) if one[0] == "warning"]
-    assert warnings == [("warning", f"toy is left out from here on: no way to {where}")]
+    assert warnings == [("warning", f"toy receives no further metrics: no way to {where}")]
 
 
 def test_a_mirror_that_does_not_close_is_abandoned_and_reported(
@@ -127,7 +127,7 @@ def test_a_folder_without_an_id_disables_only_the_mirrors(make_job: MakeJob, tmp
         progress.rows([MetricRow("loss", 1, 0.5)])
     ((level, message),) = told(tmp_path)
     assert level == "warning"
-    assert "the metrics are in no other tool" in message
+    assert "the metrics are not sent to other tools" in message
 
 
 def test_without_a_mirror_a_run_reports_directly_to_its_store(make_job: MakeJob, tmp_path: Path) -> None:

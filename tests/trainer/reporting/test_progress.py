@@ -208,7 +208,7 @@ def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
             eventually(lambda: latest(path).get("fvu") == 2.0)
         progress.rows([MetricRow("fvu", 9, 3.0)])
     assert latest(path) == {"fvu": 3.0}
-    assert events(path) == [f"{told}a new one was made, without the curves and events up to step 7"]
+    assert events(path) == [f"{told}a new file was created, without the curves and events up to step 7"]
     with contextlib.closing(read(path)) as reader:
         assert reader.heartbeat().step == 7
     assert {file.name for file in tmp_path.iterdir()} >= {kept or "metrics.db"}

@@ -95,7 +95,7 @@ def test_the_command_reports_a_missing_gpu() -> None:
     if done.returncode == 0:
         pytest.skip("this machine has a GPU")
     assert done.returncode == 2
-    assert done.stderr == "--gpus: there is no GPU here; cpu checks this machine's CPU\n"
+    assert done.stderr == "--gpus: this machine has no GPU; cpu checks its CPU\n"
 
 
 def test_the_result_counts_the_checks_and_names_the_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def test_a_circuit_tracer_topk_without_its_k_is_one_sentence(k: str, tmp_path: P
         ("sparsify", "topk", 20, "sparsify supports one width only, and this maps 32 dimensions to 20"),
         ("saelens", "topk", 32, "SAELens has no transcoder with k latents per token; give --format sparsify"),
         ("dictionary_learning", "jumprelu", 32, "dictionary_learning has no transcoders"),
-        ("circuit-tracer", "topk", None, "circuit-tracer takes transcoders"),
+        ("circuit-tracer", "topk", None, "circuit-tracer supports only transcoders"),
         ("circuit-tracer", "standard", 20, "circuit-tracer supports one width only, and this maps 32 dimensions to 20"),
     ],
 )

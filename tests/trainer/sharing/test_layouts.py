@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a dictionary with two values of k": (
         dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
-        "k is 5, but 4 in its settings; give the right one as --config trainer.k=K",
+        "k is 5, but 4 in its settings; give the correct value with --config trainer.k=K",
     ),
     "a BatchTopK dictionary without a threshold": (
         dictionary("jumprelu", TOPK_NAMES, {"trainer_class": "TrainerBatchTopK", "k": K}, {"k": K}),

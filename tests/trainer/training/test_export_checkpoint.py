@@ -354,7 +354,7 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
         (
             [runs[0], runs[2]],
             "circuit-tracer",
-            "circuit-tracer takes a set of transcoders of one kind, but d_sae is 32",
+            "circuit-tracer needs transcoders of one kind in a set, but d_sae is 32",
         ),
     ):
         assert main([*command, form, *map(str, chosen)]) == EXIT_USAGE

@@ -68,14 +68,14 @@ def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
     if asked in (0, "auto"):
         return ""
     if obstacle := _obstacle(job):
-        return f'{asked} GPUs for the model alone are not possible with {obstacle}; use 0 or "auto"'
+        return f'{asked} separate GPUs for the model are not possible with {obstacle}; use 0 or "auto"'
     counts = counts_that_work(devices)
     if asked in counts:
         return ""
     if not counts:
         return f'{plural(devices, "GPU")} cannot spare {asked}; use 0 or "auto", or give launch.gpus at least 2'
     works = f"{join_words([str(count) for count in counts])} {'works' if len(counts) == 1 else 'work'}"
-    return f"with {devices} GPUs {works}, so that each training GPU has equally many, not {asked}"
+    return f"with {devices} GPUs, only {works}, not {asked}: each training GPU needs the same number of model GPUs"
 
 
 def _obstacle(job: JobConfig) -> str:
@@ -117,7 +117,9 @@ def place_model(
         return on(asked)
     counts = list(_counts(whole))
     if ranks_before is not None and devices - ranks_before in counts and len(counts) > 1:
-        return msgspec.structs.replace(on(devices - ranks_before), why="as before, since each rank has read its part")
+        return msgspec.structs.replace(
+            on(devices - ranks_before), why="as before, since each rank has read its own part of the text"
+        )
     ways = [on(own) for own in counts]
     if len(ways) == 1:
         return ways[0]
@@ -156,7 +158,7 @@ def _why(best: ModelPlacement, ways: list[ModelPlacement], capacity: DeviceMemor
     """Return a clause about the advantage over the best other placement of the model."""
     lack = _lack(best, capacity)
     if lack == 2:
-        return f"this needs the least memory, {gibibytes(best.needs_bytes)} of a GPU, but less is there"
+        return f"this needs the least memory, {gibibytes(best.needs_bytes)} of a GPU, but less is available"
     others = [way for way in ways if (way.model_gpus == 0) != (best.model_gpus == 0)]
     other = min(others, key=lambda way: _rank(way, capacity))
     where = "next to the SAE" if best.model_gpus else f"on {other.model_gpus} of {best.devices} GPUs alone"

@@ -136,7 +136,7 @@ class Outlook(msgspec.Struct, frozen=True):
             return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")]
         if self.took and self.took.n_bytes > max(self.needs_bytes, self.capacity.free_bytes or 0):
             took, has = distinct_sizes(self.took.n_bytes, self.capacity.free_bytes or 0)
-            message = f"it has {has} free, and job {self.took.job_id} of this shape took {took} of a GPU"
+            message = f"it has {has} free, and job {self.took.job_id} of the same shape used {took} of a GPU"
             return [Problem("launch.gpus", message, "warning")]
         return []
 

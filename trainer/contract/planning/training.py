@@ -159,7 +159,7 @@ def _check_mode(layout: Layout) -> list[Problem]:
         message = f'"sweep" needs one SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
         return [Problem("parallel.mode", message)]
     if mode == "dp" and ranks > 1:
-        message = 'one interpreter drives all devices, which is slower; "dp" is for a box on which "ddp" does not start'
+        message = 'one interpreter drives all devices, which is slower; use "dp" only if "ddp" does not start here'
         return [Problem("parallel.mode", message, "warning")]
     if ranks % sharing:
         message = f"{sharing} does not divide {ranks} ranks; use a divisor of {ranks}"
@@ -213,7 +213,7 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     problems += transcoder_problems(sae, data.d_in, data.d_out)
     if sae.normalize == "none":
-        message = "rates, penalties and thresholds suit data with a spread of about 1 per dimension; check your data"
+        message = "rates, penalties and thresholds are for data with a spread of about 1 per dimension; check your data"
         problems.append(Problem("sae.normalize", message, "warning"))
     width_path = "sae.d_sae" if sae.d_sae else "sae.expansion_factor"
     if d_sae < (sharing := work.latent_ranks):
@@ -261,7 +261,7 @@ def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
     place, held_out = work.job.data.settings.place, work.job.data.held_out(n_tokens, work.ranks)
     n_train = n_tokens - held_out
     if n_train < 1:
-        message = f"holds out all of {place}, which holds {n_tokens:,} tokens; a 20th or less is usual"
+        message = f"holds out all of {place}, which has {n_tokens:,} tokens; usually, at most a 20th is held out"
         return Problem("data.held_out_tokens", message)
     if work.tokens_per_step <= n_train:
         return None

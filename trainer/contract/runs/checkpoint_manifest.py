@@ -177,11 +177,11 @@ def damage(folder: Path) -> str | None:
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
-            return f"its {MANIFEST} does not name the files of a checkpoint"
+            return f"its {MANIFEST} does not list the files of a checkpoint"
         for name, file in manifest["files"].items():
             # Compare the sizes first, since a file with a different size need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
-                return f"{name} is not as it was written"
+                return f"{name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} or a file in it cannot be read ({error})"
     return None

@@ -193,7 +193,7 @@ class Features:
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, RecursionError):
-            raise UserError(f"{file} is not a file that `sae-train eval` writes; run that again") from None
+            raise UserError(f"{file} was not written by `sae-train eval`; run the command again") from None
 
     def _check(self) -> None:
         """Raise `ValueError` or `KeyError` if a tensor is missing, truncated, or has the wrong shape."""

@@ -59,7 +59,7 @@ class RunLock:
 
 
 def still_going(run_dir: Path) -> str:
-    return f"the run in {run_dir} is still going; stop it, wait until it has saved, and try again"
+    return f"the run in {run_dir} is still running; stop it, wait until it has saved a checkpoint, and try again"
 
 
 def hold(file: Path) -> None:

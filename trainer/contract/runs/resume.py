@@ -72,7 +72,7 @@ class StoredRun(msgspec.Struct, frozen=True):
     def longer(self) -> str:
         """The command-line option that makes a finished run train for longer."""
         cool_down = self.state.cool_down
-        planned = f", but not the {cool_down.planned} first planned" if cool_down else ""
+        planned = f", but not {cool_down.planned}, the original number" if cool_down else ""
         return f"--set train.n_steps=N with N above {self.position.step}{planned}"
 
     def next_attempt(
@@ -106,7 +106,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
     refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
     if refused:
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
-        reason = f"the config of a run is frozen; resume accepts only {allowed}, anything else needs a new run"
+        reason = f"the config of a run is frozen; resume accepts only {allowed}; any other change needs a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # `train.n_steps` takes precedence over `n_tokens`, so clear it if only `n_tokens` has changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
@@ -228,7 +228,9 @@ def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -
     if before == now or run.checkpoint is None:
         return []
     if now <= position.step:
-        message = f"the run is at step {position.step} already, and this would end it at step {now}; choose more"
+        message = (
+            f"the run is at step {position.step} already, and this would end it at step {now}; choose a larger number"
+        )
         raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
     fractions = job.train.warmup_fraction, decay_fraction(job, is_transcoder=run.state.d_out is not None)
     of_both = (was, run.last.n_devices), (job, devices)

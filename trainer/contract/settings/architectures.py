@@ -41,7 +41,9 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
 
 
 # Settings of TopK and the architectures derived from it.
-KAux = Annotated[int, about("Dead latents that reconstruct the residual; default d_in / 2.", advanced=True, ge=1)]
+KAux = Annotated[
+    int, about("Number of dead latents that reconstruct the residual; default d_in / 2.", advanced=True, ge=1)
+]
 AuxKAlpha = Annotated[
     float, about("Weight of the AuxK loss (1/32 in Gao et al.); 0 turns it off.", advanced=True, ge=0)
 ]
@@ -61,7 +63,7 @@ KAnnealStart = Annotated[
 ThresholdRate = Annotated[
     float,
     about(
-        "Rate at which a step moves the threshold to that of its batch (0.01 in SAELens: L0 27 for k 32 in 150 steps).",
+        "Rate at which the threshold follows that of each batch (0.01 in SAELens: L0 27 for k 32 after 150 steps).",
         advanced=True,
         gt=0,
         le=1,
@@ -119,7 +121,7 @@ class MatryoshkaSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     n_levels: Annotated[
         int,
         about(
-            "Nested prefixes, each twice as wide as the previous one (5 in the paper: 1/16 to 1).",
+            "Number of nested prefixes, each twice as wide as the previous one (5 in the paper: 1/16 to 1).",
             ge=1,
             le=16,
         ),
@@ -137,10 +139,10 @@ class MatryoshkaSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
 
 # Settings of the architectures with a sparsity penalty.
 TargetL0 = Annotated[
-    int, about("Target L0: the penalty is steered until k latents are active per token.", unit="latents", ge=1)
+    int, about("Target L0: the penalty is adjusted until k latents are active per token.", unit="latents", ge=1)
 ]
 SparsityCoefficient = (
-    Annotated[float, about("Weight of the sparsity penalty; auto steers it so that k latents are active.", gt=0)]
+    Annotated[float, about("Weight of the sparsity penalty; auto adjusts it so that k latents are active.", gt=0)]
     | Literal["auto"]
 )
 SparsityWarmup = Annotated[
@@ -181,12 +183,14 @@ class JumpReLUSettings(ArchitectureSettings, frozen=True):
     sparsity_warmup_fraction: SparsityWarmup = 0.1
     penalty: Annotated[
         Literal["l0", "tanh"],
-        about("What is penalised: the number of active latents, or tanh of their activations.", advanced=True),
+        about("Penalised quantity: the number of active latents, or the tanh of their activations.", advanced=True),
     ] = "l0"
     tanh_scale: Annotated[float, about("Scale of activations inside tanh (4 at Anthropic).", advanced=True, gt=0)] = 4.0
     bandwidth: Annotated[
         float,
-        about("Width of the window around a threshold that gives it a gradient (data spread: 1).", advanced=True, gt=0),
+        about(
+            "Width of the window around a threshold in which it gets a gradient (data spread: 1).", advanced=True, gt=0
+        ),
     ] = 0.1
 
     @property

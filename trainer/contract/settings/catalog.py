@@ -193,7 +193,7 @@ class KindEntry(Entry, frozen=True):
 ARCHITECTURES = {
     "topk": ArchitectureEntry(
         "trainer.saes.topk:TopK",
-        "Exactly k latents per token; dead ones revived by AuxK.",
+        "Exactly k active latents per token; AuxK revives dead latents.",
         architectures.TopKSettings,
         # Such transcoders are written in sparsify's format, since SAELens has no transcoders with k latents per token.
         transcodes="one width",
@@ -202,7 +202,7 @@ ARCHITECTURES = {
     ),
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
-        "k latents per token on average; a threshold outside training.",
+        "k active latents per token on average; a threshold at inference.",
         architectures.BatchTopKSettings,
         per_batch=True,
         encoder_follows=True,
@@ -217,7 +217,7 @@ ARCHITECTURES = {
     ),
     "jumprelu": ArchitectureEntry(
         "trainer.saes.jumprelu:JumpReLU",
-        "A learnt threshold for every latent; a steered penalty gives k on average.",
+        "A learnt threshold per latent; the penalty is adjusted until L0 is k.",
         architectures.JumpReLUSettings,
         dense_matrices=5.25,
     ),
@@ -230,7 +230,7 @@ ARCHITECTURES = {
     ),
     "standard": ArchitectureEntry(
         "trainer.saes.standard:Standard",
-        "ReLU and an L1 penalty, steered so that k latents are active on average.",
+        "ReLU and an L1 penalty, adjusted so that k latents are active on average.",
         architectures.StandardSettings,
         dense_matrices=3,
         dense_weights=1,
@@ -274,7 +274,7 @@ SOURCES = {
     ),
     "model": SourceEntry(
         "trainer.extraction.model_stream:ModelStream",
-        "Streamed from a language model, stored nowhere.",
+        "Streamed from a language model without being stored.",
         model_source.ModelSettings,
     ),
 }
@@ -318,7 +318,7 @@ METRICS = {
     ),
     "l0": MetricEntry(
         "trainer.metrics.sparsity:L0",
-        "Mean active latents per token.",
+        "Mean number of active latents per token.",
         # The settings determine L0, so neither direction is better.
         Series("L0", format=".1f"),
         held_out=True,
@@ -440,8 +440,8 @@ READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 # Help texts that both import commands use.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
-SAES_CONFIG = "a setting that the SAE's files lack or have wrong, like trainer.k=32; can be repeated"
-IS_TRANSCODER = "the SAE is a transcoder, for files that do not say so"
+SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; can be repeated"
+IS_TRANSCODER = "the SAE is a transcoder; for files that do not state this"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

@@ -24,7 +24,7 @@ from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
-PYTHONS = 'the whole path of a Python, like "/home/me/env/bin/python"'
+PYTHONS = 'the absolute path of a Python, like "/home/me/env/bin/python"'
 # Tokens per rank and step if batch_size is "auto" and the run is long or its length is given in steps.
 USUAL_BATCH = 4096
 # Rows with a norm above this multiple of the median norm are left out. The norms of ordinary rows are at most three
@@ -127,7 +127,9 @@ class SaeSettings(msgspec.Struct, frozen=True):
     ] = "geometric_median"
     normalize: Annotated[
         Literal["mean_norm", "none"],
-        about("Scales inputs to a mean distance √d_in from their mean; folded into the SAE.", advanced=True),
+        about(
+            "Scales inputs to a mean distance √d_in from their mean; the scale is folded into the SAE.", advanced=True
+        ),
     ] = "mean_norm"
     encoder_init: Annotated[
         Literal["tied", "independent"],
@@ -138,7 +140,9 @@ class SaeSettings(msgspec.Struct, frozen=True):
     ) = "auto"
     encoder_follows: Annotated[
         Literal["auto", "off"],
-        about("Ties encoder updates to decoder updates, at a fifth of lr; auto: TopK kinds with Adam.", advanced=True),
+        about(
+            "Ties encoder updates to decoder updates, at a fifth of lr; auto: TopK variants with Adam.", advanced=True
+        ),
     ] = "auto"
     skip: Annotated[
         bool,
@@ -181,7 +185,7 @@ class Train(msgspec.Struct, frozen=True):
         Annotated[
             int,
             about(
-                "Tokens per data-parallel rank and micro-batch; auto: 4,096, or fewer for 500 steps, cut to fit.",
+                "Tokens per data-parallel rank and micro-batch; auto: 4,096, or fewer for 500 steps or to fit.",
                 unit="tokens",
                 ge=1,
             ),
@@ -245,7 +249,7 @@ class Train(msgspec.Struct, frozen=True):
         float, about("Checkpoint every N minutes; 0: off.", unit="minutes", advanced=True, ge=0)
     ] = 10.0
     keep_checkpoints: Annotated[
-        int, about("Number of newest checkpoints to keep, besides the best one.", advanced=True, ge=1)
+        int, about("Number of newest checkpoints to keep, in addition to the best one.", advanced=True, ge=1)
     ] = 2
     report_card: Annotated[
         bool, about("Evaluates the SAE on held-out rows at the end and writes its report card.", advanced=True)
@@ -304,7 +308,7 @@ class Launch(msgspec.Struct, frozen=True):
 
     settings: msgspec.Struct = NoSettings()
     gpus: (
-        Annotated[str, about("Devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
+        Annotated[str, about("Devices: chosen automatically or by index, or CPU processes.", wanted=GPU_CHOICES)]
         | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
     ) = "auto"
     backend: Annotated[
@@ -473,7 +477,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
             return []
-        message = "is missing: the data is a stream without an end; set it or train.n_steps"
+        message = "is missing: the data is an endless stream; set it or train.n_steps"
         return [Problem("train.n_tokens", message)]
 
     def with_paths(self, bases: Sequence[Path]) -> JobConfig:

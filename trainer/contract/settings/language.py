@@ -28,11 +28,11 @@ RemoteCode = Annotated[
     bool, about("Runs Python code that comes with the model: only if you trust who wrote it.", advanced=True)
 ]
 TextPath = Annotated[str, about("A .txt, .jsonl, .json or .parquet file, or a folder of them.", min_length=1)]
-Dataset = Annotated[str, about("Data set on the hub instead of a path, streamed.", min_length=1)]
+Dataset = Annotated[str, about("Data set on the hub, which is streamed, instead of a path.", min_length=1)]
 Subset = Annotated[str, about("Configuration of the data set.", advanced=True)]
 Split = Annotated[str, about("Split of the data set.", advanced=True, min_length=1)]
 Column = Annotated[
-    str, about("Column that holds text, a chat's messages, or token ids; auto: the usual names.", min_length=1)
+    str, about("Column with text, the messages of chats, or token ids; auto: the usual names.", min_length=1)
 ]
 Context = Annotated[int, about("Tokens per context of the model.", unit="tokens", ge=2, le=1_048_576)]
 BatchTokens = Annotated[
@@ -65,7 +65,7 @@ class Model(msgspec.Struct, frozen=True):
     remote_code: RemoteCode = False
     spread: Annotated[
         bool,
-        about("Splits one model over all GPUs of the job: for models larger than a GPU.", advanced=True),
+        about("Splits one model over all GPUs of the job; for models larger than a GPU.", advanced=True),
     ] = False
 
 

@@ -50,7 +50,7 @@ def _check_place(job: AnyJob) -> Iterator[Problem]:
         yield Problem("launch.backend", message)
     if isinstance(job.launch.gpus, list):
         n = len(job.launch.gpus)
-        message = f'SLURM chooses the GPUs: the list counts as "auto:{n}", {n} for each node'
+        message = f'SLURM chooses the GPUs, so the list is treated as "auto:{n}", with {n} for each node'
         yield Problem("launch.gpus", message, "warning")
 
 

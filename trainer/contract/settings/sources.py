@@ -107,7 +107,7 @@ class StreamSettings(SourceSettings, frozen=True, kw_only=True):
 
     shuffle_tokens: Annotated[
         int,
-        about("Tokens of a stream that each rank buffers to shuffle them.", unit="tokens", advanced=True, ge=1),
+        about("Number of tokens of a stream that each rank buffers for shuffling.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
@@ -146,7 +146,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             list[Annotated[float, msgspec.Meta(gt=0, le=_LARGEST_WEIGHT)]],
             about(
-                "Relative weight of each folder of a list; left out: by number of rows.",
+                "Relative weight of each folder of a list; default: by number of rows.",
                 advanced=True,
                 wanted="a list of numbers above 0 and of at most a million",
             ),
@@ -157,7 +157,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             str,
             about(
-                "Hook whose folder lies in an extraction's folder; several: one SAE each; mlp.12, mlp: transcoders.",
+                "Hook with a folder in an extraction's folder; several: one SAE each; mlp.12, mlp: transcoders.",
                 advanced=True,
                 min_length=1,
             ),
@@ -244,7 +244,9 @@ class ShardSettings(SourceSettings, frozen=True):
         if self.hook is None:
             return []
         if self.target_path is not None:
-            message = "does not go with data.target_path; leave one of them out, or name a whole MLP, like mlp.12"
+            message = (
+                "cannot be combined with data.target_path; leave out one of them, or name a whole MLP, like mlp.12"
+            )
             return [Problem("data.hook", message)]
         return problems_of_hooks([self.hook], "data.hook")
 

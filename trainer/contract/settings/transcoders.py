@@ -15,9 +15,11 @@ def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[
         message = "only a transcoder has a skip connection; give data.target_path, or set it to false"
         return [Problem("sae.skip", message)] if sae.skip else []
     if entry.transcodes == "no":
-        message = f'no format can hold a transcoder of "{name}"'
+        message = f'no format supports a transcoder of "{name}"'
     elif entry.transcodes == "one width" and d_out != d_in:
-        message = f'the format for a transcoder of "{name}" has one width, and this maps {d_in} dimensions to {d_out}'
+        message = (
+            f'the format for a transcoder of "{name}" has only one width, and this maps {d_in} dimensions to {d_out}'
+        )
     else:
         return []
     others = " or ".join(f'"{one}"' for one, entry in ARCHITECTURES.items() if entry.transcodes == "yes")
