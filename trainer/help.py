@@ -31,7 +31,7 @@ a minimal job file of a training:
   [data]
   path = "data/sample"       # .safetensors shards with a tensor `activations` [n_tokens, d_in]
 
-Ctrl-C saves a checkpoint and stops; a second one ends at once. `COMMAND --help` has details.
+Ctrl-C saves a checkpoint and stops; a second Ctrl-C ends the run immediately. `COMMAND --help` has details.
 {_EXITS}
 """
 
@@ -41,14 +41,15 @@ examples:
   sae-train run job.toml --set launch.gpus=cpu:2                on two CPU processes
   sae-train run job.toml --set train.n_steps=50 --out /tmp/try --json
 
-a sweep trains several SAEs from one pass over the data; a list of values makes one, two lists make every pair:
+a sweep trains several SAEs in one pass over the data: give a list of values, or two lists for all combinations:
   sae-train run job.toml --set 'sae.k=[16,32,64]'
   sae-train run job.toml --set 'sae.d_sae=[3072,12288]' --set 'train.seed=[0,1]'
 
-the run folder holds job.toml (complete, runs again), checkpoints/ (the newest and the best), metrics.db, logs/,
-attempt1/environment.json (versions, commit, hardware, command) and at the end sae/, which SAELens loads.
+the run folder contains job.toml (complete, to repeat the run), checkpoints/ (the newest and the best), metrics.db,
+logs/, attempt1/environment.json (versions, commit, hardware, command) and, at the end, sae/, which SAELens loads.
 
-Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or a lost terminal save a checkpoint and stop; a second Ctrl-C ends at once.
+on Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or a lost terminal, the run saves a checkpoint and stops; a second Ctrl-C
+ends it immediately.
 {_EXITS}
 """
 
@@ -69,9 +70,10 @@ a job file:
   n_tokens = 1_000_000
   output = "activations"                         # one subfolder per hook, for `data.path` of a training
 
-documents are packed end to end, and do not attend to each other. The rows of special tokens, of the first token of each
-document in a context and of more than 10 times the median norm are left out and counted. All hooks have the same rows.
-Ctrl-C stops; the same command continues after the last finished shard. Needs `pip install 'sae-tui[hf]'`.
+documents are packed end to end, and do not attend to each other. Rows of special tokens, rows of the first token of
+each document in a context, and rows with more than 10 times the median norm are left out, and their number is reported.
+All hooks have rows of the same tokens. Ctrl-C stops the extraction; the same command continues it after the last
+finished shard. It needs `pip install 'sae-tui[hf]'`.
 {_EXITS}
 """
 
@@ -81,8 +83,8 @@ examples:
   sae-train inspect acts/resid_post.12 --json
 
 it checks 65,536 random rows: NaN, rows with a huge norm, constant dimensions, rows that occur more than once, and how
-far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy. --headers checks no row:
-it only says how many rows there are, and how they are stored.
+far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy. --headers does not check
+the rows: it only shows the number of rows and how they are stored.
 Exit codes: 0 checked, 1 not usable for a training, 2 bad usage or data that cannot be read.
 """
 
@@ -91,33 +93,34 @@ examples:
   sae-train resume runs/sae-20250101-120000
   sae-train resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
   sae-train resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
-  sae-train resume runs/sae-20250101-120000 --finish                      cool down from there, and finish
+  sae-train resume runs/sae-20250101-120000 --finish                      cool down from the checkpoint, and finish
 
 it resumes at the newest complete checkpoint; on the CPU the result is bit-identical to that of an uninterrupted run.
 The config of a run is frozen: --set accepts its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
 train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length changes the learning
-rate, whose schedule spans the run. On another number of devices a step keeps its number of tokens.
+rate, since its schedule spans the run. On another number of devices, the number of tokens per step stays the same.
 A finished run is not changed (exit code 0), unless it is made longer.
---finish ends a run early as `stop --finish` does: most of an SAE's quality comes while the learning rate falls.
+--finish ends a run early as `stop --finish` does: most of an SAE's quality is gained while the learning rate falls.
 {_EXITS}
 """
 
 STOP = f"""\
 examples:
   sae-train stop runs/sae-20250101-120000              save a checkpoint and stop, as Ctrl-C does
-  sae-train stop runs/sae-20250101-120000 --finish     cool down first: a finished run, only shorter
+  sae-train stop runs/sae-20250101-120000 --finish     cool down first, for a shorter but finished run
 
 --finish: the learning rate falls to 0 over a further {COOL_DOWN_SHARE:.0%} of the steps done so far. Everything else
-that depends on the run's length ends with it, and the run is finished, with its SAE and report card. Most of an SAE's
-quality comes while the rate falls: a run stopped halfway is worse than a finished one of half the length. Another
-`stop` ends the cool-down at once; `resume` continues it, and `resume --set train.n_steps=N` trains to N steps instead.
-A stopped run whose disk is full waits for space; another `stop` ends that wait.
+that depends on the run's length ends at the same time, and the run is finished, with its SAE and report card. Most of
+an SAE's quality is gained while the rate falls: a run that is stopped halfway is worse than a finished run of half the
+length. Another `stop` ends the cool-down immediately; `resume` continues the cool-down, and
+`resume --set train.n_steps=N` trains to N steps instead. If the disk is full, a stopped run waits for free space;
+another `stop` ends this wait.
 {_EXITS}
 """
 
 EXPORT = f"""\
 examples:
-  sae-train export runs/sae-20250101-120000 --out my-sae                  its newest checkpoint, for SAELens
+  sae-train export runs/sae-20250101-120000 --out my-sae                  the newest checkpoint, for SAELens
   sae-train export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
   sae-train export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
   sae-train export runs/sae-20250101-120000 --out my-sae --only k=32      one SAE of a sweep, by its label
@@ -126,12 +129,13 @@ examples:
 
 {_FORMATS}
 
-a format that would change the output of an SAE is refused; anything else left out is reported. Each SAE
-of a sweep gets its own folder: the SAEs that fit the format are written, the others are listed with the reason.
+a format that would change the output of an SAE is refused; anything else that is left out is reported. Each SAE
+of a sweep gets its own folder: the SAEs that fit the format are written, and the others are listed with the reason.
 the SAE takes and returns raw activations: scales are folded into the weights.
---push sends the files that this export wrote, and a model card if neither DIR nor the hub has a README.md: it lists the
-files and the repository, and asks. Their metadata contains model, hook and text as in your job. It needs `pip install
-'sae-tui[hf]'` and a login with `hf auth login`. Without --push no host is contacted.
+--push sends the files that this export wrote, and a model card if neither DIR nor the hub has a README.md. The command
+lists the files and the repository, and asks before it sends. The metadata of the files contains the model, hook and text
+of your job. --push needs `pip install 'sae-tui[hf]'` and a login with `hf auth login`. Without --push, no host is
+contacted.
 {_EXITS}
 """
 
@@ -150,8 +154,8 @@ formats, recognised by their files: {_READ}.
 an SAE that no architecture here can compute is refused with the reason. FOLDER may be a folder, a file, or
 OWNER/NAME/FOLDER on the Hugging Face hub, whose cache is searched first. From a .pt file only tensors are read and from
 an .npz file only arrays; a file with anything else is refused. Links are followed only inside the hub's cache.
-the SAE's model, hook, text and context are kept for later exports. It is checked on 1,000 rows of DATA by L0 and FVU,
-with a warning if they are implausible. Weights keep the scale of DATA. Its optimizer starts from zero.
+the SAE's model, hook, text and context are kept for later exports. The SAE is checked on 1,000 rows of DATA, with a
+warning if its L0 or FVU is implausible. The weights keep the scale of DATA. The optimizer state starts at zero.
 {_EXITS}
 """
 
@@ -163,23 +167,27 @@ examples:
   sae-train eval my-sae --data data/sample                      an SAE of any tool, on any activations
   sae-train eval my-transcoder --data rows/mlp_in.6 --targets rows/mlp_out.6
 
-FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
-rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
-SAELens and SAEBench, on the held-out rows of the run, and 20 random latents with their texts. With --model, the loss of
-the model when the SAE's reconstructions replace its activations: cross-entropy and KL divergence, and loss recovered
-relative to zeroed rows, on text after the extracted part. All this and the explained variance on that text is measured
-twice: first without the rows that were not extracted, such as first tokens and special tokens. They are not replaced
-and do not count. Then on all tokens, as in SAELens (`all_tokens` in JSON): compare these with figures from SAELens.
-First tokens often have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.97 without and 0.63
-with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most between two
-classes of texts, next to one on all activations, over 3 splits of the texts of sae-probes (`pip install
-'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error of the split
-alone: the sets are the same for every SAE. An encoder does not predict next tokens: --probe works for its SAE, without
-loss. An evaluation adds to the report card and replaces only what it measures again; the previous report card stays in
-`.cards`. The report card is written next to the weights as card.json and as a model card, README.md, if they are from
-this checkpoint. So are the max-activating examples, if the data has the tokens of its rows or a language model streams
-them, and with --model the tokens that each latent promotes and suppresses: W_dec @ W_U, with the weight of the final
-norm folded into W_U. `sae-tui features` shows them.
+The report card contains FVU with its standard error, explained variance, MSE, cosine, the distribution of L0,
+shrinkage, the shares of dead, rare (on 100,000 rows or more) and dense latents, the histogram of densities and the
+nearest decoder directions, as defined by SAELens and SAEBench, on the held-out rows of the run, and 20 random latents
+with their texts.
+With --model, the report card also contains the losses of the model with the SAE's reconstructions in place of its
+activations: cross-entropy, KL divergence, and the loss recovered relative to zeroed rows, on text after the extracted
+part. The losses and the explained variance on that text are measured twice. The first measurement excludes rows that
+were not extracted, such as those of first tokens and special tokens, and does not replace them. The second measurement
+includes all tokens, as in SAELens (`all_tokens` in JSON), for comparison with figures from SAELens. First tokens often
+have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.97 without first tokens and 0.63 with
+first tokens.
+With --probe, the report card also contains the AUC of logistic regressions on the 1 and 16 latents whose means differ
+most between two classes of texts, and on all activations, over 3 splits of the texts of sae-probes (`pip install
+'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error over splits
+only, since the sets are the same for every SAE. For an encoder model, which does not predict next tokens, --probe works
+but there are no losses.
+An evaluation adds to the report card and replaces only what it measures again; the previous report card stays in
+`.cards`. The report card is written next to the weights as card.json and as a model card, README.md, if the weights are
+from this checkpoint. The max-activating examples are also written, if the data contains the tokens of its rows or a
+language model streams the rows. With --model, so are the tokens that each latent promotes and suppresses: W_dec @ W_U,
+with the weight of the final norm folded into W_U. `sae-tui features` shows examples and tokens.
 {_EXITS_OF_EVAL}
 """
 
@@ -195,15 +203,15 @@ examples:
   sae-train bench job.toml --set train.batch_size=16384 --set train.precision=bf16
   sae-train bench --set launch.gpus=cpu --set sae.d_sae=3072 --steps 50 --json
 
-it runs steps on random data of the job's shape, so disk and page cache do not count. The floor is the time of the
-encoder's one dense product on this machine, or of the step's traffic at the measured memory bandwidth, whichever is
-longer: no step that computes every pre-activation can be faster.
+it runs steps on random data of the job's shape, so that reading data is not included. The floor is the time of the
+encoder's single dense matrix product on this machine, or of the step's memory traffic at the measured bandwidth,
+whichever is longer: no step that computes every pre-activation can be faster.
 {_EXITS}
 """
 
 PROBE = """\
-Takes a second or two after the ranks have started. `auto` chooses a parallel mode from such figures, which every run
-with several ranks measures when it starts.
+This takes a second or two after the ranks have started. `auto` chooses a parallel mode from such measurements, which
+every run with several ranks makes when it starts.
 
 examples:
   sae-train probe
@@ -220,9 +228,9 @@ example, with --node-rank 0 on host0 and 1 on the other:
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend static \\
       --master-addr host0 --master-port 29500 -m trainer join job.toml --out /shared/runs/one
 
-torchrun listens on the port on every address of host0 without authentication: a firewall must block other users. With
---rdzv-backend c10d or --standalone, anyone who reaches the port can run code as you: do not use them. On one host `run`
-needs no such port, and on a cluster launch.backend = "slurm" of sae-tui needs none.
+torchrun listens on the port on every address of host0 without authentication, so a firewall must block other users. Do
+not use --rdzv-backend c10d or --standalone, since with them anyone who reaches the port can run code as you. On one
+host, `run` needs no such port; on a cluster, neither does launch.backend = "slurm" of sae-tui.
 {_EXITS}
 """
 
