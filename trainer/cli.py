@@ -65,7 +65,8 @@ from trainer.ranks.foreground import (
 if TYPE_CHECKING:
     from trainer.training.push import Push
 
-# Commands that start without torch. `rank` does, so that it can record a missing package as the reason for its failure.
+# Commands that start without torch. `rank` also starts, so that it can record a missing package as the reason for its
+# failure.
 _WITHOUT_TORCH = ("estimate", "rank")
 # The default parent folder for runs.
 RUNS = Path("runs")

@@ -133,8 +133,8 @@ a format that would change the output of an SAE is refused; anything else that i
 of a sweep gets its own folder: the SAEs that fit the format are written, and the others are listed with the reason.
 the SAE takes and returns raw activations: scales are folded into the weights.
 --push sends the files that this export wrote, and a model card if neither DIR nor the hub has a README.md. The command
-lists the files and the repository, and asks before it sends. The metadata of the files contains the model, hook and text
-of your job. --push needs `pip install 'sae-tui[hf]'` and a login with `hf auth login`. Without --push, no host is
+lists the files and the repository, and asks before it sends. The metadata of the files contains the model, hook and
+text of your job. --push needs `pip install 'sae-tui[hf]'` and a login with `hf auth login`. Without --push, no host is
 contacted.
 {_EXITS}
 """

@@ -36,7 +36,7 @@ class RunPaths:
         self.lock_file = root / "run.lock"
         # The process that evaluates the run's SAEs holds this lock until it exits.
         self.evaluation_lock = root / "evaluation.lock"
-        # The job's database row as of its last start; a lost store is restored from these files.
+        # The database row of the job at its last start; a lost store is restored from such files.
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
@@ -123,9 +123,7 @@ class DataDir:
 
     @property
     def host_word(self) -> str:
-        """The form of this host's name that is used in file names; hosts that share the data folder have separate
-        files.
-        """
+        """This host's name in the form for file names; hosts that share the data folder have separate files."""
         return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
 
     @property
@@ -282,8 +280,8 @@ def _is_data_folder_of(folder: Path, place: Path) -> bool:
 
 
 def _is_run_of(folder: Path, place: Path) -> bool:
-    """Return whether `folder` is a started run that contains `place` in one of its standard folders, or is `place`
-    itself.
+    """Return whether `folder` is a run that has started and `place` is this folder or inside one of its standard
+    folders.
     """
     inside = _inside(folder, place)
     is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)

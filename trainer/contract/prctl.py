@@ -1,4 +1,4 @@
-"""System calls that Python lacks: to end with the parent process, to adopt orphans, and to rename without replacing."""
+"""System calls that Python lacks: ending with the parent process, adopting orphans, and renaming without replacing."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Progress:
         self._whole_s = sum(one.seconds for one in self._planned.values())
         # The ratio of the actual time so far to the planned time.
         self._pace = 1.0
-        # The stage object is only modified by this thread, but replaced for a new stage, since another thread reads it.
+        # A new stage gets a new object instead of resetting this one, since another thread may read it at any time.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
         self._over = threading.Event()

@@ -18,7 +18,7 @@ _MOST_LINKS = 40
 
 
 def user_of(uid: int) -> str:
-    """Return the login name of a user, or `uid 1234`."""
+    """Return the login name of a user, or `uid 1234` if there is no user with this id."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

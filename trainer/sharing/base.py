@@ -118,7 +118,7 @@ NOTHING_GIVEN = Given()
 
 
 class Format(ABC):
-    """A tool's file format for SAEs: a folder of files."""
+    """A tool's file format for SAEs, which is a folder of files."""
 
     # Glob patterns for the files that `write` may create.
     files: ClassVar[tuple[str, ...]] = ()

@@ -77,7 +77,7 @@ def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
 
 
 def _config(sae: SharedSae, firings: Firings, n_splits: int) -> dict[str, object]:
-    """Return the fields of delphi's CacheConfig, and the name of the model for delphi to load the tokenizer of."""
+    """Return the fields of delphi's CacheConfig, including the model whose tokenizer delphi loads."""
     n_contexts, n_tokens = firings.tokens.shape
     return {
         "dataset_repo": str(sae.metadata.get("dataset_path") or ""),

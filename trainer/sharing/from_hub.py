@@ -65,7 +65,7 @@ def _is_mistyped_path(text: str) -> bool:
 
 
 def _cached(hub: Any, name: HubName) -> Path | None:
-    """Return the folder or file with a name on the hub in the cache; None if it is not in the cache."""
+    """Return the cached folder or file of a name on the hub; None if it is not in the cache."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:

@@ -258,7 +258,7 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with unit-norm decoder rows, with which activations are multiplied by the original norms."""
+    """Return equivalent weights with unit-norm decoder rows; activations are then multiplied by the original norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}

@@ -53,7 +53,8 @@ _NORMALISED = {
     "covariance_whitening": "its whitening is folded in only when its training ends",
 }
 _SCALED = ("expected_average_only_in", True)
-# Matches the names of settings that may change the result. Settings in `_OF_TRAINING` do not, or `read` handles them.
+# Matches the names of settings that may change the result. Settings in `_OF_TRAINING` do not change the result, or are
+# handled by `read`.
 _COMPUTES = re.compile(
     "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
     "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"

@@ -40,7 +40,7 @@ def of_start(work: Workload, sae: SaeSettings) -> int:
 def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
     """Return the peak bytes of one micro-batch's forward and backward pass, including its gradients.
 
-    Excludes the 16-bit copies of weights that are kept between passes.
+    The result excludes the 16-bit copies of weights that are kept between passes.
     """
     is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
     return round((_Dense if is_dense else _SparseArchitecture)(work, sae, keeps_copies=keeps_copies).peak())
@@ -54,7 +54,7 @@ def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = Fal
 def of_evaluation(work: Workload, job: JobConfig) -> int:
     """Return the peak bytes of an evaluation on one batch of held-out tokens.
 
-    Excludes the 16-bit copies of weights that are kept between passes.
+    The result excludes the 16-bit copies of weights that are kept between passes.
     """
     sae, entry = job.sae, ARCHITECTURES[job.sae.architecture]
     at_once = _SparseArchitecture(work, sae, keeps_copies=kept_copies(work, job) > 0)

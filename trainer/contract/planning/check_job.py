@@ -139,7 +139,7 @@ class Proposal(Generic[J]):
         return problems
 
     def _vendor_problems(self) -> list[Problem]:
-        """Report GPUs of different vendors among those that the job names, or for "auto" among the available ones."""
+        """Report GPUs of different vendors among the GPUs that the job may use."""
         job, machine = self.job, self.machine
         if job.cluster or job.on_cpu:
             return []

@@ -61,7 +61,7 @@ class Vendor(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether the vendor's driver is loaded, as far as files show."""
+        """Whether the vendor's driver is loaded, which is determined from files alone."""
         return any(map(os.path.exists, self.driver_files))
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:

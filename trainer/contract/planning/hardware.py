@@ -1,4 +1,6 @@
-"""The speeds of this machine, which ranks measure at startup and store in a file; published figures are used before."""
+"""The speeds of this machine, which ranks measure at startup and store in a file; before that, published figures are
+used.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
 
 
 def usual_capability(name: str) -> tuple[int, int]:
-    """Return a typical compute capability for a GPU name, as far as precision depends on it.
+    """Return a compute capability for a GPU name, from which the default precision can be determined.
 
     AMD GPUs get the compute capability of NVIDIA GPUs with the same fast precisions. Unknown GPUs are assumed to be
     new.

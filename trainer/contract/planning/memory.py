@@ -103,8 +103,8 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     optimizer = sum(
         round(state_bytes(one.train, work.device) * own / 4) for one, own in zip(saes, stepped, strict=True)
     )
-    # During an SAE's pass, the gradients of all other SAEs are in memory; its own gradients are only from the second
-    # micro-batch on.
+    # During an SAE's pass, the gradients of all other SAEs are in memory; its own gradients are in memory only from the
+    # second micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
     copies = [activation_memory.kept_copies(work, one) for one in saes]
     passes = [

@@ -58,7 +58,7 @@ def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
 
 
 def counts_that_work(devices: int) -> list[int]:
-    """Return the numbers of `devices` GPUs that could run only the model: multiples of the number of training GPUs."""
+    """Return how many of `devices` GPUs could run only the model: all multiples of the number of training GPUs."""
     return [own for own in range(1, devices) if own % (devices - own) == 0]
 
 

@@ -113,7 +113,8 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The bytes needed per device: the estimate, or the measured use of a similar job if that is larger and free.
+        """The bytes needed per device: the estimate, or the measured use of a similar job if it is larger and that much
+        memory is free.
 
         A measured use that exceeds the free memory is ignored, since PyTorch may have reserved more memory than the job
         needed.

@@ -50,7 +50,7 @@ _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
 # The bytes of a stored activation value.
 _STORED_BYTES = 2
-# The fraction of the passes' time before the first exchange of a step, taken by the encoder's matrix product.
+# The fraction of the passes' time that is spent before the first exchange of a step, in the encoder's matrix product.
 _BEFORE_EXCHANGE = 0.25
 
 

@@ -19,7 +19,8 @@ from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
 # The maximum number of bytes that are read to identify the content of all shards. Smaller data is read completely; from
-# larger data, only evenly spaced blocks are read. This takes 0.2 to 0.6 s from the page cache, during the first steps.
+# larger data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s, during the
+# first steps of a run.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4

@@ -69,7 +69,7 @@ def hold(file: Path) -> None:
 
 
 def _take(descriptor: int, *, shared: bool) -> bool:
-    """Lock a file; return False if another process holds the lock for longer than a test takes."""
+    """Lock a file; return False if another process holds the lock for longer than a test of the lock takes."""
     deadline = time.monotonic() + _ASKED_S
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ def _shares(descriptor: Path, wanted: os.stat_result) -> bool:
     with contextlib.suppress(OSError):
         if os.path.samestat(descriptor.stat(), wanted):
             about = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text()
-            # A line looks like `lock:  1: FLOCK  ADVISORY  READ 1234 fe:00:56 0 EOF`.
+            # A line of the fdinfo file looks like `lock: 1: FLOCK ADVISORY READ 1234 fe:00:56 0 EOF`.
             return any(line.split()[2:5] == ["FLOCK", "ADVISORY", "READ"] for line in about.splitlines())
     return False
 

@@ -27,8 +27,8 @@ from trainer.contract.trust import open_own
 class RankSpec(msgspec.Struct, frozen=True):
     """The specification of an attempt, which is the same for all its ranks.
 
-    The process that starts the ranks writes it to `attempt<N>/ranks.json`. For a launched job, `job_id` and
-    `control_db` are set; rank 0 reads requests for the job from that database.
+    The process that starts the ranks writes the specification to `attempt<N>/ranks.json`. For a launched job, `job_id`
+    and `control_db` are set; rank 0 reads requests for the job from that database.
     """
 
     run_dir: Path
@@ -106,7 +106,7 @@ def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") 
     """Return the command line that runs a rank with this Python or with `python`; the rank's number is in the
     environment.
 
-    `any_owner` skips the check of the spec's owner. It is meant for a process that has just written all files of the
+    `any_owner` skips the check of the spec's owner. This is meant for a process that has just written all files of the
     run, since some file systems report one owner for all files, or report all files as writable by everyone.
 
     -P prevents a `trainer.py` in the working directory from being run instead.

@@ -29,7 +29,8 @@ LEAST_ROWS_FOR_RARE = round(10 / RARE)
 # The number of latents that are sampled for the report card, and the number of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# The share of held-out rows with copies in the training rows that is reported. A few short texts always occur twice.
+# Copies are reported if at least this share of the held-out rows also occurs in the training rows. A few short texts
+# always occur twice.
 MANY_COPIES = 0.02
 # The suffix of metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
@@ -54,9 +55,9 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(Reconstruction, frozen=True, kw_only=True):
     """The metrics of an SAE on `n_tokens` rows.
 
-    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖², and `fvu_error` its standard error over `n_clusters` groups of dependent rows,
-    either texts or blocks of neighbouring rows (`clustered_by`: "texts" or "blocks"). `median_row_fvu` is the median of
-    ‖y − x̂‖² / ‖y − mean‖², which is robust to single rows.
+    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖², and `fvu_error` is its standard error over `n_clusters` groups of dependent
+    rows, either texts or blocks of neighbouring rows (`clustered_by`: "texts" or "blocks"). `median_row_fvu` is the
+    median of ‖y − x̂‖² / ‖y − mean‖², which is robust to single rows.
 
     Four metrics are shares of the latents: `dead` never fire on these rows; `rare` fire on at most `RARE` of the rows
     (None below `LEAST_ROWS_FOR_RARE` rows); `dense_1` and `dense_10` fire on more than 1 % and 10 % of the rows.
@@ -156,8 +157,10 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probing(msgspec.Struct, frozen=True):
-    """The AUC of probes: `k` maps each number of best latents to the AUC of probes on them, and `dense` is the AUC of
-    probes on the raw activations.
+    """The AUC of probes.
+
+    `k` maps each number of latents to the AUC of probes on that many of the best latents. `dense` is the AUC of probes
+    on the raw activations.
     """
 
     n_sets: int
@@ -171,12 +174,12 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     """The rows on which an SAE was measured.
 
     `is_held_out` is set if the rows belong to the `n_held_out` held-out rows of the run. `is_trained_on` is set if the
-    SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. All metrics exclude `not_finite` rows that
-    are not finite, and a share of `outlier_fraction` rows with an enormous norm. `heavy` is a sentence about a few
-    dimensions with most of the variance, or "". `dimensions` is a sentence about dimensions that the training left out
-    or scaled down, or "". `zero_fraction` is the share of zero rows, which the run leaves out if `drops_zero` is set.
-    `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the share of the held-out
-    rows that equal one of the compared training rows, or None if no rows were compared.
+    SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. `not_finite` is the number of rows that are
+    not finite, and `outlier_fraction` is the share of rows with an enormous norm; all metrics exclude both. `heavy` is
+    a sentence about a few dimensions with most of the variance, or "". `dimensions` is a sentence about dimensions that
+    the training left out or scaled down, or "". `zero_fraction` is the share of zero rows, which the run leaves out if
+    `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the
+    share of the held-out rows that equal one of the compared training rows, or None if no rows were compared.
     """
 
     place: str

@@ -179,9 +179,7 @@ def _meta(annotation: Any) -> Meta | None:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the members of a union that may be annotated: for `Annotated[int, ...] | None`, the first part and
-    NoneType.
-    """
+    """Return the members of a union or of an annotated union; any other type is its only member."""
     if get_origin(annotation) is Annotated:
         inner = _members(annotation.__origin__)
         return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner

@@ -23,7 +23,7 @@ from trainer.contract.settings.promised import Promise, Promises
 
 # The file in the output folder that records the progress of the extraction.
 STATE = "extraction.json"
-# The folder in which each of several extracting processes has a folder with its own state.
+# The folder with a subfolder for the state of each process, if several processes extract.
 PARTS = ".parts"
 
 
@@ -86,7 +86,7 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
     def promises(self, by: str) -> Promises:
         size = model_size(self.model.path, self.model.revision)
-        # The output width of a module that is given by its path is in no file.
+        # No file records the output width of a module that is given by its path.
         widths = [size.width if size and not hook.path else None for hook in self.hooks]
         folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}

@@ -1,4 +1,4 @@
-"""The job as frozen structs with types; each setting is declared only once, with its default, help, unit and bounds."""
+"""The job as typed, frozen structs; each setting is declared only once, with its default, help, unit and bounds."""
 
 from __future__ import annotations
 
@@ -408,9 +408,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
         return []
 
     def promises(self, by: str) -> Promises:
-        """Return a dict that maps the real path of each folder that the job will write to its contents; `by` names the
-        job.
-        """
+        """Return the contents of each folder that the job will write, by the folder's real path; `by` names the job."""
         return NO_PROMISES
 
     @property

@@ -62,9 +62,9 @@ class AdamSettings(OptimizerSettings, frozen=True):
         """Return the learning rate according to the 1/√d_sae law of Gao et al., scaled to fit a measurement.
 
         With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
-        0.109 at 9e-3, but at 9e-3 4 % of the latents had died instead of 1 %. Short runs need no lower rate: with 1,536
-        latents and 50 steps of 1,024 tokens, the FVU was 0.205 at 8.5e-3 (the rate of this rule), 0.221 at 4e-3, 0.264
-        at 2e-3 and 0.212 at 1.6e-2.
+        0.109 at 9e-3. At 9e-3, however, 4 % of the latents had died instead of 1 %. Short runs need no lower rate: with
+        1,536 latents and 50 steps of 1,024 tokens, the FVU was 0.205 at 8.5e-3 (the rate of this rule), 0.221 at 4e-3,
+        0.264 at 2e-3 and 0.212 at 1.6e-2.
         """
         return 6e-3 * math.sqrt(3072 / d_sae)
 

@@ -43,7 +43,7 @@ def promised(path: str, promises: Promises, field: str) -> Width | None:
     """Return the shape of the rows that a folder will contain; None if no job will write the folder.
 
     Raise `JobFileError` for the setting `field` if the dimension of the rows is unknown, or if the folder will contain
-    only folders.
+    only subfolders.
     """
     place = _place(path)
     if promise := promises.get(place):

@@ -49,8 +49,7 @@ def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
 def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
     """Return the name of the tensor to read: `name`, or the only tensor that is not of an integer type.
 
-    `tensors` maps each name to the type and shape of the tensor. Raise `NotRowsError` if several tensors could be
-    meant.
+    `tensors` maps each name to the type and shape of the tensor. Raise `NotRowsError` if the choice is ambiguous.
     """
     if name in tensors:
         return name
@@ -67,7 +66,7 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
     """Return the column to read among those that are lists of numbers (`fitting`): `name`, or the only one.
 
-    Raise `NotRowsError` if there is no such column or if several could be meant.
+    Raise `NotRowsError` if there is no such column or the choice is ambiguous.
     """
     if name in fitting:
         return name

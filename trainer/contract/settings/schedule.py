@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 import msgspec
 
-# The length of the cool-down of a run that finishes early: as a share of the completed steps, and at least in steps.
+# The length of the cool-down of a run that finishes early, as a share of the completed steps, and its minimum in steps.
 COOL_DOWN_SHARE = 0.15
 FEWEST_COOL_DOWN_STEPS = 10
 _Steps = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -21,7 +21,7 @@ _LONGEST = 400
 
 
 def parse_value(text: str) -> Any:
-    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; return any other text as a string, and None for no text."""
+    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; return other texts as strings, and an empty text as None."""
     text = text.strip()
     if not text:
         return None

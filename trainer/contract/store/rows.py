@@ -160,10 +160,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, the time of the lease, and the bytes leased on a shared GPU.
-
-    An exclusive lease has no number of bytes.
-    """
+    """A row of `leases`: the job and user that hold a GPU, since when, and the bytes that a sharing job has leased."""
 
     host: str
     gpu_uuid: str

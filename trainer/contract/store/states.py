@@ -29,7 +29,7 @@ class JobState(StrEnum):
 # The states in which a run can end.
 _ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
 _END = _ENDED | {JobState.IMPORTED}
-# The states of a job that other jobs, which depend on it, wait for.
+# The states that a job must reach before the jobs that depend on it can start.
 DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
 # A job that restarts after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})
