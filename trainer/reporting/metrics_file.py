@@ -31,8 +31,8 @@ class SeriesFile:
     def mend(self) -> str:
         """Set a lost or damaged file aside, so that the next write creates a new file; return the reason, or "".
 
-        SQLite itself would continue to write to a deleted file. It would also continue to write to a damaged file as
-        long as the required pages are in memory.
+        SQLite itself would continue to write to a deleted file. SQLite would also continue to write to a damaged file
+        as long as the required pages are in memory.
         """
         if self._identity is None:
             return ""

@@ -45,7 +45,8 @@ def fetch(text: str) -> Path | None:
         return None
     hub = hub_client(f"FOLDER: there is nothing at {text}, and a download from the hub needs its client")
     cached = _cached(hub, name)
-    # When an SAE is cached, its parent folders are also created, so a cached folder must itself contain weights.
+    # When an SAE is cached, its parent folders are also created, so a folder counts as cached only if it contains
+    # weights.
     if cached is not None and (cached.is_file() or any(map(_is_weights, _files(cached)))):
         return cached
     try:
@@ -79,7 +80,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _download(hub: Any, name: HubName) -> Path:
-    # `list_repo_files` would list the same files, but it retries many times without a network.
+    # `list_repo_files` would list the same files, but that function retries many times without a network.
     info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_S)
     there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
     path = PurePosixPath(name.path)

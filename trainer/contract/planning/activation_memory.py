@@ -17,7 +17,7 @@ GROUP = 32
 COUNTED_BYTES = 2
 # Candidates that a CPU rank sends per token, as a multiple of the values that are chosen from that rank on average. A
 # GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter more;
-# this is not included.
+# this quarter is not included.
 MARGIN_PER_TOKEN = 4
 
 # For architectures with a sparsity penalty: the rows from which the initial threshold is found, and the maximum number
@@ -85,7 +85,7 @@ def exchanges_copies(work: Workload, job: JobConfig) -> bool:
     """Return whether replicas exchange 16-bit copies of updated weights, and keep fp32 weights only of their own
     latents.
 
-    Replicas do so if their passes read only the copies.
+    Replicas exchange copies if their passes read only the copies.
     """
     shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
     return shares_steps and _writes_copies(work, job) and not ARCHITECTURES[job.sae.architecture].dense_matrices

@@ -66,7 +66,7 @@ class Proposal(Generic[J]):
     def __init__(self, job: J, machine: Machine, used_before: UsedBefore | None = None) -> None:
         self.job, self.machine, self._used_before = job, machine, used_before
         self.devices = wanted_devices(job)
-        # The devices without the GPUs that only run the job's language model.
+        # The number of devices that train, without the GPUs that only run the job's language model.
         self.ranks = ranks_of(job, self.devices)
         self.takes_slices = takes_slices(job, self.devices)
 

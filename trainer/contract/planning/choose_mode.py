@@ -39,7 +39,8 @@ class PlannedResources(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, frozen=True):
     """A workload with `auto` resolved in its mode and batch size, its time and memory, and the reason for the choice.
 
-    `held` is the same workload on the devices whose memory is estimated, which are others if GPUs are simulated.
+    `held` is the same workload on the devices whose memory is estimated, which differ from the ranks' devices if GPUs
+    are simulated.
     """
 
     work: Workload

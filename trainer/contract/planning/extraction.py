@@ -39,7 +39,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     seconds: float | None = None
     d_in: int | None = None
     disk_bytes: int | None = None
-    # This is also None if the file system reports no size.
+    # The number of free bytes is also None if the file system reports no size.
     disk_free_bytes: int | None = None
     capacity: DeviceMemory = UNKNOWN_MEMORY
     lack: str = ""

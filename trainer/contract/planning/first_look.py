@@ -22,7 +22,7 @@ class Costs(NamedTuple):
     """The costs of a bf16 pre-selection on a CPU, in units of the exact product's cost per value.
 
     `rounded` is the cost of the product with bf16 factors. `alone` is the cost of computing and selecting a single
-    value. `of_tokens` (for a top k per token) and `of_batch` (for one per batch) are the cost of selecting without
+    value. `of_tokens` (for a top k per token) and `of_batch` (for a top k per batch) are the cost of selecting without
     pre-selection.
     """
 

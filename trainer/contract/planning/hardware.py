@@ -80,7 +80,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 class Speeds(msgspec.Struct, frozen=True):
     """The speeds of a rank and of the link between ranks.
 
-    They are the FLOP/s of matrix products, the bytes/s of memory, and the bytes/s and latency (in seconds) of an
+    The speeds are the FLOP/s of matrix products, the bytes/s of memory, and the bytes/s and latency (in seconds) of an
     all-reduce.
     """
 
@@ -142,7 +142,7 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
     """Return the precision that `train.precision = "auto"` stands for on a device, "cuda" or "cpu".
 
     On GPUs it is bf16 if bf16 matrix products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise
-    tf32. GPUs without tf32 run it as fp32.
+    tf32. GPUs without tf32 compute such a product in fp32.
     """
     if device != "cuda":
         return "fp32"

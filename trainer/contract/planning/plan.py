@@ -1,6 +1,6 @@
 """The plan that the ranks of an attempt agree on: the division of the work, and the expected time and memory.
 
-It is stored in `attempt<N>/plan.json`.
+The plan is stored in `attempt<N>/plan.json`.
 """
 
 from __future__ import annotations

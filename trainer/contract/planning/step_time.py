@@ -23,8 +23,8 @@ _DECODER_ROWS, _DATA_ROWS = 4, 3
 # the 176 ms that they would have taken from memory alone.
 _FROM_MEMORY = 0.2
 # The number of passes over all pre-activations to find the largest, and over the data to measure the error. On one
-# core, this took 3 ns per pre-activation, a third of it for the memory traffic of the matrix product. The last number
-# is that of the passes over the data after the sum over latents, which include only a rank's own tokens.
+# core, these passes took 3 ns per pre-activation, a third of it for the memory traffic of the matrix product. The last
+# number is that of the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
 # The number of passes of a skip connection over the data: for centring, the product, the sum and the gradient.
 _SKIP_PASSES = 8
@@ -106,8 +106,8 @@ def source_s(work: Workload, speeds: Speeds) -> float:
 
     A rank that runs the language model itself waits for it, while separate model GPUs run the model as the SAEs train.
     If the model takes a seconds and the SAEs take b seconds, m model GPUs of n GPUs need max(a / m, b / (n - m)). This
-    is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be faster only by effects that this
-    formula omits: fewer ranks exchange less data, and without the model the SAE may fit at all, or fit in larger
+    time is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be faster only by effects that
+    this formula omits: fewer ranks exchange less data, and without the model the SAE may fit at all, or fit in larger
     micro-batches.
     """
     # A forward pass up to the last hook produces the rows of all hooks.
@@ -120,8 +120,8 @@ def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
 
     Otherwise, each of the `ranks_of_host` ranks of a host reads all the rows: eight ranks that share 65,536 latents
     then move 3.6 GB in the host's memory for a step of 6 ms. The exchange of shards must take less time than it saves,
-    and must finish before the first exchange of the step, which it would delay. On CPUs, the exchange would use the
-    same memory as reading.
+    and must finish before the first exchange of the step, which it would delay. On CPUs, an exchange moves data through
+    the same memory as reading does, so it saves nothing.
     """
     if work.device != "cuda" or work.latent_ranks == 1:
         return False

@@ -228,7 +228,8 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
 def check_division(work: Workload) -> list[Problem]:
     """Warn about a number of latents that replicas on GPUs cannot divide evenly; the mode of `work` must be resolved.
 
-    In this case, NCCL all-reduces entire gradients instead of reduce-scattering the rows that each GPU updates.
+    If the division is uneven, NCCL all-reduces entire gradients instead of reduce-scattering the rows that each GPU
+    updates.
     """
     if work.device != "cuda" or work.data_ranks == 1:
         return []

@@ -238,7 +238,8 @@ _LARGEST = 2**63 - 1
 
 
 def _is_storable(value: Value) -> bool:
-    """Return whether torch and SQLite can represent a value; TOML also allows nan, infinities and integers beyond 64
-    bits.
+    """Return whether torch and SQLite can represent a value.
+
+    TOML also allows nan, infinities and integers beyond 64 bits.
     """
     return not isinstance(value, int | float) or abs(value) <= _LARGEST

@@ -26,7 +26,7 @@ class CoolDown(msgspec.Struct, frozen=True):
 
     @classmethod
     def after(cls, step: int, planned: int) -> Self | None:
-        """Return the cool-down that begins at `step`; None if the run would end no earlier than planned."""
+        """Return the cool-down that begins at `step`; None if the run would not end earlier than planned."""
         end = step + max(FEWEST_COOL_DOWN_STEPS, math.ceil(COOL_DOWN_SHARE * step))
         return cls(step, end, planned) if end < planned else None
 

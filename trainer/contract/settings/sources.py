@@ -17,7 +17,7 @@ from trainer.contract.wording import join_words, plural
 
 
 class DataShape(NamedTuple):
-    """The dimensions and the number of rows: `d_out` is the dimension of a transcoder's targets.
+    """The dimensions and the number of the rows; `d_out` is the dimension of a transcoder's targets.
 
     `d_out` is None for an SAE. `n_tokens` is None if the data is a stream.
     """

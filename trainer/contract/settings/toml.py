@@ -14,7 +14,8 @@ from trainer.contract.trust import distrust_of_open, open_own
 
 LARGEST = 2**20
 DEEPEST = 20
-# The maximum length of a key or number outside quotes. For absurdly long ones, tomllib takes seconds or all memory.
+# The maximum length of a key or number outside quotes. For absurdly long keys or numbers, tomllib takes seconds or all
+# memory.
 LONGEST_WORD = 100
 
 # An unclosed string extends to the end of its line or of the file, so that the rest of the text is not searched again

@@ -1,8 +1,8 @@
 """Parses numbers as people type them, such as `10M`, `1.5k` and `300,000`, and lists such as `16,32,64`.
 
 Commas separate thousands if no other interpretation is possible: in a setting with a single value, or if a group begins
-with 0. In a setting that may be a sweep, other commas separate the values of a list. There, `512,768` could be a number
-or a list and is refused.
+with 0. In a setting that may be a sweep, other commas separate the values of a list. In such a setting, `512,768` could
+be a number or a list and is refused.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ class Control:
     def forget(self, job_id: int) -> bool:
         """Delete an ended job and everything that belongs to it from the store; return False if it is still active.
 
-        If the job had finished, the jobs that depend on it no longer wait for it. Otherwise, they continue to wait.
+        If the job had finished, the jobs that depend on it no longer wait for it. Otherwise, these jobs continue to
+        wait.
         """
         with self._write() as db:
             state = _state(db, job_id)
