@@ -108,7 +108,7 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         await wait_until(pilot, lambda: title(screen) == "Job 1 · 1 latent, with 'läMB' in their texts")
         assert view.latents == [0]
         await ask(pilot, app, "slash", "cow")
-        await wait_until(pilot, lambda: "No max-activating example has" in last_notice(app))
+        await wait_until(pilot, lambda: "No max-activating example contains" in last_notice(app))
         assert view.latents == [0]
         await pilot.press("escape")
         await wait_until(pilot, lambda: (list(view.latents), view.latent) == ([0, 1], 0))
