@@ -167,11 +167,11 @@ def _staying(data: DataDir, command: str) -> str:
             jobs = control.active_jobs()
     except UserError:
         return ""
-    in_line = [job for job in jobs if job.state == JobState.QUEUED]
-    n_held = sum(job.held for job in in_line)
+    queued = [job for job in jobs if job.state == JobState.QUEUED]
+    n_held = sum(job.held for job in queued)
     counts = {
-        ("keeps running", "keep running"): len(jobs) - len(in_line),
-        ("is queued", "are queued"): len(in_line) - n_held,
+        ("keeps running", "keep running"): len(jobs) - len(queued),
+        ("is queued", "are queued"): len(queued) - n_held,
         ("is held or paused", "are held or paused"): n_held,
     }
     parts = [(count, one if count == 1 else many) for (one, many), count in counts.items() if count]
