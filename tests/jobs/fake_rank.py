@@ -1,8 +1,9 @@
-"""Stands in for a training rank: same files and exit codes; words in the job's name determine its behaviour.
+"""Replaces a training rank. It writes the same files and has the same exit codes, and the job's name controls it.
 
-`crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` only in attempt 2. The same syntax works for `fail` (raises an
-error), `oom`, `hang` (stops the process, for which its peers wait) and `idle` (waits until it gets SIGTERM). `save=5`
-saves every 5 steps; `mute` stores no metrics; `judge` never finishes the report card after training.
+The name consists of words. `crash=1@5` kills rank 1 at its step 5, and `crash=1@5#2` only in attempt 2. The same syntax
+works for `fail` (raises an error), `oom`, `hang` (halts the process, for which its peers wait) and `idle` (waits until
+it gets SIGTERM). `save=5` saves a checkpoint every 5 steps, `mute` stores no metrics, and `judge` never finishes the
+report card after training.
 """
 
 import contextlib
@@ -81,7 +82,7 @@ _REASONS = {
 
 
 def _events_at(words, step, attempt):
-    """Return the events of this step and attempt, as pairs of kind and rank."""
+    """Return the events that the job's name requests for this step and attempt, as pairs (kind, rank)."""
     matches = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
     return [(m[1], int(m[2])) for m in matches if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
 
@@ -110,7 +111,7 @@ def _save(run_dir, rank, step):
 def _last_word(spec, rank, run_dir, error):
     path = run_dir / f"attempt{spec['attempt']}" / f"rank{rank}.exit.json"
     path.write_text(json.dumps({"error": error, "traceback": "..."}))
-    # A rank that raises an error takes a while to shut down, and its peers may end before it.
+    # Real ranks take a while to shut down after an error, so their peers may end earlier.
     time.sleep(0.3 if error.startswith("RuntimeError") else 0)
 
 

@@ -10,7 +10,7 @@ from sae_tui.jobs.supervisor.supervise import main
 
 
 def plant_a_mistake() -> None:
-    """Make the supervisor raise an error in its own code after the ranks have taken some steps."""
+    """Make the code of the supervisor raise an error after the ranks have taken some steps."""
     from sae_tui.jobs.supervisor import attempt, follow_run
 
     class Buggy(follow_run.Watch):

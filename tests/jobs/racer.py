@@ -1,4 +1,4 @@
-"""A launcher as a separate process: for every job number on standard input, it tries to start that job."""
+"""A launcher in a separate process, which reads job ids from standard input and tries to start each job."""
 
 import sys
 from pathlib import Path

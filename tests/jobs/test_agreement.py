@@ -1,4 +1,4 @@
-"""Tests that review, checks, queue, doctor and ranks agree on a job: its mode, memory, and whether it can run."""
+"""Tests that review, checks, queue, doctor and ranks agree on the mode and memory of a job and whether it can run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary
     assert f"needs {gibibytes(look.needs_bytes)}" in review.summary
-    # With real GPUs and a torch without CUDA, the review reports only that problem.
+    # If the GPUs are real but torch has no CUDA, the review reports only this problem.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
     # The doctor, for the same number of these GPUs.
@@ -119,7 +119,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # The ranks, on GPUs with exactly the memory for which the job waited.
+    # The ranks, on GPUs with exactly the free memory for which the job waited.
     own = settle(
         Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
     )

@@ -1,4 +1,4 @@
-"""Tests for a process that continues in the background, and its exit code."""
+"""Tests for the exit code of a process that continues in the background."""
 
 from __future__ import annotations
 

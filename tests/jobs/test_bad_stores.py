@@ -1,4 +1,4 @@
-"""Tests with invalid values in `metrics.db` and `gpu.db`, or invalid files: all else must continue to work."""
+"""Tests that invalid values in `metrics.db` and `gpu.db`, or invalid files, do not affect anything else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COLUMNS = {
 
 
 def rows_of(*tables: str) -> st.SearchStrategy[list[tuple[str, list[object]]]]:
-    """Draw rows of arbitrary values, some with the keys of existing rows."""
+    """Return a strategy for rows with arbitrary values, of which some have the keys of existing rows."""
     likely = {"gpu_metrics": [HOST, 0, NOW - 30], "gpu_minutes": [HOST, 0, int(NOW) // 60], "metrics": [1, 0, 5]}
 
     def row(table: str) -> st.SearchStrategy[tuple[str, list[object]]]:
@@ -79,7 +79,7 @@ def tried(examples: int) -> Callable:
 
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
-    """Record two running jobs with good metrics; the test corrupts those of the second."""
+    """Record two running jobs with valid metrics; the test corrupts the metrics of the second job."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}
@@ -95,7 +95,7 @@ def two_runs(box, monkeypatch) -> tuple[int, int]:
 
 
 def look_at(box, good: int, bad: int) -> None:
-    """Use the metrics of both jobs as the app and the commands do."""
+    """Use the metrics of both jobs like the app and the commands."""
     flags = ["--data-dir", str(box.data.root)]
     for command in ("jobs", "jobs --json", f"job {bad}", f"compare {bad} {good}", f"compare {bad} {good} --json"):
         assert cli._run(PARSER.parse_args([*command.split(), *flags])) == 0
@@ -140,7 +140,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
         shutil.copy(pristine, file)
         put(file, rows)
         look_at(box, good, bad)
-        # Use the run as its supervisor does, and as a rank or supervisor that resumes it does.
+        # Use the run like its supervisor, and like a rank or supervisor that resumes it.
         run = LiveRun(box.data.run(bad))
         run.poll()
         box.control.update(bad, **run.fields())
@@ -157,7 +157,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
 
 @pytest.fixture
 def gpu_db(box, monkeypatch) -> Path:
-    """Store one minute of a GPU's readings."""
+    """Store the readings of a GPU for one minute."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     box.data.create()
     database.open_writer(box.data.gpu_db, "gpu").close()
@@ -186,11 +186,11 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
             Path(f"{gpu_db}{beside}").unlink(missing_ok=True)
         shutil.copy(pristine, gpu_db)
         put(gpu_db, rows)
-        # Read the last day, because NOW is the time of the import, which may be a while ago.
+        # Read the last day, because NOW is the time at which the module was imported.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
-            # If there are minute means, even from 1970, they replace the samples after them.
+            # If there are means over minutes, even from 1970, they replace the later samples.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.total_power_w or 0:.0f}"

@@ -1,4 +1,4 @@
-"""Tests for a jobs list that cannot be written because another process locks it or the disk is full."""
+"""Tests for a list of jobs that cannot be written because another process locks it or the disk is full."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_launch_that_fails_on_a_full_disk_leaves_no_job_and_no_file(box, monke
         with pytest.raises(UserError, match=f"the job cannot be recorded in {box.data.root}: No space left"):
             box.launch("files")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The limit is less than one page of the store.
+    # The file size limit is smaller than one page of the store.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
         with pytest.raises(UserError, match="is full or fails"):

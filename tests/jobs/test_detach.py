@@ -1,4 +1,4 @@
-"""Tests for starting a supervisor outside the login session if lingering keeps it alive."""
+"""Tests that a supervisor starts outside the login session if the user has lingering enabled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.jobs.conftest import FAKE_SUPERVISOR
 from trainer.contract.errors import UserError
 from trainer.contract.store.states import JobState
 
-# Stands in for the real program, which requires systemd: logs its arguments and runs the command, or fails.
+# Replaces systemd-run, which requires systemd: logs its arguments and runs the command, or fails.
 SYSTEMD_RUN = """#!/bin/sh
 echo "$@" >> "{log}"
 {refuses}
@@ -24,7 +24,7 @@ exec "$@"
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Set up a login session of a user with lingering enabled; `begin(refuses)` puts systemd-run on the path."""
+    """Set up a login session with lingering enabled; return `begin(refuses)`, which puts a fake systemd-run on PATH."""
     monkeypatch.setattr(detach, "LINGER", tmp_path)
     (tmp_path / "ada").touch()
     monkeypatch.setenv("USER", "ada")

@@ -1,4 +1,4 @@
-"""Tests for the Python of another environment: the packages that it reports, and when it must not be run."""
+"""Tests for the Python of another environment: what it reports, and when sae-tui must not run it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_environment_reports_its_versions_and_is_asked_only_once(
     trains: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The other Python would not start with this variable.
+    # With this variable, the other Python would not start.
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     there = look(str(trains))
     assert there.lack() == ""
@@ -80,7 +80,7 @@ def test_an_environment_is_asked_again_after_it_or_a_package_folder_has_changed(
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Rewriting the fake Python was also a change, but nothing queried it in between.
+    # Rewriting the fake Python was also a change, but the environment was not queried at that time.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 
@@ -249,7 +249,7 @@ def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp
     (named := tmp_path / "bin" / "python").parent.mkdir()
     named.symlink_to(base)
     assert named_python.refusal(str(named)) == ""
-    # As in /tmp, others cannot replace the files in this folder but can add new ones.
+    # As in /tmp, other users cannot replace the files in these folders but can add new ones.
     for folder in (named.parent, base.parent):
         folder.chmod(0o1777)
         with pytest.raises(

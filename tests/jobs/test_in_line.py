@@ -1,4 +1,4 @@
-"""Tests for the queue: held jobs, dependencies, priorities, and a store that is deleted in the meantime."""
+"""Tests for the queue: held jobs, dependencies, priorities, and a store that is deleted while jobs wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_line(box, **fields) -> int:
 
 
 def tries(box, job_id: int) -> str | None:
-    """Try to start a job; return its reason for waiting, or None if it has started."""
+    """Try to start a job; return the reason why it waits, or None if it has started."""
     control = Control(box.data.control_db)
     line = QueueEntry(box.data, control, control.job(job_id))
     started = line.try_start()

@@ -1,4 +1,4 @@
-"""Tests that links put by a group member in place of our files and folders are never followed."""
+"""Tests that links are never followed if another member of the group replaces files or folders by them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.contract.trust import open_own
 
 KEY = "an ssh key\n"
 
-# All files that a supervisor, a rank and the app write, with the functions that write them.
+# Writes all files that a supervisor, a rank and the app write, with the same functions.
 WRITES = """
 import os, sys, time
 from pathlib import Path
@@ -86,7 +86,7 @@ for name, write in writes.items():
 
 @pytest.fixture
 def shared(place: Path) -> Path:  # noqa: F811
-    """Create a data folder of Ann's that a group shares, with a started run."""
+    """Create a data folder that belongs to Ann and is shared with a group, with a run that has started."""
     folder = place / "shared"
     for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
         (folder / made).mkdir()
@@ -102,7 +102,7 @@ def ann(place: Path, shared: Path) -> User:  # noqa: F811
 
 @pytest.fixture
 def key(ann: User) -> Path:
-    """Create a file of Ann's that only she may read or write."""
+    """Create a file that belongs to Ann and that only she may read or write."""
     file = ann.home / "key"
     file.write_text(KEY)
     os.chown(file, ANN, GROUP)
@@ -138,7 +138,7 @@ def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User
             shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # Links in place of files that are replaced, and of append-only files.
+        # Put links in place of files that are replaced on a write, and of files to which lines are appended.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
@@ -178,7 +178,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace a folder with a link to a folder of private files, and return the latter."""
+    """Replace a folder by a link to a folder of private files; return the folder of private files."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -319,7 +319,7 @@ def test_links_next_to_a_job_file_are_followed_but_links_in_a_run_are_not(
 
 
 def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:
-    """Put a link to a private file, a pipe or a folder in place of a store."""
+    """Replace a store by a link to a private file, by a pipe or by a folder."""
     store.unlink(missing_ok=True)
     if kind == "link":
         store.symlink_to(elsewhere)
@@ -378,7 +378,7 @@ def test_only_plain_files_are_opened_for_writing(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="No such device or address"):
         open_private(pipe, os.O_APPEND)
-    # If others may create hard links, a second name of a file is as dangerous as a symbolic link.
+    # If other users may create hard links, a hard link to a file is as dangerous as a symbolic link.
     twice.parent.mkdir()
     (tmp_path / "key").write_text(KEY)
     os.link(tmp_path / "key", twice)

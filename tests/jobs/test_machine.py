@@ -1,4 +1,4 @@
-"""Tests for jobs of this machine after it was renamed, and jobs of other machines that share the data folder."""
+"""Tests for jobs of a machine that was renamed, and for jobs of other machines that share the data folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     assert waits(views[job_id]).startswith("its host gpu7 has been silent for 1 h 00 min; if gpu7 is gone")
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
-    # Scripts and the app on another host show the same.
+    # JSON output and the app on another host show the same.
     assert [_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
     assert waits(far_job(views[job_id])) == waits(views[job_id])
     one = JobReader(box.data, job_id)

@@ -1,4 +1,4 @@
-"""Tests that files with executable content are read only if no other user may write to them."""
+"""Tests that files whose content is executed are read only if no other user may write to them."""
 
 from __future__ import annotations
 

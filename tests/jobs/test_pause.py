@@ -1,4 +1,4 @@
-"""Tests for jobs that are paused and return to the queue, and jobs that are resumed after their end."""
+"""Tests for jobs that are paused and return to the queue, and for jobs that are resumed after their end."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ Box(Path(sys.argv[1])).launch("steps=3")
 
 
 def cut_off(box, function: str) -> None:
-    """Launch a job in a process that is killed when it calls a certain function."""
+    """Launch a job in a process that is killed when it calls the named function."""
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", CUT_OFF, box.data.root.parent, function]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})
@@ -343,7 +343,7 @@ def test_a_launch_that_is_killed_before_it_writes_its_files_leaves_no_job(box):
 def test_a_job_without_files_or_supervisor_can_be_cloned_and_resumed(box):
     cut_off(box, "_start")
     (job,) = box.control.jobs()
-    shutil.rmtree(box.data.run(job.id).root)  # as earlier versions could leave it
+    shutil.rmtree(box.data.run(job.id).root)  # as earlier versions might have left the job
     box.control.update(job.id, queued=time.time() - 3600)
     reconcile(box.data)
     assert (box.job(job.id).state, box.job(job.id).error) == (JobState.LOST, "its supervisor never started")

@@ -1,4 +1,4 @@
-"""Tests with many launchers that request the same GPUs at the same time, each in a separate process."""
+"""Tests with many launchers in separate processes, which request the same GPUs at the same time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def racers(box):
 
 
 def race(box, racers: list[Racer], job_ids: list[int]) -> list[list[str]]:
-    """Let the racers start their jobs simultaneously; return the GPUs of each, all held at the same time."""
+    """Let the racers start their jobs simultaneously; return the GPUs that each racer holds at the end."""
     for racer, job_id in zip(racers, job_ids, strict=True):
         racer.told(job_id)
     got = [word.split(",") if (word := racer.hears()) != "-" else [] for racer in racers]
@@ -105,7 +105,7 @@ def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
         ]
         got = race(box, racers, job_ids)
         assert_booked_once(got)
-        # A launcher that loses a race would normally try again after a second, but these do not.
+        # A launcher that loses a race normally tries again after a second, but the racers do not.
         assert 1 <= sum(map(len, got)) <= 4
 
 
@@ -148,7 +148,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_user_holds():
-    """Return a function that starts a process that holds GPU locks, as another user's supervisor would."""
+    """Return a function that starts a process which holds GPU locks, like the supervisor of another user."""
     started = []
 
     def hold(folder: Path, *uuids: str) -> subprocess.Popen[str]:
@@ -218,7 +218,7 @@ def test_a_lock_taken_at_the_last_moment_is_noticed_by_the_second_job(two_users,
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",), shares_gpus=True)
     holder = other_user_holds(folder, "GPU-0")
     line = QueueEntry(bob, control, control.job(job_id))
-    # A sharing job may run next to other users' processes, but not next to a job with an exclusive lock.
+    # A job that shares its GPU may run next to processes of other users, but not next to a job with an exclusive lock.
     assert not line.try_start()
     assert str(holder.pid) in control.job(job_id).waits_for
     assert line.locks.descriptors == ()

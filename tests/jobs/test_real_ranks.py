@@ -1,4 +1,4 @@
-"""Tests for the life cycle of jobs with real training processes; there are few, because each process imports torch."""
+"""Tests for jobs with real training processes. There are only a few, because each process must import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for jobs whose supervisor disappeared without recording an end."""
+"""Tests for jobs whose supervisor has disappeared without recording how the job ended."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
     assert box.messages(job_id, "not-ended") == [
         f"none of its recorded processes holds its run.lock; end the process that `fuser {lock}` shows"
     ]
-    # Signals are delivered in order, so an earlier one would have ended the process by now.
+    # Signals are delivered in order, so an earlier signal would have ended the process by now.
     assert other_user.send(signal.SIGSTOP)
     assert other_user.is_alive()
     orphan.send(signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
 
 
 def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
-    # By replacing the lock file, another user could otherwise have an editor killed that shows a file of the run.
+    # Otherwise another user could replace the lock file, so that an editor is killed that has a file of the run open.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
     paths.lock_file.mkdir()
@@ -180,7 +180,7 @@ def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path
     log.touch()
     package = tmp_path / "trainer"
     package.mkdir()
-    (package / "__init__.py").touch()  # so that Python does not run this project's package
+    (package / "__init__.py").touch()  # so that Python imports this package instead of the project's
     (package / "__main__.py").write_text("import time; time.sleep(600)")
     command = rank_command(paths.rank_spec(1))
     with (
@@ -216,7 +216,7 @@ def test_a_process_that_only_a_row_names_does_not_keep_a_job_from_being_lost(box
 
 
 def test_a_run_whose_lock_is_held_can_be_neither_resumed_nor_deleted(box, orphan):
-    # This happens after an app in another PID namespace, which cannot see the processes, has marked the job as lost.
+    # This happens if an app in another PID namespace, which cannot see the processes, has marked the job as lost.
     job_id = box.record(state=JobState.LOST, name="steps=1")
     for action in (lambda: box.resume(job_id), lambda: throw_away(box.data, job_id)):
         with pytest.raises(UserError, match=r"the run in .*/runs/1 is still running; stop it, wait until it has saved"):

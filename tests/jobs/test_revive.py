@@ -72,7 +72,7 @@ def test_any_command_starts_a_missing_supervisor(box):
 
 
 def waits_alone(box, **fields) -> int:
-    """Record a queued job whose supervisor died in the restart."""
+    """Record a queued job whose supervisor ended when the machine was restarted."""
     gone = {"boot_id": "before-the-restart", "supervisor_pid": 1, "supervisor_start": 1}
     job_id = box.record(**gone | fields)
     box.data.run(job_id).create()

@@ -1,4 +1,4 @@
-"""The trainer reads the headers of formats that the app cannot read, once for each state of their files."""
+"""Tests that the trainer reads the headers of formats that the app cannot read, again only if the files change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.settings.shards import ShardSet, inspect_shards, inspectin
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Write a file of torch.save."""
+    """Write a shard with `torch.save`."""
     (folder := tmp_path / "acts").mkdir()
     torch.save(torch.randn(20, 8), folder / "a.pt")
     return folder
@@ -41,7 +41,7 @@ def refusal(headers: ShardHeaders, folder: Path) -> str:
 
 
 def answering(folder: Path, shards: Path) -> list[str]:
-    """Return a command in place of the trainer, which appends a line to `asked`."""
+    """Return a command that replaces the trainer and appends a line to `asked`."""
     with inspecting_by(foreign.inspect):
         (folder / "answer").write_bytes(msgspec.json.encode(inspect_shards(shards), enc_hook=str))
     return failing(folder, f"cat {folder}/answer")

@@ -1,4 +1,4 @@
-"""Tests for signals that sae-tui's parent blocked or ignored, as daemons, container inits and notebook servers do."""
+"""Tests for signals that the parent process has blocked or ignored, as daemons and notebook servers do."""
 
 from __future__ import annotations
 

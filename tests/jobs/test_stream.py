@@ -1,4 +1,4 @@
-"""Tests that a stream of activations is selected, reviewed and checked like other data, but has no number of rows."""
+"""Tests that a stream of activations is selected, reviewed and checked like other data, although it has no length."""
 
 from __future__ import annotations
 

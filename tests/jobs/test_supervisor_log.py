@@ -1,4 +1,4 @@
-"""Tests how a supervisor reacts to a failing store: it logs the error once, and tries again."""
+"""Tests that a supervisor whose store fails logs the error once and tries again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Failing:
-    """A function that fails a number of times, then returns the number of calls."""
+    """A function that fails `n_failures` times and then returns the number of calls."""
 
     def __init__(self, n_failures: int) -> None:
         self.n_failures, self.n_calls = n_failures, 0

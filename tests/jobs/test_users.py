@@ -1,4 +1,4 @@
-"""Tests with two real users of one machine: with a data folder that their group shares, and with separate folders."""
+"""Tests with two real users of a machine who share a data folder or have separate data folders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class User:
             "SAE_TUI_DATA_DIR": str(self.data),
             "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
         }
-        # Users may read everything, because Python may be in root's home folder, but write only to their own files.
+        # These users may read all files, because Python may be in root's home folder, but write only to their own files.
         may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -139,7 +139,7 @@ file.write_text(text)
     ann.run("release", job_id)
     wait_for(lambda: ann.state(job_id) == "failed", "the job to be refused")
     assert ann.json("job", job_id)["error"] == f"job.toml is ignored, because {file} belongs to uid {BOB}"
-    # Bob resumes the job as his own.
+    # After Bob has resumed the job, it belongs to him.
     assert bob.run("resume", job_id).returncode == 0
     bob.run("stop", job_id, "--kill")
     wait_for(lambda: ann.state(job_id) in ("stopped", "finished"), "the job to end", 60)

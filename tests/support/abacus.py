@@ -1,7 +1,7 @@
-"""An example of a new GPU vendor in a single file: abacuses, each a JSON file in a folder.
+"""An example of a new GPU vendor in a single file. Its GPUs are abacuses, and each abacus is a JSON file in a folder.
 
-A frame is `{"beads": 16, "moved": 4, "warmth": 31}`: GiB of memory, GiB in use, and °C. A frame with a `fault` cannot
-be read.
+A file contains `{"beads": 16, "moved": 4, "warmth": 31}`: GiB of memory, GiB in use, and °C. An abacus with a `fault`
+cannot be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAULTS = {"jam": "a bead is jammed; shake the frame"}
 
 
 class Abacus:
-    """Reads the frames of the folder in name order."""
+    """Reads the abacuses of the folder, ordered by file name."""
 
     name = "abacus"
     cuda = False
@@ -58,7 +58,7 @@ class Abacus:
 
 
 def vendor() -> Vendor:
-    """Return the registry entry."""
+    """Return the registry entry of the vendor."""
     return Vendor(
         "Abacus",
         "support.abacus:Abacus",
@@ -72,7 +72,7 @@ def vendor() -> Vendor:
 
 
 def hang_up(folder: Path, version: str = "2.1", **frames: dict[str, Any]) -> None:
-    """Create a machine with these frames."""
+    """Create the folder of a machine with these abacuses."""
     folder.mkdir(exist_ok=True)
     (folder / "driver").write_text(version)
     for name, state in frames.items():

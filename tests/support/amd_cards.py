@@ -1,4 +1,4 @@
-"""AMD GPUs for machines without any: jobs on them run on the CPU."""
+"""AMD GPUs for tests on machines without a GPU. Jobs on these GPUs run on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from sae_tui.gpu.amd import Amd
 
 
 class OnCpu(Amd):
-    """Reads the GPUs through AMD SMI, and runs jobs on them on the CPU."""
+    """Reads the GPUs through AMD SMI, but runs their jobs on the CPU."""
 
     cuda = False

@@ -1,7 +1,7 @@
 """The return values of older versions of AMD's Python module, all of which the reader must support.
 
-Only the structures are recorded here. Version 6.0 returns numbers with all bits set for missing values, later versions
-return "N/A". Entries were renamed in 6.2 (clocks), 6.4 (energy) and 7.0 (power).
+Only the structures of the values are recorded here. For missing values, version 6.0 returns numbers with all bits set,
+and later versions return "N/A". Entries were renamed in 6.2 (clocks), 6.4 (energy) and 7.0 (power).
 """
 
 from __future__ import annotations

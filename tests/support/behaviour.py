@@ -51,7 +51,7 @@ ANSWERS = [
     ),
     ["recommend", "job.toml"],
 ]
-# Commands whose output changes with time, so that only the keys and types are compared.
+# The output of these commands changes with time, so only its keys and types are compared.
 LIVE = [["gpus"], ["metrics"], ["doctor"]]
 
 
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Train every combination; yield the hashes of all exported files, and the printed result."""
+    """Train each combination of architecture, mode and optimizer; yield the hashes of exported files and the output."""
     (folder / "job.toml").write_text(JOB)
     for architecture, mode, optimizer in itertools.product(ARCHITECTURES, MODES, OPTIMIZERS):
         name = f"{architecture} {mode} {optimizer}"
@@ -94,7 +94,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON output of commands over a fixed store; for values that differ between calls, only the keys."""
+    """Yield the JSON output of commands on a fixed store. For the commands in `LIVE`, yield only keys and types."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)

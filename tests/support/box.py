@@ -1,4 +1,4 @@
-"""One user's data folder with the demo app, used in a pseudo-terminal and through shell commands."""
+"""A user's data folder, on which tests run the demo app in a pseudo-terminal and shell commands."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ log_every = 5
 
 
 class Box:
-    """One user's data folder, the app in a terminal, and shell commands on the same folder."""
+    """A user's data folder, with methods that run the app in a terminal and shell commands on this folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"SAE_TUI_DATA_DIR": str(folder / "data")}
-        self.data = DataDir(folder / "data" / "demo")  # where --demo keeps its jobs
+        self.data = DataDir(folder / "data" / "demo")  # the folder in which --demo stores its jobs
         self.terminals: list[Terminal] = []
 
     def app(
@@ -60,7 +60,7 @@ class Box:
         return terminal
 
     def record_job(self, name: str, state: JobState, **fields: Any) -> int:
-        """Record a job of this host as its supervisor would; an unfinished job belongs to this test process."""
+        """Record a job of this host as its supervisor would. An unfinished job gets the pid of this test process."""
         self.data.create()
         here: dict[str, Any] = {"host": socket.gethostname()}
         return record_job(self.data, name, state, **(here | fields))
@@ -81,7 +81,7 @@ class Box:
         return path
 
     def launch_by_keys(self, terminal: Terminal, steps: int) -> None:
-        """Launch a job by keys: launch screen, job file, two of the three free GPUs."""
+        """Launch a job by pressing keys: open the launch screen, load a job file, select two of the three free GPUs."""
         terminal.send("n")
         terminal.wait_for("Review")
         terminal.send("\x0f")  # ctrl+o
@@ -110,7 +110,7 @@ def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 12
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Wait by polling the store directly, since polling with a command would use a full core."""
+    """Wait until a condition on the store is true. Read the store directly, since commands would use a full core."""
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A browser's view of a real `sae-tui serve`: HTTP requests, and sessions whose screens are emulated by pyte."""
+"""A client of a real `sae-tui serve`: HTTP requests, and sessions whose screens are emulated by pyte."""
 
 from __future__ import annotations
 

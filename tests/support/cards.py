@@ -9,7 +9,7 @@ NO_FACTS = GpuFacts()
 
 
 class Cards:
-    """A CUDA machine as described by its driver."""
+    """A CUDA machine, as its driver would report it."""
 
     name = "nvml"
     cuda = True
@@ -34,7 +34,7 @@ class Cards:
 
 
 class Box(Cards):
-    """A machine with two GPUs, which another process can import by this name."""
+    """A machine with two GPUs. The class lets another process import this machine by name."""
 
     def __init__(self) -> None:
         super().__init__(2)

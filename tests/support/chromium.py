@@ -28,7 +28,7 @@ class Chromium:
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None
         self._folder = folder / "profile"
-        self.said: list[str] = []  # page errors, and loads blocked by the content security policy
+        self.said: list[str] = []  # page errors, and requests blocked by the content security policy
         self._ids = itertools.count(1)
         argv = [PROGRAM, *_FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
         quiet = subprocess.DEVNULL
@@ -54,7 +54,7 @@ class Chromium:
         self._process.wait()
 
     async def do(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Run a protocol command and return its result."""
+        """Run a command of the debugging protocol and return its result."""
         number = next(self._ids)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(60):
@@ -71,12 +71,12 @@ class Chromium:
         await self.do("Page.navigate", url=url)
 
     async def value(self, script: str) -> Any:
-        """Return the value of an expression in the page."""
+        """Evaluate a JavaScript expression in the page and return its value."""
         result = await self.do("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return result["result"].get("value")
 
     async def wait_for(self, script: str, seconds: float = 60) -> None:
-        """Wait until an expression in the page is true."""
+        """Wait until a JavaScript expression in the page is true."""
         async with asyncio.timeout(seconds):
             while not await self.value(script):
                 await asyncio.sleep(0.1)

@@ -8,8 +8,9 @@ from rich.color import Color, ColorSystem
 from rich.style import Style
 
 Rgb = tuple[float, float, float]  # linear light, 0 to 1
-# In linear light, for an eye without one type of cone: Machado, Oliveira and Fernandes, "A physiologically-based model
-# for simulation of color vision deficiency", IEEE Trans. on Visualization and Computer Graphics 15 (2009), table 1.
+# Colour matrices in linear light for an eye without one type of cone, from Machado, Oliveira and Fernandes, "A
+# physiologically-based model for simulation of color vision deficiency", IEEE Trans. on Visualization and Computer
+# Graphics 15 (2009), table 1.
 BLIND = {
     "protanopia": (
         (0.152286, 1.052583, -0.204868),

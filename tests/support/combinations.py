@@ -1,6 +1,6 @@
-"""Chooses combinations of parameters for Triton's interpreter, where a full product takes minutes.
+"""Chooses combinations of parameters for Triton's interpreter, in which all combinations would take minutes.
 
-On a GPU and with EXAMPLES=explore all combinations run.
+On a GPU, and with EXAMPLES=explore, all combinations are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ALL = os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("EXAMPLES") ==
 
 
 def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations of the choices: all of them, or few in which each pair of choices occurs."""
+    """Return all combinations of the choices, or a few combinations that contain each pair of choices."""
     numbers = [*itertools.product(*(range(len(one)) for one in choices))]
     if not ALL:
         numbers = [*_with_each_pair(numbers)]
@@ -22,7 +22,7 @@ def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _with_each_pair(numbers: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the combination with the most new pairs until there is none."""
+    """Repeatedly yield the combination with the most new pairs, until no pair is new."""
     pairs = {places: {*itertools.combinations(enumerate(places), 2)} for places in numbers}
     missing = set().union(*pairs.values())
     while missing:

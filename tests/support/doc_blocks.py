@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "sh", "console")
 _FENCE = re.compile(r"^```(?P<language>\w*)(?:[ ]+title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
-# A command in running text, such as `sae-tui job ID`.
+# A command inside a sentence, such as `sae-tui job ID`.
 _INLINE = re.compile(r"(?<!`)`((?:sae-tui|sae-train|python -m trainer) [^`]+)`(?!`)")
 _BORDERS = {"|", "||", "&&", ";", "&", "(", ")"}
 _INTO = {">", ">>"}
@@ -35,7 +35,7 @@ def pages() -> list[Path]:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Return the blocks in these languages from all pages."""
+    """Return the code blocks in these languages from all pages."""
     return [block for page in pages() for block in blocks_of(page) if block.language in languages]
 
 
@@ -59,7 +59,7 @@ def inline_commands() -> list[tuple[str, list[str]]]:
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Return the arguments of each command in a block; in a console block, commands are the lines with a prompt."""
+    """Return the arguments of each command in a block. In a console block, commands are the lines with a prompt."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -67,7 +67,7 @@ def commands_of(block: Block) -> list[list[str]]:
 
 
 def _simple(line: str) -> Iterator[list[str]]:
-    """Split a line into simple commands, dropping pipes, lists and assignments; a substitution is a command too."""
+    """Split a shell line into simple commands without operators and assignments; a substitution is a command too."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     argv: list[str] = []

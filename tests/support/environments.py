@@ -1,4 +1,4 @@
-"""Python environments other than the one that runs the tests: real ones that are quick to create, and stand-ins."""
+"""Python environments other than that of the tests: real ones that are quick to create, and scripts in their place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.known import known_settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"version": "2.9.0+cpu", "cuda": None, "hip": None, "gpus": 0}
-# This appends the command line of each Python process in the environment to a file.
+# This code appends the command line of each Python process in the environment to a file.
 _TELLS = """
 import sys
 with open({file!r}, "a") as stream:
@@ -25,7 +25,7 @@ with open({file!r}, "a") as stream:
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
     """Create a virtual environment and return its Python; with `trains` it can import all packages of the tests.
 
-    The arguments of each of its processes are recorded in `starts` next to it.
+    The arguments of each Python process are recorded in the file `starts` next to it.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
@@ -36,7 +36,7 @@ def make_environment(folder: Path, *, trains: bool = True) -> Path:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """Return the report of a Python whose environment has everything installed."""
+    """Return what a Python reports about an environment in which everything is installed."""
     told = {
         "version": [3, 12, 1],
         "paths": [],
@@ -58,7 +58,10 @@ def stand_in(folder: Path, script: str, name: str = "python") -> Path:
 
 
 def answering(folder: Path, told: object = None) -> Path:
-    """Write a stand-in that replies immediately and appends a line to `asked` next to it; return its path."""
+    """Write a script in place of a Python that replies immediately; return its path.
+
+    It appends a line to the file `asked` next to it.
+    """
     text = json.dumps(answer() if told is None else told)
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     (folder / "answer.json").write_text(text)

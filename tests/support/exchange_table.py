@@ -1,8 +1,8 @@
-"""A table of the reads and exchanges of GPU ranks in a step, tracked in git so that a review sees changes.
+"""A table of the reads and exchanges of GPU ranks in a step, which is tracked in git so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
-The numbers come from `DistributedGroup`, run on tensors without memory. With `--times` it prints modelled times.
+The numbers are recorded while `DistributedGroup` runs on tensors without memory. `--times` prints modelled times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TRAINER = f"{Path(groups.__file__).parents[1]}/"
 
 
 class Mode(NamedTuple):
-    """A parallel mode: the number of ranks with different tokens, the number that share latents, and other settings."""
+    """A parallel mode: the number of ranks with different tokens, of ranks that share latents, and its settings."""
 
     name: str
     n_data: int
@@ -68,7 +68,7 @@ MODES = (
 
 
 class CountedRanks(DistributedGroup):
-    """One rank of a group whose collectives are only logged."""
+    """One rank of a group that logs its collectives instead of running them."""
 
     def __init__(self, name: str, size: int, log: OpLog) -> None:
         Processes.__init__(self, size, 0, HostWaiting())
@@ -77,7 +77,7 @@ class CountedRanks(DistributedGroup):
         self._together: Exchange | None = None
 
     def note(self, kind: str, tensor: Tensor, share: float, *, async_op: bool = False) -> _Transfer | None:
-        """Log a collective in which a rank sends this share of a tensor."""
+        """Log a collective in which a rank sends this fraction of a tensor."""
         number = len(self._log.ops)
         one = self._together or Exchange(self.name, kind, {}, _asker(), number)
         one.sent[tensor.dtype] = one.sent.get(tensor.dtype, 0) + round(share * tensor.nbytes)
@@ -90,7 +90,7 @@ class CountedRanks(DistributedGroup):
 
     @contextlib.contextmanager
     def together(self, *, async_ops: bool) -> Iterator[_Transfer]:
-        """Log all collectives within the context as one."""
+        """Log all collectives within the context as a single collective."""
         self._together = Exchange(self.name, "", {}, _asker(), len(self._log.ops))
         try:
             yield _Transfer(self._together, self._log)
@@ -123,7 +123,7 @@ def _asker() -> str:
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[None]:
-    """Make the collectives of `torch.distributed` log the data that they would send."""
+    """Within the context, make the collectives of `torch.distributed` log the amount of data that they would send."""
 
     def rest(group: CountedRanks) -> float:
         return (group.size - 1) / group.size
@@ -156,7 +156,7 @@ def counted_collectives() -> Iterator[None]:
 
 
 def step_of(mode: Mode, shape: str, case: str) -> Step:
-    """Return a TopK step in bf16 with the collectives of one of its ranks."""
+    """Return the operations and collectives of one rank in a TopK step in bf16."""
     log = OpLog()
     ranks, settings = one_of_ranks(mode.n_data, mode.n_latents, lambda name, size: CountedRanks(name, size, log))
     ranks.sends_bf16 = mode.settings.get("gradients") == "bf16"
@@ -167,7 +167,7 @@ def step_of(mode: Mode, shape: str, case: str) -> Step:
         step = recorded_step(job, d_in, dead=case == "auxk", parallel=ranks, log=log)
         rows = torch.empty(_rows_read(mode, shape), d_in, dtype=torch.bfloat16, device="meta")
         RowExchange((rows, rows), TOKENS * mode.n_latents, _readers(mode, shape, log))
-    # A batch is exchanged during the preceding step.
+    # Ranks exchange the rows of a batch during the preceding step.
     of_rows = [dataclasses.replace(one, begins=0, ends=len(step.ops)) for one in log.exchanges[len(step.exchanges) :]]
     return dataclasses.replace(step, exchanges=(*of_rows, *step.exchanges))
 
@@ -189,20 +189,20 @@ def _rows_read(mode: Mode, shape: str) -> int:
 
 
 def rows(shapes: Iterable[str] = SHAPES) -> Iterator[str]:
-    """Yield the rows of the table, column names first."""
+    """Yield the lines of the CSV table, starting with the column names."""
     yield COLUMNS
     for mode in MODES:
         for shape in shapes:
             for case in CASES:
-                # The numbers for the other sizes follow from these.
+                # The numbers for the other combinations follow from these.
                 if mode.ranks == 8 or shape == "A":
                     yield from rows_of(mode, shape, case)
 
 
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
-    """Yield the rows of one mode: one per group of equal collectives, in order of first use.
+    """Yield the lines of one mode: one line per group of equal collectives, in order of first use.
 
-    The first row is the rank's read from host memory.
+    The first line is the rank's read from host memory.
     """
     read = round(2 * _rows_read(mode, shape) * SHAPES[shape][1] / 1e6, 3)
     of_read = ("activations/training_data.py IndexedData.read", "host", "read", "bfloat16", 1, read)
@@ -220,7 +220,7 @@ def _mb(one: Exchange) -> float:
 
 
 class Times(NamedTuple):
-    """The seconds of a step, its computation and its transfers; a rank's sent bytes and number of collectives."""
+    """The seconds of a step, its computation and its transfers, and the sent bytes and collectives of a rank."""
 
     step_s: float
     computing_s: float
@@ -230,9 +230,9 @@ class Times(NamedTuple):
 
 
 def times_of(step: Step, sharing: int) -> Times:
-    """Place a step on a timeline: transfers run one at a time, and operations wait for them as in the trainer.
+    """Simulate the times of a step: transfers run one at a time, and operations wait for transfers as in the trainer.
 
-    The step is the second of two; the first may leave transfers that the second waits for.
+    The step is simulated twice and the second time is used, since a step may wait for transfers of the previous step.
     """
     line, began = _TimeLine(), 0.0
     computing = [cost(_as_filled(op, sharing)).seconds for op in step.ops]
@@ -249,8 +249,8 @@ def times_of(step: Step, sharing: int) -> Times:
 class _TimeLine:
     """The times in seconds at which a GPU ends its operations and transfers so far.
 
-    `later` contains the end times, by number, of the previous step's transfers, for which an operation of this step may
-    wait.
+    `later` maps the number of each transfer of the previous step to its end time, since an operation of this step may
+    wait for that transfer.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class _TimeLine:
         self.later: dict[int, float] = {}
 
     def exchange(self, step: Step, number: int) -> None:
-        """Start the transfers that begin before an operation, and wait for each transfer that ends before it."""
+        """Start the transfers that begin before an operation, and wait for each transfer that the operation needs."""
         for at, one in enumerate(step.exchanges):
             if one.begins == number:
                 self.sent = self.ends_at[at] = max(self.sent, self.computed) + _seconds(one)
@@ -272,7 +272,7 @@ def _seconds(one: Exchange) -> float:
 
 
 def _as_filled(op: Op, sharing: int) -> Op:
-    """Return an operation that processes only the valid entries: about this rank's share of the total."""
+    """Return the operation with only the valid entries: approximately this rank's share of all entries."""
     arguments = dict(op.arguments)
     if arguments.get("n_filled") is None:
         return op
@@ -281,7 +281,7 @@ def _as_filled(op: Op, sharing: int) -> Op:
 
 
 def print_times() -> None:
-    """Print a table of the modelled times of all modes on 8 ranks, and of one GPU."""
+    """Print a table of the modelled times of all modes on 8 GPUs and of a single GPU."""
     print(
         "| mode | shape | case | step ms | computing | transfers | exposed | MB | collectives |",
         "|" + "---|" * 9,

@@ -18,7 +18,7 @@ from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
-    """Exchange tensors of all kinds and sizes: some fit into a slot, others are sent in pieces."""
+    """Exchange tensors of all types and sizes. Some fit into a slot of shared memory; others are split."""
     torch.manual_seed(group.index)
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
@@ -60,7 +60,7 @@ def exchange(group: Group) -> dict[str, Tensor]:
 
 
 def in_parts(world: World) -> dict[str, Tensor]:
-    """Sum over the first and last rank, and over the last two; a rank outside these groups keeps its value."""
+    """Sum over the first and the last rank, and over the last two ranks. Ranks outside a group keep their values."""
     sums = {}
     for name, members in (("ends", [0, world.size - 1]), ("last two", [world.size - 2, world.size - 1])):
         sums[name] = torch.tensor([float(world.group.index)])
@@ -69,7 +69,7 @@ def in_parts(world: World) -> dict[str, Tensor]:
 
 
 def lose(group: Group) -> dict[str, Tensor]:
-    """Kill the last rank during an exchange; return the seconds until the others detect it."""
+    """Kill the last rank during an exchange; return the seconds until the other ranks detect this."""
     group.sum_(torch.ones(4))
     if group.index == group.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,13 +82,13 @@ def lose(group: Group) -> dict[str, Tensor]:
 
 
 def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
-    """Connect to the other ranks through `file`, and save the results next to it under the rank's number."""
+    """Connect to the other ranks through `file`, and save the results next to it in a file named by the rank."""
     torch.set_num_threads(1)
     shared_memory.SLOT_BYTES = 2**16
     if is_apart and rank:
-        # Ranks on different machines cannot open rank 0's named memory.
+        # Ranks on other machines cannot open the shared memory of rank 0.
         rendezvous.DOOR += "elsewhere-"
-    # As on a GPU, several transfers start together, and a collective adds the parts.
+    # As on a GPU, start several transfers together and let a collective add the parts.
     setattr(DistributedGroup, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
     # torch 2.6 fails if there is nothing to transfer.
     at_once = lambda ranks, tensors: _coalescing(ranks._group) if tensors else nullcontext()  # noqa: E731

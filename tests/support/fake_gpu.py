@@ -1,8 +1,8 @@
-"""The GPU path of a step on tensors without memory: shapes, types and operations without a driver.
+"""Runs the GPU path of a step on tensors without memory, to test shapes, types and operations without a driver.
 
-With a CPU build of torch the tensors report "cpu" and only `is_cuda` is true, since autograd needs a driver for "cuda"
-tensors. With a CUDA build and the stubs of `tests/fake_cuda` they report "cuda:0", so that a tensor left on the CPU is
-detected. Code that reads a tensor's values gets made-up numbers.
+With a CPU build of torch, the tensors report the device "cpu" and only `is_cuda` is true, since autograd needs a driver
+for "cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda`, they report "cuda:0", so that a tensor left on
+the CPU is detected. Code that reads the values of a tensor gets arbitrary numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda", 0) if SAYS_CUDA else CPU
 
 
 class OtherInterpreter(Group):
-    """A group of ranks whose collectives return uninitialised tensors of the correct size."""
+    """A group of ranks whose collectives return uninitialised tensors of the correct shape."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +51,7 @@ class OtherInterpreter(Group):
 
 
 class Unread:
-    """A request reader that reads nothing; on a GPU, the real one reads the requests of the previous step."""
+    """Replaces the reader of requests and reports none. On a GPU, the real one returns those of the previous step."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return (False,) * len(total)
@@ -62,7 +62,7 @@ def one_of_ranks(
 ) -> tuple[Parallel, dict[str, Any]]:
     """Return one rank of a data-parallel, tensor-parallel or hybrid run, and its job's `parallel` settings.
 
-    `group` creates a group from its name and size.
+    `group` is a function that creates a group, given its name and size.
     """
     n_ranks = n_data * n_latents
     world = group("world", n_ranks) if n_ranks > 1 else None
@@ -78,7 +78,7 @@ def one_of_ranks(
 
 
 class ToldNumber:
-    """Stands in for `HostCopy`, a number that the host reads; by default it exceeds the capacity of any buffer."""
+    """Replaces `HostCopy`, a number that the host reads. By default, the number exceeds every buffer's capacity."""
 
     told = 2**62
 
@@ -91,10 +91,10 @@ class ToldNumber:
 
 @contextlib.contextmanager
 def fake_gpu(above: int | None = None) -> Iterator[None]:
-    """Within the context, make everything created on `DEVICE` behave like a GPU tensor.
+    """Within the context, make all tensors that are created on `DEVICE` behave like GPU tensors.
 
-    `above` is the number of pre-activations per batch that exceed a penalised SAE's threshold. By default there are too
-    many for anything but dense products.
+    `above` is the number of pre-activations per batch that exceed the threshold of an SAE with a sparsity penalty. By
+    default, there are so many that only dense products are used.
     """
     with contextlib.ExitStack() as stack:
         if above is not None:
@@ -115,7 +115,7 @@ def _anywhere(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def _half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
-    """Choose half of the candidates; the real number depends on values, which fake tensors do not have."""
+    """Choose half of the candidates, since the real number depends on values, which fake tensors do not have."""
     places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64, device=mask.device)
     return places.unbind(1) if as_tuple else places
 
@@ -142,7 +142,7 @@ def _state_dtype_on_gpus(settings: AdamSettings, _device: str) -> str:
 
 
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
-    """Create a tensor from numbers on the host: filled on the device, since copying needs a driver."""
+    """Create a tensor from numbers on the host. Fill it with ones on the device, since a copy would need a driver."""
     made = _TENSOR(*args, **others)
     return made if device is None else torch.full(tuple(made.shape), 1, dtype=made.dtype, device=device)
 
@@ -165,7 +165,7 @@ _ALWAYS = (
     (FakeTensor, "__bool__", _no),
     (AdamSettings, "state_dtype", _state_dtype_on_gpus),
     (torch.cuda, "device_of", _anywhere),
-    # A GPU's allocator reuses a product's memory. A mock would keep a reference to it and prevent that.
+    # A GPU's allocator reuses the memory of a product. A mock would keep a reference to the product and prevent this.
     (reused_buffer, "put_back", _nothing),
     (first_look, "costs", lambda: None),
     (buffer_sizer, "HostCopy", ToldNumber),

@@ -2,8 +2,9 @@
 
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 
-Jobs that it launches run stand-in trainings under real supervisors. The doctor reports a CPU build of torch. On SIGUSR1
-and after a crash it writes its threads' stacks to `stacks.txt` in the folder it was started in.
+Jobs that the app launches run fake trainings under real supervisors. The doctor reports a CPU build of torch. On
+SIGUSR1 and after a crash, the app writes the stacks of its threads to `stacks.txt` in the folder in which it was
+started.
 """
 
 from __future__ import annotations

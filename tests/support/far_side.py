@@ -1,9 +1,10 @@
-"""Stands in for ssh and the remote host: writes messages as `sae-tui stream` would, without a connection.
+"""Replaces ssh and the remote host: writes messages as `sae-tui stream` would, without a connection.
 
 python far_side.py FOLDER [ARGUMENTS OF ssh]
 
-`FOLDER/1` is a Python program for the first connection, `FOLDER/2` for the second; the last one is reused. Each can
-use `say(message)`, `words` (the remote command) and `stay()`, which waits like `stream` for the end of standard input.
+`FOLDER/1` is the Python program for the first connection, and `FOLDER/2` that for the second. Further connections use
+the last program. Each program can use `say(message)`, `words` (the remote command) and `stay()`, which waits for the
+end of standard input, as `stream` does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ JOB = {"id": 7, "name": "theirs", "state": "running", "gpu_ids": [0], "step": 10
 
 
 def far_side(folder: Path, *programs: str) -> list[str]:
-    """Return the argv to use as `ssh`; its connections run these programs in sequence."""
+    """Return the argument list that replaces `ssh`. Each connection runs the next of these programs."""
     folder.mkdir(exist_ok=True)
     for place, program in enumerate(programs, start=1):
         (folder / str(place)).write_text(program)
@@ -43,7 +44,7 @@ def _say(message: Any) -> None:
 
 
 def _stay() -> None:
-    """Report every second that nothing changed, until standard input ends."""
+    """Send an empty message every second until standard input ends."""
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         _say({"type": "log"})
 

@@ -1,7 +1,7 @@
-"""Composes screenshots of the app into one animated SVG: shared styles, CSS animation, no script, no external font.
+"""Composes screenshots of the app into one SVG with a CSS animation, without scripts and external fonts.
 
-Content shared by several pictures is drawn once: each version of a screen row is in the file once, and is visible
-while a picture that contains it is shown. Without animation one of the pictures is shown.
+Rows that are the same in several pictures are stored only once, and are visible while one of these pictures is shown.
+A viewer without animation shows one of the pictures.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Styles:
 
 
 def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> str:
-    """Return the film; `still` is the number of the picture shown without animation."""
+    """Return the animated SVG; `still` is the index of the picture that is shown without animation."""
     styles = Styles()
     columns, rows = _size(pictures[0].svg)
     width, height = columns * _CELL + 2 * _LEFT, rows * _LINE + _TOP + _LEFT
-    # Drawn elements, and the numbers of the pictures that contain them.
+    # Maps each drawn element to the indices of the pictures that contain it.
     seen: dict[str, set[int]] = {}
     for number, picture in enumerate(pictures):
         for part in [*_lines(picture.svg, styles), _caption(picture.caption, width, styles)]:
@@ -71,7 +71,7 @@ def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> s
 
 
 def _size(svg: str) -> tuple[int, int]:
-    """Return the columns and rows of a screenshot."""
+    """Return the number of columns and rows of a screenshot."""
     _, _, width, height = (float(word) for word in re.findall(r'viewBox="([^"]+)"', svg)[0].split())
     return round((width - 19) / _CELL), round((height - 50) / _LINE)
 

@@ -1,4 +1,4 @@
-"""Real processes forked from one that has torch loaded, which saves two core-seconds per start."""
+"""Forks real processes from a process that has torch loaded, which saves two core-seconds per start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-# This is called in a forked rank with the rank's number, before it begins.
+# A forked rank calls this function with the rank's number before it starts to work.
 Prepare = Callable[[int], object]
 
 RANK = ["trainer.ranks.rank", "trainer.ranks.training_work", "trainer.training.loop", "trainer.reporting.progress"]
@@ -20,7 +20,7 @@ LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
 
 
 def loaded_context() -> ForkServerContext:
-    """Return the context that forks processes from one with torch loaded."""
+    """Return the multiprocessing context that forks processes from a process with torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
@@ -67,7 +67,7 @@ class ForkedRank:
 
 
 def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None) -> None:
-    """Do the work of `python -m trainer rank` once torch is loaded."""
+    """Do the same as `python -m trainer rank` in a process that has torch loaded."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir("/")

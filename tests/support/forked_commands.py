@@ -1,4 +1,4 @@
-"""Runs `sae-tui` commands as forks of a process that has all modules loaded, each started in 5 ms.
+"""Runs `sae-tui` commands as forks of a process that has all modules loaded, so that each starts in 5 ms.
 
 Starting Python and loading the modules would take 0.15 core-seconds per command.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 TESTS = Path(__file__).parents[1]
-# Variables that may differ between commands; any other may affect how modules are loaded.
+# Prefixes of variables that may differ between commands. Any other variable may affect how modules are loaded.
 FREE = ("SAE_TUI_", "PYTEST_")
 
 
@@ -96,7 +96,7 @@ def _server(environment: tuple[tuple[str, str], ...]) -> str:
 
 
 class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
-    """Forks for every request, so that commands run concurrently."""
+    """Forks a process for every request, so that commands run concurrently."""
 
     max_children = 1000
     request_queue_size = 100
@@ -145,7 +145,7 @@ def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], c
 
 
 def serve(path: str) -> None:
-    """Load the modules that commands use, and fork for every request until killed."""
+    """Load the modules that commands use, and fork a process for every request until this process is killed."""
     import sae_tui.__main__
     import sae_tui.cli_commands
 

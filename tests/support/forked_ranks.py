@@ -1,6 +1,6 @@
 """Runs several attempts in sequence, each with ranks forked from this process, which has torch loaded.
 
-`forked_ranks.py SPEC.json...`; $WRITTEN_DOWN of the ranks is a file next to the spec.
+Usage: `forked_ranks.py SPEC.json...`. The variable WRITTEN_DOWN of the ranks names a file next to the spec.
 """
 
 from __future__ import annotations

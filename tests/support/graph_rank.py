@@ -1,8 +1,8 @@
 """One rank of a deterministic job, with or without CUDA graphs; `tests/benchmarks/gpu_job.py` runs it.
 
-`graph_rank.py SPEC.json graphs|plain`; the number of replayed steps is written next to the job. By default
-deterministic jobs do not use graphs, since a run resumed on another device would differ. Here all runs use the same
-device.
+Usage: `graph_rank.py SPEC.json graphs|plain`. The number of replayed steps is written to a file next to the job. By
+default, deterministic jobs do not use CUDA graphs, since a run that is resumed on another device would differ. Here all
+runs use the same device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.ranks import rank
 
 
 class Again:
-    """Repeats the work instead of replaying it, for devices without graphs."""
+    """Replaces a CUDA graph on devices without CUDA: runs the work again instead of replaying it."""
 
     def __init__(self) -> None:
         self._work: Callable[[], None] = lambda: None

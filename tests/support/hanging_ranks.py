@@ -2,9 +2,10 @@
 
     python -m support.hanging_ranks join JOB.toml --out FOLDER
 
-The ranks exchange over gloo and open their connections as GPU ranks do. The ranks listed in `SAE_TUI_TEST_HANGS` hang
-after the last exchange of the opening, unless transfers go through host memory. The other ranks have then finished the
-exchange and wait for them. With `SAE_TUI_TEST_HUNG_FILE` they hang in a later step instead, and create this file.
+The ranks exchange tensors over gloo and open their connections like GPU ranks. The ranks listed in
+`SAE_TUI_TEST_HANGS` hang after the last exchange in which connections are opened, unless transfers go through host
+memory. The other ranks have then finished this exchange and wait for the hanging ranks. If `SAE_TUI_TEST_HUNG_FILE` is
+set, the ranks hang in a later step instead, and create this file.
 """
 
 from __future__ import annotations

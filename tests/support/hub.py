@@ -1,4 +1,4 @@
-"""A local server with the subset of the Hugging Face hub's API that its client needs to upload and download."""
+"""A local server with the part of the Hugging Face hub's API that the client library needs to upload and download."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COMMIT = "5" * 40
 
 
 class Hub:
-    """Accepts uploads like the hub; `files` contains commits by repository and name, `asked` every request.
+    """Accepts uploads like the hub. `files` has the uploaded files by repository and name; `asked` lists all requests.
 
-    A request whose path contains `fails_at` gets status 500 with text that contains the token.
+    A request whose path contains `fails_at` is answered with status 500 and a text that contains the token.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({})
 
     def _is_refused(self) -> bool:
-        """Reject a request that lacks the token or is configured to fail; return whether it was rejected."""
+        """Reject a request without the token, or one that should fail; return whether the request was rejected."""
         self.of.asked.append(f"{self.command} {self.path}")
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._answer({"error": "Invalid credentials"}, 401)

@@ -1,4 +1,4 @@
-"""A file system that never responds: a process that reads it cannot be killed, as with a hung GPU."""
+"""A file system that never responds. As with a hung GPU, a process that reads a file there cannot be killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def hung_mount(folder: Path) -> Iterator[threading.Event]:
-    """Mount the file system at a new folder; yield an event that is set once a process waits. The wait ends on exit.
+    """Mount the file system at a new folder; yield an event that is set once a process waits. Unmounting ends the wait.
 
-    Once a request has been read, no signal interrupts the process, which is in state D. The test is skipped if mounting
-    is not possible.
+    The waiting process is in state D, in which signals do not interrupt it. The test is skipped if mounting is not
+    possible.
     """
     folder.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Runs Triton kernel cases in another process, since the interpreter must be chosen before Triton is imported."""
+"""Runs tests of Triton kernels in another process, since TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.forked import in_loaded_process
 
 
 def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "not slow") -> None:
-    """Assert that all cases in a file pass: on a GPU if there is one and not `on_cpu`, else in the interpreter.
+    """Assert that all cases in a file pass, on a GPU if there is one and not `on_cpu`, otherwise in the interpreter.
 
     With `compiles`, the cases are only compiled, which needs neither a GPU nor the interpreter. `among` selects cases
     by marker, like pytest's -m.

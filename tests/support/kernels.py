@@ -1,4 +1,4 @@
-"""Replaces Triton kernels in tests, on any device."""
+"""Replaces Triton kernels in tests on any device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_KERNELS: dict[Kernels, Any] = dict.fromkeys(KERNELS.values())
 
 @contextlib.contextmanager
 def use_kernels(given: Mapping[Kernels, Any]) -> Iterator[None]:
-    """Use these modules or stand-ins instead of the tried kernels, even for tensors on a CPU; None means no kernels.
+    """Within the context, use these modules or mocks as kernels, even for tensors on a CPU; None means no kernels.
 
     All other kernels remain unchanged.
     """
@@ -32,5 +32,5 @@ def use_kernels(given: Mapping[Kernels, Any]) -> Iterator[None]:
 
 
 def all_kernels() -> dict[Kernels, Any]:
-    """Return all Triton kernels without a trial."""
+    """Return all modules of Triton kernels, without trying them out."""
     return {one: importlib.import_module(one.module) for one in KERNELS.values() if one != COMPILED_UPDATES}

@@ -1,9 +1,9 @@
 """Extractions that are killed and restarted, in processes forked from this one, which has transformers loaded.
 
-`killed_extractions.py JOB.toml DIR SEED N` extracts once undisturbed to DIR/whole. Then it runs N extractions, each in
-its own folder: killed at an interpreter event, such as opening or replacing a file, killed again after a random time,
-and run to the end. The last run, in DIR/interrupted, gets SIGINT after its first shard. Prints the exit codes of each
-run as JSON, negative for a signal.
+`killed_extractions.py JOB.toml DIR SEED N` runs one extraction undisturbed, to DIR/whole. Then it runs N extractions,
+each in its own folder. Each is killed at an interpreter event, such as opening or replacing a file, then restarted and
+killed after a random time, and then restarted and run to the end. One more run, in DIR/interrupted, gets SIGINT after
+its first shard. Prints the exit codes of each run as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.extraction.language_model import LanguageModel
 
 
 def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
-    """Extract in a forked process, and return its exit code, negative if it was killed."""
+    """Extract in a forked process, and return its exit code, which is negative if the process was killed."""
     if not (pid := os.fork()):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with (output.parent / f"{output.name}.errors").open("a") as errors:
@@ -38,7 +38,7 @@ def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
 
 
 def interrupt_at_first_shard() -> None:
-    """Send SIGINT to this process once its first shard is written, long before the last."""
+    """Send SIGINT to this process once its first shard is written, long before the last shard."""
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.rename" and str(arguments[1]).endswith("shard-00000.safetensors"):
@@ -66,7 +66,7 @@ def kill_after(seconds: float) -> Callable[[], object]:
 
 
 def events_of(job: str, output: Path) -> int:
-    """Extract undisturbed and return how many events concern the folder."""
+    """Extract undisturbed and return the number of interpreter events that concern the folder."""
     counted = output.parent / "events"
 
     def count(event: str, arguments: tuple[object, ...]) -> None:

@@ -1,9 +1,9 @@
-"""Extractions by several ranks, one of them killed, in processes forked from this one, which has all modules loaded.
+"""Extractions by several ranks of which one is killed, in processes forked from this one, which has all modules loaded.
 
-`killed_ranks.py JOB.toml DIR SEED N SIZE` extracts once undisturbed to DIR/whole. Then it runs N extractions, each in
-its own folder: a rank is killed at an interpreter event, such as opening or replacing a file, and the others get
-SIGTERM, as from a supervisor. After a restart a rank is killed after a random time. The third start runs to the end.
-Prints the exit codes of the ranks at each start as JSON, negative for a signal.
+`killed_ranks.py JOB.toml DIR SEED N SIZE` runs one extraction undisturbed, to DIR/whole. Then it runs N extractions,
+each in its own folder. A rank is killed at an interpreter event, such as opening or replacing a file, and the other
+ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third start runs to
+the end. Prints the exit codes of the ranks at each start as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def start(job: ExtractJob, rank: int, size: int, folder: Path, prepare: Callable
 
 
 def run(job: ExtractJob, folder: Path, prepare: list[Callable[[], object]]) -> list[int]:
-    """Run one rank per element of `prepare`; if one is killed, stop the others. Return their exit codes."""
+    """Run one rank per element of `prepare`. If a rank is killed, stop the others. Return all exit codes."""
     ranks = [start(job, rank, len(prepare), folder, one) for rank, one in enumerate(prepare)]
     codes: dict[int, int] = {}
     while len(codes) < len(ranks):

@@ -1,6 +1,6 @@
-"""File layouts in which other tools have stored SAEs over the years, each with a reference implementation of the SAE.
+"""File formats in which other tools have stored SAEs, each with a reference implementation of the SAE.
 
-Every builder writes the files that the tool's documentation or code describes, with random weights.
+Every builder writes files with random weights, in the format that the tool's documentation or code describes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAT = {
     "neuronpedia_id": None, "model_from_pretrained_kwargs": {},
 }  # fmt: skip
 ALL_FLAT = PLACE | {"context_size": 128, "prepend_bos": True, "dataset_path": "Skylion007/openwebtext"}
-# The settings written by versions 1 and 2, including those of the training.
+# The settings written by SAELens 1 and 2, including the training settings.
 OLDEST = {name: value for name, value in FLAT.items() if not name.startswith(("hook_", "activation_fn"))} | {
     "hook_point": "blocks.{layer}.hook_resid_pre", "hook_point_layer": 3, "use_ghost_grads": True, "noise_scale": 0,
     "l1_coefficient": 8e-5, "normalize_sae_decoder": True, "mse_loss_normalization": None, "lr": 4e-4,
@@ -42,7 +42,7 @@ TRANSCODER = NEWEST | {"d_out": D_IN, "apply_b_dec_to_input": False}
 
 
 class Reference(NamedTuple):
-    """Computes an SAE in float64 as its tool defines it; `weights` have SAELens' names.
+    """Computes an SAE in float64 as its tool defines it. `weights` uses the tensor names of SAELens.
 
     With `subtracts`, the encoder reads x − b_dec. With `by_norm`, latents are scaled by the norms of their decoder
     rows. Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.
@@ -57,7 +57,7 @@ class Reference(NamedTuple):
     decoder_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return activations, reconstructions and a mask of rows whose active latents are unaffected by rounding."""
+        """Return activations, reconstructions and a mask of the rows whose active latents do not depend on rounding."""
         own = {name: tensor.double() for name, tensor in self.weights.items()}
         rows = x.double() * self.row_scale
         seen = rows - own["b_dec"] if self.subtracts else rows
@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         x_hat = values @ decoder + own["b_dec"]
         if "W_skip" in own:
             x_hat = x_hat + rows @ own["W_skip"].T
-        # Only with `by_norm` are activations in the units of the unscaled rows.
+        # With `by_norm`, activations are returned in the units of the unscaled rows.
         return acts / (self.row_scale if self.by_norm else 1.0), x_hat / self.row_scale, clear
 
     def _encoded(self, product: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -93,8 +93,8 @@ def _clear(distances: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """How a tool stores an SAE: `write` fills a folder and returns the reference.
 
-    `origin` is the metadata in the files, `place` is the path to read below the folder, and `flags` are the options
-    that the user adds. `oracle` names the other tool's loader that reads the same files.
+    `origin` is the metadata in the files, `place` is the path below the folder from which the SAE is read, and `flags`
+    are the options that a user adds. `oracle` names the loader of the other tool for these files.
     """
 
     form: str
@@ -114,7 +114,7 @@ def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) ->
     else:
         drawn["b_enc"] = 0.3 * torch.randn(D_SAE)
     if kind == "jumprelu":
-        # A threshold below 0 has the same effect as 0.
+        # A negative threshold has the same effect as a threshold of 0.
         drawn["threshold"] = torch.rand(D_SAE) * 3 - 0.5
     return drawn | ({"W_skip": torch.randn(d_out, D_IN)} if skip else {})
 
@@ -130,7 +130,7 @@ def save(file: Path, stored: dict[str, Tensor]) -> None:
 
 
 def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **facts: Any) -> Any:
-    """Return a builder of a SAELens SAE; `extra` contains additional tensors."""
+    """Return a function that writes a SAELens SAE; `extra` contains additional tensors."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind, skip=str(config.get("architecture")).endswith("skip_transcoder"))
@@ -150,7 +150,7 @@ def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None =
 
 
 def halved(kind: str, dtype: torch.dtype) -> Any:
-    """Return a builder of a SAELens SAE whose tensors are stored in 16 bits."""
+    """Return a function that writes a SAELens SAE with tensors in 16 bits."""
 
     def write(folder: Path) -> Reference:
         drawn = {name: tensor.to(dtype) for name, tensor in tensors(kind).items()}
@@ -297,7 +297,7 @@ SAELENS = {
 def sparsify(
     config: dict[str, Any], folder_name: str = "layers.3", *, subtracts: bool = True, bom: bool = False
 ) -> Any:
-    """Return a builder of a sparsify SAE in `folder_name`, with the run's settings in the folder above."""
+    """Return a function that writes a sparsify SAE to `folder_name`, and its run's settings to the parent folder."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("topk", skip=bool(config.get("skip_connection")))
@@ -343,7 +343,7 @@ SPARSIFY = {
         "sparsify",
         "layers.3.mlp",
     ),
-    # Before sparsify had this setting, the encoder of a transcoder also read x − b_dec.
+    # Before sparsify marked transcoders, the encoder of a transcoder also read x − b_dec.
     "2024: skip transcoder without a mark": Layout(
         "sparsify",
         sparsify({"num_latents": D_SAE, "skip_connection": True}, "layers.3.mlp"),
@@ -368,7 +368,7 @@ def dictionary(
     file: str = "ae.pt",
     **facts: Any,
 ) -> Any:
-    """Return a builder of a dictionary_learning SAE; `names` maps its tensor names to ours."""
+    """Return a function that writes a dictionary_learning SAE; `names` maps its tensor names to those of SAELens."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind)
@@ -473,7 +473,7 @@ DICTIONARIES = {
 
 
 def scope(names: dict[str, str], *, transcoder: bool = False) -> Any:
-    """Return a builder of `params.npz`, as in Gemma Scope 1."""
+    """Return a function that writes `params.npz`, as in Gemma Scope 1."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("jumprelu")
@@ -488,7 +488,7 @@ def scope(names: dict[str, str], *, transcoder: bool = False) -> Any:
 
 
 def scope_2(config: dict[str, Any] | None, place: str = ".", *, skip: bool = False) -> Any:
-    """Return a builder of `params.safetensors` and, unless None, `config.json`, as in Gemma Scope 2."""
+    """Return a function that writes `params.safetensors` and, if given, `config.json`, like Gemma Scope 2."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("jumprelu", skip=skip)
@@ -575,7 +575,7 @@ SCOPE = {
 
 
 def traced(kind: str, *, skip: bool = False) -> Any:
-    """Return a builder of two layers of a circuit-tracer transcoder set."""
+    """Return a function that writes two layers of a circuit-tracer transcoder set."""
 
     def write(folder: Path) -> Reference:
         for layer in (2, 3):

@@ -1,4 +1,4 @@
-"""The errors that a matrix product raises without enough memory, each produced in a separate process."""
+"""Collects the errors that a matrix product raises if there is too little memory, each from a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_BYTES, N_STEPS = 2**16, 24
 
 
 def errors() -> list[tuple[str, bool]]:
-    """Return the errors with increasing memory: the message, and whether it is recognised as out of memory."""
+    """Return the errors with increasing memory, as pairs: message, and whether it is recognised as out of memory."""
     # Select the same code path on CPUs with newer instruction sets too.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     return [error for step in range(N_STEPS) for error in _error(step * STEP_BYTES)]
@@ -39,7 +39,7 @@ def _error(n_bytes: int) -> Iterator[tuple[str, bool]]:
 
 
 def _multiply(n_bytes: int) -> None:
-    """Multiply bf16 matrices with `n_bytes` more memory than the process has now.
+    """Multiply bf16 matrices while the process may allocate only `n_bytes` more memory.
 
     oneDNN compiles code for this product.
     """

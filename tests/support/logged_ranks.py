@@ -33,7 +33,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
 D_IN, N_STEPS = 12, 2
-# The time limit for a rank whose peers make a different call, or none.
+# The time limit in seconds for a rank whose peers make a different call or no call.
 PATIENCE_S = 60
 # Functions of `torch.distributed` that `trainer.parallel.group` imports by name.
 BOUND = ("_reduce_scatter", "_all_gather")
@@ -41,7 +41,7 @@ _packs = group.packs
 
 
 class Case(NamedTuple):
-    """A training on several ranks with these settings; with `path` "gpu" tensors report that they are on a GPU."""
+    """A training on several ranks with these settings. With `path` "gpu", tensors report that they are on a GPU."""
 
     size: int
     path: str
@@ -83,7 +83,7 @@ def _calls_of_rank(rank: int, cases: Sequence[Case], folder: Path) -> list[list[
     sys.modules["triton"] = None  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     calls: list[list[Call]] = [[] for _ in cases]
-    # Exchange as if each rank had its own machine, and treat tensors of a hundred values as large.
+    # Exchange as if each rank ran on its own machine, and treat tensors of more than a hundred values as large.
     with mock.patch.object(process_group, "among_neighbours", _nothing), mock.patch.object(group, "SMALL", 100):
         for size in sorted({case.size for case in cases if case.size > rank}, reverse=True):
             world = join(CPU, rank, size, folder / f"{size} ranks", patience=timedelta(seconds=PATIENCE_S))
@@ -128,7 +128,7 @@ class _Stored(IndexedSource):
 
 @contextlib.contextmanager
 def _noting(calls: list[Call]) -> Iterator[None]:
-    """Within the context, log all calls on any group, made through any function of `torch.distributed`."""
+    """Within the context, log all calls of functions of `torch.distributed` on any group."""
     with contextlib.ExitStack() as stack:
 
         @contextlib.contextmanager
@@ -149,7 +149,7 @@ def _noting(calls: list[Call]) -> Iterator[None]:
 
 @functools.cache
 def _exchanging() -> list[tuple[Any, str, inspect.Signature]]:
-    """Return the owner, name and signature of every function that exchanges over a group."""
+    """Return the module, name and signature of every function that exchanges data over a group."""
     public = [(dist, name) for name in vars(dist) if not name.startswith(("_", "get_", "destroy_", "new_"))]
     found = []
     for place, name in [*((group, name) for name in BOUND), *public]:
@@ -171,7 +171,7 @@ def _noted(function: Callable[..., Any], signature: inspect.Signature, calls: li
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(_call_of(function.__name__, signature.bind(*args, **kwargs).arguments))
-        # The call would need a GPU driver if tensors reported that they are on a GPU.
+        # If tensors reported that they are on a GPU, the call would need a GPU driver.
         with mock.patch.object(Tensor, "is_cuda", False):
             return function(*args, **kwargs)
 

@@ -29,7 +29,7 @@ def man_pages() -> dict[Path, str]:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    # The page of `python -m trainer` had this name before `sae-train` existed.
+    # Before `sae-train` existed, the manual page of `python -m trainer` had this name.
     also = f".so man1/{PROGRAM}.1\n"
     return {FOLDER / "sae-tui.1": of_app, FOLDER / f"{PROGRAM}.1": of_trainer, FOLDER / "sae-tui-trainer.1": also}
 

@@ -1,4 +1,4 @@
-"""The values in the store of a run with a mirror, and a function that resumes the run."""
+"""Reads the store of a run that mirrors its metrics, and resumes the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def resume(run_dir: Path) -> None:
 
 
 def stored(run_dir: Path, name: str) -> dict[int, float | None]:
-    """Return the values of a series in the run's own store, by step."""
+    """Return a dict that maps each step to the value of a series in the run's store."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         return {point.step: point.value for point in reader.points(name)}
 
 
 def told(run_dir: Path) -> list[tuple[str, str]]:
-    """Return level and message of the reports about mirrors."""
+    """Return the level and message of each event about mirrors."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         return [(event.level, event.message) for event in reader.events() if event.kind == "mirror"]

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 
-# System calls on files, on folders, and for both kinds of rename.
+# The functions of Python that write, rename or delete files and folders.
 CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": shutil}
 
 

@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
 
-The same seed presses the same keys in the same packets. What the app does meanwhile depends on the machine.
+With the same seed, the same keys are sent in the same packets, but the timing of the app depends on the machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WORDS = [
 ]
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
-# Terminal input other than keys, with random bytes added: nothing, mouse reports, replies, letters.
+# Terminal input other than keys, such as mouse reports and replies of the terminal. Random bytes are added to it.
 BYTES = [
     b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
     b"\xe2",
@@ -76,7 +76,7 @@ QUIET_S = 0.25
 class Result:
     """The outcome of one seed.
 
-    `faults` are sentences, `answers_s` the seconds from pressing `?` until the help is on the screen.
+    `faults` are sentences. `answers_s` are the seconds from pressing `?` until the help is on the screen.
     """
 
     seed: int
@@ -111,7 +111,7 @@ def bound_keys() -> list[bytes]:
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
             codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
-    # The keys that quit are excluded, since a start takes a second. `_choose_key` occasionally presses `q`.
+    # The keys that quit are left out, since a start takes a second. `_choose_key` occasionally presses `q`.
     return sorted(codes - {b"q", b"\x11"})
 
 
@@ -131,7 +131,7 @@ def _bytes_of(key: str) -> bytes | None:
 
 
 class Monkey:
-    """One seed: a box, the app in it, and a given number of random keys."""
+    """Runs one seed: the app in its own data folder, and a given number of random keys."""
 
     def __init__(self, seed: int, n_keys: int, folder: Path) -> None:
         self.result = Result(seed, SIZES[seed % len(SIZES)])
@@ -149,7 +149,7 @@ class Monkey:
         self.pressed: list[str] = []
 
     def run(self) -> Result:
-        """Press the keys; stop at the first fault."""
+        """Press the random keys; stop at the first fault."""
         started = time.monotonic()
         try:
             self._fill()
@@ -170,7 +170,7 @@ class Monkey:
     # the box
 
     def _fill(self) -> None:
-        """Record a job in every state; each unfinished job gets a supervisor process that merely sleeps."""
+        """Record a job in every state. Each unfinished job gets a supervisor process that only sleeps."""
         leased = iter(range(3))
         for state in JobState:
             fields: dict[str, object] = {}
@@ -284,12 +284,12 @@ class Monkey:
             at = self.terminal.raw.find(DELETION_ASKED, at + 1)
 
     def _note_question(self, drawn: bytes) -> None:
-        """Record the jobs that a question is about, or their number.
+        """Record the ids of the jobs that a question about deletion names, or their number.
 
         `drawn` is the output up to the end of the question.
         """
-        # The cells next to a narrow dialog are drawn between its lines, but the number is in the first line. A partial
-        # redraw may omit that line.
+        # The cells next to a narrow dialog are drawn between the dialog's lines, but the job's number is in the first
+        # line. A partial redraw may leave out this line.
         question = plain(drawn).rpartition("Delete")[2]
         if one := re.match(r"job(\d+)\(", question):
             self._asked.add(int(one[1]))
@@ -298,10 +298,10 @@ class Monkey:
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
-        """Fail at a traceback, an exit without a request, or a deletion without a question."""
+        """Fail if there was a traceback, an exit that no key requested, or a deletion without a question."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        # The lines of a job's log on the screen do not end with a line break.
+        # A traceback in the log of a job, shown on the screen, does not have these line breaks.
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the remaining output
@@ -330,8 +330,8 @@ class Monkey:
         self.terminal.read_until_quiet(0.05, 5)
         raw, code = self.terminal.raw, self.terminal.process.returncode
         left = raw.rfind(b"\x1b[?1049l")
-        # After the app has left the terminal, ctrl+c interrupts its remaining work, as it does for any command. ctrl+z
-        # makes the terminal discard what it has not echoed yet, so the ^C may be missing.
+        # After the app has left the terminal, ctrl+c interrupts the rest of the process, as for any command. ctrl+z
+        # makes the terminal discard characters that it has not echoed yet, so the ^C may be missing.
         interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
         ends_well = (0, Exit.INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
         broken = TRACEBACK in raw or b"Traceback" in raw[left:]
@@ -350,7 +350,7 @@ class Monkey:
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        """Wait until all keys have been processed: the app neither uses a core nor waits for one."""
+        """Wait until all keys have been processed. The app then neither uses a core nor waits for a core."""
         deadline, before = time.monotonic() + 180, -1.0
         while self.terminal.process.poll() is None:
             spent, state = busy_seconds(self.terminal.process.pid)
@@ -376,7 +376,7 @@ class Monkey:
         """Return whether `?` opens the help; it may not if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
-        # More dialogs may be open on top of each other than Escape has been pressed for.
+        # More dialogs may be open than Escape was pressed.
         for _ in range(3):
             self._leave_all()
         if self.terminal.process.poll() is None:
@@ -434,7 +434,7 @@ class Monkey:
         return f"state {state}\n{stacks.read_text()}"
 
     def _screen(self) -> str:
-        """Return the screen as far as it has been drawn at the current window size."""
+        """Return the text of the screen that has been drawn so far at the current window size."""
         screen = pyte.Screen(*self.result.size)
         pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
         return "\n".join(screen.display)
@@ -443,7 +443,7 @@ class Monkey:
 def busy_seconds(pid: int) -> tuple[float, str]:
     """Return the core-seconds that a process has used, and its state: R while it runs or waits for a core.
 
-    The seconds that its main thread waited for a core count too, since it gets little time on a busy machine.
+    The seconds in which its main thread waited for a core are included, since it gets little time on a busy machine.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

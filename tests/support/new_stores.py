@@ -1,4 +1,4 @@
-"""The SQL tables of a new store, as created by all migrations; `make schemas` writes these files."""
+"""Generates the SQL schema of a new store of each kind from all migrations; `make schemas` runs this module."""
 
 from __future__ import annotations
 

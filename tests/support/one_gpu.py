@@ -1,4 +1,4 @@
-"""Ranks that share one GPU; since NCCL rejects that, they exchange through host memory."""
+"""Ranks that share one GPU. They exchange tensors through host memory, since NCCL does not support this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class QuietWaiting(HostWaiting):
-    """Hides the copies of an exchange from PyTorch's report of where the host waits for the GPU."""
+    """Excludes the copies of an exchange from PyTorch's warnings about synchronisation with the GPU."""
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
@@ -37,7 +37,7 @@ class QuietWaiting(HostWaiting):
 
 
 class ByHost(SharedRanks):
-    """Shared memory for GPU tensors too: PyTorch copies between devices, but does not add across them."""
+    """Exchanges GPU tensors through shared memory, with a copy to the host, since PyTorch cannot add across devices."""
 
     def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
@@ -67,14 +67,14 @@ class OneGpu(Connected):
 
 
 def connected(store: dist.Store, size: int, index: int) -> ByHost:
-    """Return the group of `size` processes on this machine that find each other through the store."""
+    """Return the group of `size` processes on this machine, which connect through the store."""
     meeting = rendezvous.join(store, size, index, 2 * size * SLOT_BYTES, TIMEOUT.total_seconds())
     assert meeting is not None
     return ByHost(size, index, QuietWaiting(), *meeting)
 
 
 def join(device: torch.device, rank: int, world_size: int, place: Path) -> OneGpu:
-    """Connect the ranks on one device, which find each other through the file `place`."""
+    """Connect the ranks on one device through the file `place`."""
     store = dist.FileStore(str(place), world_size)
     group = connected(dist.PrefixStore("all", store), world_size, rank)
     return OneGpu(device, store, group, QuietWaiting(), TIMEOUT)

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Iterable
 
-# Characters that a terminal acts on, or that reverse, hide or end the neighbouring text.
+# Characters that control a terminal, or that reverse, hide or cut off the neighbouring text.
 PIECES = (
     "\x1b[7331m", "\x1b]52;c;UFdORUQ=\x07", "\x1b]2;owned\x1b\\", "\x1b]8;;http://evil\x1b\\", "\x1bPq#0\x1b\\",
     "\x1b_Gi=1\x1b\\", "\x1bc", "\x1b[2J", "\x1b[9999;1H", "\x1b[21t", "\x1b[6n", "\x1bZ", "\x9b7331m", "\x9d2;own\x9c",
@@ -27,7 +27,7 @@ _OWN = re.compile(
 
 
 class Texts:
-    """A text for every label: a core that identifies it on the screen, markup, and the pieces in random order."""
+    """Creates a text for each label, from characters that identify the text, markup, and `PIECES` in random order."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -38,7 +38,7 @@ class Texts:
         return set(self._cores)
 
     def core(self, label: str) -> str:
-        """Return three cells that identify the label's text, since they occur nowhere else."""
+        """Return the three characters that identify the text of a label, since they occur nowhere else."""
         number = len(self._cores)
         return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
 
@@ -55,7 +55,7 @@ class Texts:
         return self.text(label, pieces=[piece for piece in PIECES if not piece.isspace() and piece != "\x85"])
 
     def log(self, label: str) -> str:
-        """Return text for a log, in which a carriage return would overwrite the preceding text."""
+        """Return text for a log, without carriage returns, which would overwrite the preceding text."""
         return self.text(label).replace("\r", "")
 
     def file(self, label: str) -> str:
@@ -68,13 +68,13 @@ class Texts:
 
 
 def taken_for_markup(shown: str) -> list[str]:
-    """Return the texts whose markup is missing although it would have fitted."""
+    """Return the texts whose markup was interpreted, and so is not shown although there was enough space."""
     return re.findall("Ж..�.{0,8}", shown)
 
 
 def leaked(raw: bytes) -> list[str]:
-    """Return sequences that could control the terminal and are not the app's own, with the surrounding text."""
-    # Output that is still in transit may end within a character or a sequence.
+    """Return the control sequences that the app does not send itself, with the surrounding text."""
+    # Output that was not read completely may end within a character or a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
     return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]

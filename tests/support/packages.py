@@ -15,6 +15,6 @@ def build(source: Path, out: Path, *options: str) -> None:
 
 
 def plain_environment(**variables: str) -> dict[str, str]:
-    """Return this environment without the variables that affect pip and Python, and with these variables."""
+    """Return the current environment without the variables that affect pip and Python, plus the given variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "NO_COLOR"))}
     return kept | variables

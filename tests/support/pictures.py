@@ -1,4 +1,4 @@
-"""Draws every screen in every size and theme, as single SVGs and a page that shows them next to each other.
+"""Draws every screen in every size and theme, each as an SVG, and writes a page that shows all of them.
 
 python -m support.pictures FOLDER [--only WORD] [--theme NAME] [--size 120x40], with PYTHONPATH=tests; `make pictures`.
 
@@ -31,7 +31,7 @@ from sae_tui.theme import THEMES, ThemeName
 from trainer.contract.paths import DataDir
 
 SIZES = ("80x24", "120x40", "200x60")
-# The width of a cell on the page in pixels: it is readable, and a row has space for three sizes.
+# The width of a cell on the page in pixels. Text is readable at this size, and three screenshots fit into a row.
 _CELL = 4
 _STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block;margin:6px;vertical-align:top}"
 
@@ -62,7 +62,7 @@ def draw(number: int, folder: Path, sizes: Sequence[str], themes: Sequence[Theme
     """Draw a scene in every size and theme, one SVG each."""
     with pytest.MonkeyPatch.context() as patch:
         same_everywhere(patch)
-        # Fix the clock, so that times and overdue jobs are the same every day.
+        # Fix the clock, so that the times on the screen are the same every day.
         patch.setattr(time, "time", lambda: NOW + 100)
         asyncio.run(_draw(SCENES[number], folder, sizes, themes))
 

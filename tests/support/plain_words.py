@@ -89,7 +89,7 @@ def per_10_000(paths: list[Path]) -> float:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the Python and Markdown files of a file or folder, except hidden and built ones and this list."""
+    """Return the Python and Markdown files at a path, except hidden files, build folders and this module."""
     if path.is_file():
         return [path]
     return sorted(
@@ -102,7 +102,7 @@ def files(path: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Print the rate of each path and its most common markers; with --lines every hit, with --limit only excesses."""
+    """Print the rate and the common markers of each path, with --lines every hit, with --limit only higher rates."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lines", action="store_true", help="print every hit with its line")

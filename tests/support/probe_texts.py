@@ -1,4 +1,4 @@
-"""A package of labelled texts with the layout of sae-probes."""
+"""Writes a package of labelled texts with the layout of sae-probes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.evaluation.probe_sets import PACKAGE
 
 
 def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Path:
-    """Write a set of (text, label) pairs as a package in a folder on the import path; return the file."""
+    """Write (text, label) pairs as a data set of the package in a folder; return the file."""
     package = folder / PACKAGE
     (tables := package / "data" / "cleaned_data").mkdir(parents=True, exist_ok=True)
     # The real package imports modules that may not be installed.
@@ -27,5 +27,5 @@ def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Pa
 
 
 def two_classes(n: int, first: str = "the cat sat", second: str = "a dog ran") -> list[tuple[str, object]]:
-    """Return `n` texts of each of two classes, alternating, that differ in their words."""
+    """Return `n` texts of each of two classes in alternating order. The two classes use different words."""
     return [row for number in range(n) for row in ((f"{first} {number}", "0"), (f"{second} {number}", "1"))]

@@ -1,6 +1,6 @@
-"""Selects and orders the programs of a launch in Triton's interpreter, which by default runs all in ascending order.
+"""Selects and orders the programs of a kernel launch in Triton's interpreter, which by default runs all in order.
 
-A GPU runs them in any order. `support.interpreted` makes pytest load this module.
+A GPU runs the programs in any order. `support.interpreted` makes pytest load this module.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from triton import language
 from triton.runtime import interpreter
 
 Program = tuple[int, ...]
-# Language modules that the interpreter has replaced in this process, which compiles no kernel.
+# Modules of Triton's language that the interpreter has replaced in this process, which compiles no kernel.
 _PREPARED: set[frozenset[str]] = set()
 
 
 class Programs:
-    """The programs of each launch in random order; with `only_last`, only the last ones along the first axis.
+    """Runs the programs of each launch in random order; with `only_last`, only the last ones along the first axis.
 
-    Grids of the same size get the same order until `seed` changes. A repeated computation thus gives the same bits even
-    if several programs add to the same numbers.
+    Grids of the same size get the same order until `seed` changes. A repeated computation is thus bit-identical even if
+    several programs add to the same element.
     """
 
     def __init__(self, seed: str) -> None:
@@ -36,7 +36,7 @@ class Programs:
         self.only_last = False
 
     def of(self, grid: Program) -> list[Program]:
-        """Return the selected programs of a launch."""
+        """Return the indices of the selected programs of a launch, in the order in which they run."""
         size, *others = map(range, grid)
         chosen = list(itertools.product(size[-1:] if self.only_last else size, *others))
         random.Random(f"{self.seed} {grid}").shuffle(chosen)
@@ -51,7 +51,7 @@ class Programs:
 
 @pytest.fixture(autouse=True)
 def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
-    """Give each test its own order."""
+    """Run the programs in a different random order for each test."""
     chosen = Programs(request.node.nodeid)
     choose, set_size = interpreter.interpreter_builder.set_grid_idx, interpreter.interpreter_builder.set_grid_dim
     prepare = interpreter._patch_lang
@@ -74,13 +74,13 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 super().__call__(*args, **named)
 
         def prepare(self, function: Any) -> Any:
-            """Prepare a kernel's language modules once, instead of again for each launch and each called function."""
+            """Replace the language modules of a kernel only once, not for each launch and each called function."""
             known = _known_of_language(function)
             if known not in _PREPARED:
                 _PREPARED.add(known)
                 scope = prepare(function)
                 if scope is not None:
-                    # Otherwise the end of a launch undoes this.
+                    # Without this, the end of a launch restores the modules.
                     scope._changes.clear()
                 # Triton 3.2 calls `int` on an array of one element, which NumPy 2.4 rejects.
                 language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
@@ -104,7 +104,7 @@ class _Mask(language.tensor):  # type: ignore[misc]
 
 
 def _mend_triton_3_2() -> None:
-    """Correct three faults of the interpreter.
+    """Correct three bugs of the interpreter in Triton 3.2.
 
     It lacks a boolean type, ignores a mask whose only element is false, and stores sums, which NumPy computes in int64,
     in int32 memory.
@@ -125,7 +125,7 @@ def _mend_triton_3_2() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Look up NumPy's dtype of a number once, instead of in a new dictionary for each operation."""
+    """Cache the NumPy dtype of each Triton type. The interpreter would create a dictionary for it in every operation."""
     dtype_of = functools.cache(interpreter._get_np_dtype)
 
     def of_scalar(dtype: Any) -> Any:

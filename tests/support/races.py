@@ -1,7 +1,7 @@
 """Finds races between the queues of several GPUs, each simulated by a thread.
 
 A queue that reads or overwrites another queue's data must first wait for a moment that the other queue recorded after
-its own access. The threads' real timing does not matter: only such a wait orders one queue after another.
+accessing the data. The real timing of the threads does not matter, since only such a wait orders two queues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = threading.local()
 
 
 class Queue:
-    """The operations of one queue, and its progress as far as each other queue has waited for it."""
+    """A queue of GPU operations; `seen` has its time, and the time of each other queue that it has waited for."""
 
     def __init__(self, index: int) -> None:
         self.index, self.seen = index, {index: 0}
@@ -33,7 +33,7 @@ class Queue:
 
 
 class Moment:
-    """Stands in for a GPU event, which marks the end of the operations that this thread's queue contains so far."""
+    """Replaces a GPU event: marks the end of the operations that are in this thread's queue so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = dict(HERE.queue.seen)
@@ -44,7 +44,7 @@ class Moment:
 
 
 class Access(NamedTuple):
-    """An access of a queue to a byte range of a block of memory, with the time in that queue."""
+    """A queue's access to a byte range of a block of memory, with the time of the access in that queue."""
 
     begin: int
     end: int
@@ -53,7 +53,7 @@ class Access(NamedTuple):
     time: int
 
     def harms(self, other: Access) -> bool:
-        """Return whether the order of the two accesses matters."""
+        """Return whether the two accesses overlap and at least one of them is a write."""
         return (self.is_write or other.is_write) and self.begin < other.end and other.begin < self.end
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         with self._lock:
             self._queue.seen[self._queue.index] += 1
-            # A view reads and writes nothing.
+            # Creating a view neither reads nor writes data.
             if not func.is_view:
                 written = [*_written(func, args, kwargs), *_tensors(result)]
                 read = [one for one in _tensors([args, kwargs]) if all(one is not other for other in written)]
@@ -122,7 +122,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the offsets of a tensor's first byte in its memory and of the byte after its last."""
+    """Return the offsets, in bytes from the start of its storage, of a tensor's first byte and of the byte after it."""
     begin = tensor.storage_offset()
     last = begin + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(begin) * tensor.itemsize, (int(last) + 1) * tensor.itemsize

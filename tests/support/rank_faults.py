@@ -1,6 +1,6 @@
 """Faults injected into a forked rank before it begins: limited memory, an exit at a chosen step, a short timeout.
 
-The last argument of each function is the rank.
+The last argument of each function is the number of the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.training import loop
 
 
 def starve(mib: int, starved: int, rank: int) -> None:
-    """Limit the `starved` rank to `mib` MiB more than it uses while its speed is measured."""
+    """Limit the memory of the `starved` rank, while its speed is measured, to `mib` MiB more than it uses."""
     if rank == starved:
         calibration: Any = calibrate
         measure = calibration.measure
@@ -50,21 +50,21 @@ def limit_memory(mib: int) -> tuple[int, int]:
 
 
 def write_log(folder: Path, rank: int) -> None:
-    """Redirect the rank's standard output to RANK.log."""
+    """Redirect the rank's standard output to the file RANK.log."""
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
 
 
 def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> None:
-    """Limit the `starved` rank to `mib` MiB more memory than it uses at its start; every rank writes a log."""
+    """Limit the memory of the `starved` rank to `mib` MiB more than it uses at its start; every rank writes a log."""
     write_log(folder, rank)
     if rank == starved:
-        # With the default stack size, each new thread would take 8 MiB as a single block.
+        # With the default stack size, each new thread would allocate a block of 8 MiB.
         threading.stack_size(1 << 20)
         limit_memory(mib)
 
 
 def die_in_step(step: int, rank: int) -> None:
-    """Make the rank kill itself after `step` steps, before the next one."""
+    """Make the rank kill itself after `step` steps, before the next step."""
     trainer_class: Any = loop.Trainer
     take_step = trainer_class._train_step
 
@@ -90,7 +90,7 @@ def die_in_save(step: int, rank: int) -> None:
 
 
 def share_anew_soon(rank: int) -> None:
-    """Make the rank reconsider the shares after three log intervals, however short they are."""
+    """Make the rank rebalance the shares after three log intervals, even if these are short."""
     rebalancer.PATIENCE_S = 0.0
 
 
@@ -107,9 +107,9 @@ def end_with_patience(rank: int) -> None:
 
 
 class Reading(NamedTuple):
-    """Makes each rank read some of the rows, or all, and write the batch sizes that it reads to COUNTS.RANK.
+    """Makes each rank read a part of the rows or all rows, and write the sizes of its batches to COUNTS.RANK.
 
-    The rank `failing` cannot read its batch number `fails_at`. Rank 0 requests a stop after `stops_after` steps.
+    The rank `failing` fails to read its batch number `fails_at`. Rank 0 requests a stop after `stops_after` steps.
     """
 
     parts: bool

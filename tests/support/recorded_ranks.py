@@ -1,4 +1,4 @@
-"""Rank threads that record the order and kind of their exchanges."""
+"""Ranks as threads that record the order and kind of their exchanges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-# The time limit for a rank whose peers make a different exchange, or none.
+# The time limit in seconds for a rank whose peers make a different exchange or no exchange.
 TIMEOUT_S = 20.0
 
 
@@ -40,7 +40,7 @@ class Recorded(Threads):
         return super().start_sums(self._all_noted("sum", tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        # Avoid this class's `start_sums`, which would record the sums as well.
+        # Do not call the `start_sums` of this class, which would also record the sums.
         Threads.start_sums(self, self._all_noted("sum parts", tensors))
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
@@ -71,14 +71,14 @@ class Recorded(Threads):
 
 
 class Trained(NamedTuple):
-    """A rank after its steps: its learner, and its recorded exchanges."""
+    """The learner and the recorded exchanges of a rank after its steps."""
 
     learner: Learner
     calls: list[Call]
 
 
 def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int) -> list[Trained]:
-    """Take steps on the raw batch x [n_tokens, d_in]; groups of `sharing` ranks share the latents."""
+    """Take `n_steps` steps on the raw batch x [n_tokens, d_in]; groups of `sharing` ranks share the latents."""
 
     def work(learner: Learner, parallel: Parallel) -> None:
         own = local_shard(x, parallel.data)
@@ -128,7 +128,7 @@ def in_step(one: list[Call], other: list[Call]) -> bool:
 
 
 def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield (ranks, ranks that share the latents) for ddp, tensor and every hybrid of each size."""
+    """Yield pairs (ranks, ranks that share the latents) for ddp, tensor and every hybrid with each number of ranks."""
     for size in sizes:
         for sharing in (1, 2, 4, 8):
             if sharing <= size:

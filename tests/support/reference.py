@@ -75,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def pages() -> dict[str, str]:
-    """Return every generated page by its file name."""
+    """Return a dict that maps the file name of each generated page to its text."""
     made = {
         "job-file.md": _job_file(),
         "settings.md": _settings(),
@@ -172,7 +172,7 @@ def _section(name: str, heading: str) -> Iterator[str]:
         return
     field, registry = CHOSEN[name]
     own = {word: settings_of(entry.settings) for word, entry in registry.items()}
-    # Settings of list entries are documented with the entry.
+    # The settings of a catalog entry are documented with that entry.
     of_entries = {setting.name for settings in own.values() for setting in settings}
     yield _setting_table(name, (setting for setting in section_settings(name) if setting.name not in of_entries))
     for word, settings in own.items():
@@ -216,7 +216,7 @@ def _yes(value: bool) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str, Sequence[str]]) -> str:
-    """Return the page of a program: its own options, then each command with arguments, options and examples."""
+    """Return the page of a program: the global options, then each command with its arguments, options and examples."""
     program = parser.prog
     parts = [f"# {title}", _plain(parser.description or ""), _arguments(parser)]
     if not examples:
@@ -239,7 +239,7 @@ def _console(lines: Iterable[str]) -> str:
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser, str]]:
-    """Return name, parser and help of each command that `--help` lists."""
+    """Return the name, parser and help of each command that `--help` lists."""
     (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     told = {action.dest: action.help or "" for action in group._choices_actions}
     return [(name, command, told[name]) for name, command in group.choices.items() if name in told]
@@ -334,7 +334,7 @@ def _answers() -> str:
 
 
 def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[list[list[str]]]:
-    """Yield the fields of each object that JSON output can be, alone or as a list element."""
+    """Yield the fields of each object that JSON output can consist of, alone or as an element of a list."""
     shown = _resolved(shown, schema)
     if "properties" in shown:
         fields = shown["properties"].items()

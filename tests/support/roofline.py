@@ -1,8 +1,8 @@
 """Models the time of a step on a GPU from its operations, with constants fitted to an H200.
 
-Each operation takes the longest of three times: its bytes at the memory bandwidth, its FLOPs at the compute rate, and
-its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than modelled. Steps of
-smaller SAEs took up to 30 % longer, since each of hundreds of small operations is slightly slower than a launch.
+The time of an operation is the longest of three times: its bytes at the memory bandwidth, its FLOPs at the peak rate,
+and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than modelled. Steps of
+smaller SAEs took up to 30 % longer, since each of hundreds of small operations takes slightly longer than a launch.
 """
 
 from __future__ import annotations
@@ -14,41 +14,42 @@ from typing import NamedTuple
 import torch
 from support.step_ops import Op, Operand, Step
 
-# H200: memory bandwidth in bytes/s, and the share of it that a pass achieves.
+# The memory bandwidth of an H200 in bytes/s, and the fraction of the bandwidth that a pass over a matrix achieves.
 BANDWIDTH, REACHED = 4.3e12, 0.9
-# The bytes/s of kernels that gather rows from the L2 cache; True is for kernels that also multiply them with other
-# rows.
+# The bytes/s of kernels that gather rows from the L2 cache. The key True is for kernels that also multiply these rows
+# by other rows.
 L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# The seconds between the starts of two kernels, and the host seconds per kernel, on an H200 in a virtual machine with
-# slow cores. A fast host needs a fifth of that.
+# The GPU seconds between the starts of two kernels, and the host seconds to launch a kernel, on an H200 in a virtual
+# machine with slow cores. A fast host needs a fifth of the host seconds.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
-# The host seconds for a replayed step.
+# The host seconds to replay a step that was captured as a CUDA graph.
 HOST_RECORDED = 0.4e-3
-# The slowdown of torch for operands of different shapes or types, which it reads one element at a time.
+# The factor by which torch is slower for operands of different shapes or types, which it reads element by element.
 _UNEVEN = 2
-# Seconds per instruction of a thread that searches rows; these kernels are limited by instructions, not by bytes.
-# Measured: 11,550 instructions in each of 128 threads per row took 0.327 ms, 5,280 took 0.145 ms. The other constants
-# are instructions in sm_90's code: per number read, per candidate, and per candidate in each round of the search for a
-# bound.
+# The seconds per instruction of a thread in kernels that search rows, which are limited by instructions, not by bytes.
+# Measured: 11,550 instructions in each of 128 threads per row took 0.327 ms, and 5,280 instructions took 0.145 ms. The
+# other constants are numbers of instructions in the code for sm_90: per number read, per candidate, and per candidate
+# in each round of the search for a bound.
 _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
-# Rounds of the search for a bound: over groups' maxima, over numbers of the chosen groups, and over AuxK's rows with
-# more than k positive numbers. For an SAE trained in bf16 on data/sample, the first two took 8.4 and 2.6 rounds on
-# average, 10 and 8 at most. For normal noise they took 10, 15 at most.
+# The number of rounds of the search for a bound: over the maxima of the groups, over the numbers of the chosen groups,
+# and over AuxK's rows with more than k positive numbers. For an SAE trained in bf16 on data/sample, the first two
+# searches took 8.4 and 2.6 rounds on average, and at most 10 and 8. For normal noise they took 10, and at most 15.
 _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
-# The seconds of one round of programs that share a search, and the seconds per weight of a small tensor in Adam.
+# The seconds of one round of programs that share a search, and the seconds of Adam per weight of a small tensor.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
-# The seconds per value that torch.topk examines, by the value's bytes: two to eight passes over the matrix.
+# The seconds of torch.topk per value, by the bytes of a value. torch.topk passes over the matrix two to eight times.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
-# Bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A processor
-# gets at most 64 bytes a cycle from the L2 cache, 112e9 at 1.75 GHz, and less since each tile waits for the previous
-# one. In sm_90's code, 6 tiles with the counts of 24,576 latents are 6 * 136 instructions in 16 warps, and 4 of them
-# advance per cycle: 1.9 us, less than their bytes take. The remaining 270 instructions take 0.6 us, plus 15 barriers.
-# The search is not counted if more latents are dead than AuxK takes: up to 31 rounds of about 1 us.
+# The bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A
+# multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
+# since each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are
+# 6 * 136 instructions in 16 warps, of which 4 advance per cycle. This takes 1.9 us, less than reading the bytes. The
+# remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses, a search
+# of up to 31 rounds of about 1 us follows, which is not included.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs of a gathering kernel that fills a GPU, and the bytes/s that fewer programs achieve.
+# The number of programs with which a gathering kernel fills a GPU, and the bytes/s that fewer programs achieve.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -62,7 +63,7 @@ class Cost(NamedTuple):
 
 
 class Modelled(NamedTuple):
-    """The cost of a step: its operations, kernels, bytes if each operand passes once, and seconds."""
+    """The cost of a step: its operations, kernel launches, seconds, and bytes if each operand is moved once."""
 
     n_ops: int
     launches: int
@@ -77,12 +78,12 @@ class Modelled(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step: the GPU's or the host's, whichever is longer."""
+        """The seconds of a step: those of the GPU or of the host, whichever are more."""
         return max(self.gpu_s, self.host_s)
 
 
 def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
-    """Return the cost of a step; with `is_recorded`, the host starts it as one graph."""
+    """Return the cost of a step; with `is_recorded`, the host replays the step as a CUDA graph."""
     launches = sum(cost(op).launches for op in step.ops)
     n_bytes = sum(op.bytes for op in step.ops)
     host = HOST_RECORDED if is_recorded else HOST_LAUNCH * launches
@@ -92,15 +93,16 @@ def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
 def floor_s(d_in: int, d_sae: int, n_tokens: int) -> float:
     """Return the minimum seconds of a step of a TopK SAE with 16-bit products and Adam in fp32.
 
-    It consists of one dense product, and 36 bytes per weight: 24 to read and write the weight and two moments, 8 to
-    write and read the gradient, and 4 to write and read the 16-bit copy. Rows of active latents are not included.
+    The minimum consists of one dense product and of moving 36 bytes per weight: 24 to read and write the weight and two
+    moments, 8 to write and read the gradient, and 4 to write and read the 16-bit copy. Rows of active latents are not
+    included.
     """
     product = 2 * n_tokens * d_in * d_sae / PEAK[torch.bfloat16]
     return product + 36 * 2 * d_in * d_sae / BANDWIDTH
 
 
 def cost(op: Op) -> Cost:
-    """Return the cost of an operation or kernel."""
+    """Return the cost of an operation of torch or of a Triton kernel."""
     if op.is_kernel:
         return _KERNELS.get(op.name, _row_kernel)(op)
     return _OPS.get(op.name, _pass)(op)
@@ -115,7 +117,7 @@ def _bytes(operands: Iterable[Operand]) -> int:
 
 
 def _pass(op: Op) -> Cost:
-    """Return the cost of an element-wise pass or reduction; matrices in two layouts cannot both be read in order."""
+    """Return the cost of an element-wise pass or reduction. It is higher if matrices have different memory layouts."""
     large = [one for one in (*op.reads, *op.writes) if len(one.shape) == 2 and one.numel > _LARGE]
     layouts = {one.stride[0] == 1 and one.stride[1] > 1 for one in large if 0 not in one.stride}
     kinds = {(one.shape, one.dtype) for one in (*op.reads, *op.writes) if one.numel > 1}
@@ -138,7 +140,7 @@ def _product(op: Op) -> Cost:
     flops = 2 * out.numel * left.shape[-1]
     is_dense = min(out.shape[-2:]) > 1 if len(out.shape) > 1 else False
     peak = PEAK[out.dtype] if is_dense else FP32_UNITS
-    # Dot products of rows, computed as a batched product, achieve four fifths of the bandwidth.
+    # Dot products of rows that are computed as a batched product achieve four fifths of the bandwidth.
     reached = 1.0 if is_dense else 0.8
     return Cost(1, max(op.bytes / BANDWIDTH / reached, flops / peak, LAUNCH), "product")
 
@@ -148,7 +150,7 @@ def _selection(op: Op) -> Cost:
     size, row = values.dtype.itemsize, values.shape[-1]
     seconds = _SELECTION[size] * values.numel + 20 * LAUNCH
     if values.numel == row and row > 4 * _LARGE:
-        # Many blocks count the digits of a single row, and one block adds the counts.
+        # For a single row, many blocks count the digits, and one block adds the counts.
         seconds += size * row / 16384 * 0.1e-6
     return Cost({2: 15, 4: 21, 8: 33}[size], seconds, "top-k")
 
@@ -156,13 +158,13 @@ def _selection(op: Op) -> Cost:
 def _sort(op: Op) -> Cost:
     keys = op.reads[0]
     passes = 2 * keys.dtype.itemsize
-    # One block sorts up to 4,096 numbers, after they are copied and numbered.
+    # One block sorts up to 4,096 numbers. Two kernels before it copy the numbers and create their indices.
     launches = 3 if keys.shape[-1] <= 4096 else 3 + passes
     return Cost(launches, max(keys.numel * (keys.dtype.itemsize + 8) * 3 * passes / BANDWIDTH, LAUNCH * passes), "sort")
 
 
 def _gathered(op: Op) -> Cost:
-    """Return the cost of indexing a matrix: it reads sectors of 32 bytes, but uses only a part of each."""
+    """Return the cost of indexing a matrix, which reads sectors of 32 bytes but uses only a part of each sector."""
     out = _bytes(op.writes)
     return Cost(1, max((4 * out + _bytes(op.reads[1:])) / BANDWIDTH, LAUNCH), "gather")
 
@@ -182,9 +184,9 @@ def _index_put(op: Op) -> Cost:
 
 
 def _fused_adam(op: Op) -> Cost:
-    """Return the cost of fused Adam: weight, gradient and two moments, all read and written.
+    """Return the cost of fused Adam, which reads and writes weight, gradient and two moments.
 
-    The gradient is written since it is scaled. One program handles up to 65,536 weights of a tensor.
+    The gradient is written because Adam scales it. One program updates up to 65,536 weights of a tensor.
     """
     n = sum(one.numel for one in op.reads) // 4
     longest = min(max((one.numel for one in op.reads), default=0), 65536)
@@ -193,8 +195,8 @@ def _fused_adam(op: Op) -> Cost:
 
 
 def _gather_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that gathers rows: its bytes from memory and its bytes from the cache."""
-    # Rows are gathered from the last matrix.
+    """Return the cost of a kernel that gathers rows, from the bytes that it reads from memory and from the cache."""
+    # The kernel gathers rows from its last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
     n_entries, width = op.argument("n_entries"), rows.shape[1]
     gathered = n_entries * width * rows.dtype.itemsize
@@ -206,9 +208,9 @@ def _gather_kernel(op: Op) -> Cost:
 
 
 def _latent_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that gathers each latent's rows from memory and cache; its own rows pass once."""
+    """Return the cost of a kernel that gathers rows for each latent, and reads or writes each latent's own row once."""
     if op.argument("latents") is not None:
-        # The entries of a few latents do not fit into the first block.
+        # The kernel only processes the few latents whose entries do not fit into the first block.
         return Cost(1, 8e-6, "gathering kernel")
     dense, multiplies = op.argument("dense"), op.argument("rows") is not None
     n_entries, width = op.argument("n_entries"), dense.shape[1]
@@ -240,7 +242,7 @@ def _selecting_kernel(op: Op) -> Cost:
 
 
 def _counting_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that adds to scattered numbers, as torch does for each entry."""
+    """Return the cost of a kernel that adds to scattered elements, like scatter_add of torch."""
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, 2 * LAUNCH), "scatter")
 
 
@@ -251,14 +253,14 @@ def _sharing_kernel(op: Op) -> Cost:
 
 
 def _candidates_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel in which each program reads everything."""
+    """Return the cost of a kernel in which each program reads the complete input."""
     return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The share of rows in which kernels over entire rows search. Noise around 0 gives more than k positive numbers in half
-# of them; marked or gathered numbers need not be positive.
+# The fraction of rows that kernels over complete rows must search. With noise around 0, half of the rows have more than
+# k positive numbers. Kernels that mark or gather numbers also search rows without so many positive ones.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
-# Element-wise operations for which torch has slow kernels if the operands differ.
+# Element-wise operations for which torch uses a slow kernel if the operands differ in shape or type.
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,

@@ -23,12 +23,12 @@ from trainer.saes.matryoshka import MatryoshkaBatchTopK
 from trainer.saes.standard import Standard
 from trainer.saes.topk import TopK
 
-# The folder where `make model` installs other tools.
+# The folder in which `make model` installs the SAE tools of other projects.
 PEERS = Path(sys.prefix) / "peers"
 D_IN, D_SAE = 12, 40
 TOPK = {"k": 8, "auxk_alpha": 0.0}
 PENALISED = {"k": 8, "sparsity_warmup_fraction": 0.0}
-# The class, its settings, and SAELens' name for it, by architecture.
+# Maps each architecture to its class, its settings, and its name in SAELens.
 KINDS: dict[str, Any] = {
     "topk": (TopK, TOPK, "topk"),
     "batch_topk": (BatchTopK, TOPK, "jumprelu"),
@@ -46,14 +46,14 @@ TRANSCODERS = {
 
 
 def new_sae(kind: type[Sae], d_in: int = D_IN, d_sae: int = D_SAE, d_out: int | None = None, **settings: Any) -> Any:
-    """Create an SAE with zero weights; `settings` are of its architecture or fields of `SaeSpec`."""
+    """Create an SAE with zero weights; `settings` are settings of the architecture or fields of `SaeSpec`."""
     own = next(one.settings for one in ARCHITECTURES.values() if one.load() is kind)
     of_spec = {name: settings.pop(name) for name in SaeSpec.__struct_fields__ if name in settings}
     return kind(SaeSpec(d_in, d_sae, own(**settings), d_out, **of_spec))
 
 
 def random_sae(kind: type[Sae], *shape: int, **settings: Any) -> Any:
-    """Create a float64 SAE with random weights and unit decoder rows; no latent is dead before 100 tokens."""
+    """Create a float64 SAE with random weights and unit decoder rows. Latents that do not fire die after 100 tokens."""
     sae = new_sae(kind, *shape, dead_after_tokens=100, **settings).double()
     torch.manual_seed(1)
     for parameter in sae.parameters():
@@ -71,7 +71,7 @@ def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of every parameter, or zeros if the parameter does not affect the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
-    # The zeros of PyTorch 2.6 require a gradient, so they could not be added to in place.
+    # Detach the gradients: PyTorch 2.6 returns zeros that require a gradient and so cannot be changed in place.
     of_each = {name: grad.detach() for name, grad in zip(names, grads, strict=True)}
     for one in sae.row_gradients.take() if isinstance(sae, Sae) else []:
         wholes = Weights(of_each["W_enc"], of_each["b_enc"], of_each["W_dec"])
@@ -87,7 +87,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **toleran
 
 
 def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) -> Any:
-    """Create an instance of SAELens' own training class with the weights of `sae`, in float64."""
+    """Create an instance of SAELens' training class with the weights of `sae`, in float64."""
     config = config_class(d_in=sae.d_in, d_sae=sae.d_sae, dtype="float64", device="cpu", **settings)
     twin = peer_class(config)
     twin.load_state_dict({**twin.state_dict(), **{name: value.detach() for name, value in sae.named_parameters()}})
@@ -109,7 +109,7 @@ def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, 
 def made(
     kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0, *, skip: bool = False
 ) -> Sae:
-    """Create a 32 → 128 SAE with random weights in evaluation mode; a transcoder may have a skip connection."""
+    """Create an SAE from 32 dimensions to 128 latents with random weights; `skip` adds a skip connection."""
     torch.manual_seed(0)
     kind_class, settings, _ = KINDS[kind]
     sae: Sae = new_sae(kind_class, 32, 128, d_out, has_skip=skip, **settings)
@@ -124,7 +124,7 @@ def made(
 
 
 def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
-    """Set the threshold so that about 8 latents per token exceed it, and rounding cannot change which ones."""
+    """Set the threshold so that about 8 latents per token exceed it, and rounding cannot change which latents do."""
     if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
         return
     centred = x - sae.input_bias
@@ -144,9 +144,9 @@ def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
 def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
     """Import a module of another tool, which `make model` installs; skip the test if it is missing.
 
-    Packages in `unused` may be missing: the module imports them, but this test does not need them.
+    The module also imports the packages in `unused`, which may be missing since this test does not need them.
     """
-    # Append the folder, so that packages of the virtual environment come first.
+    # Append the folder, so that packages of the virtual environment have priority.
     monkeypatch.setattr(sys, "path", [*sys.path, str(PEERS)])
     for name in unused:
         try:

@@ -1,4 +1,4 @@
-"""Saves and exports that are interrupted by SIGKILL, a file size limit or missing permissions."""
+"""Checkpoints and exports whose writing is interrupted by SIGKILL, a file size limit or missing permissions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.sharing.saelens import export_sae
 
 
 def kill_saves(folder: Path) -> int:
-    """Kill a run's fourth save at every possible moment, each time in a new folder; return the number of moments."""
+    """Kill a run's fourth save at each of its disk calls, always in a new folder; return the number of these calls."""
     tensors = {"/sae.W_enc": torch.ones(300, 300)}
 
     def save(moment: str, step: int, fvu: float) -> None:
@@ -32,7 +32,7 @@ def kill_saves(folder: Path) -> int:
 
 
 def kill_exports(folder: Path) -> int:
-    """Kill an export that replaces an earlier one at every possible moment; return the number of moments.
+    """Kill an export that replaces an earlier export at each of its disk calls; return the number of disk calls.
 
     Each attempt uses a new folder.
     """
@@ -46,12 +46,12 @@ def kill_exports(folder: Path) -> int:
 
 
 def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
-    """Save a small and then a large checkpoint, under a file size limit or as another user, unless these are 0.
+    """Save a small and then a large checkpoint. A `limit` or `uid` other than 0 sets a file size limit or the user.
 
-    Return why the second save failed, and the folder's content after it.
+    Return the reason why the second save failed, and the content of the folder afterwards.
     """
     if uid:
-        # Another user may not be allowed to traverse the absolute path.
+        # Use relative paths, since the other user may not have access to the parent folders.
         os.chdir(folder)
         os.setuid(uid)
         folder = Path("c")

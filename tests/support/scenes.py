@@ -1,4 +1,4 @@
-"""Every screen of the app over fixed data, for snapshots, pictures and screen tests.
+"""Every screen of the app with fixed data, for snapshots, pictures and tests of screens.
 
 A scene records its jobs, sets up its GPUs, and opens its screen with the keys that a user types.
 """
@@ -49,7 +49,7 @@ FINDINGS = (
             "start the container with --shm-size=1g or --ipc=host"),
     *(Finding("ok", subject, "as it should be") for subject in ("open files", "locked memory", "disk", "SQLite")),
 )  # fmt: skip
-_PID = 4_190_000  # not a process of this machine
+_PID = 4_190_000  # not the pid of a process on this machine
 _SINCE_S = 58
 FAILURE = "rank 1 was killed (SIGKILL)"
 
@@ -64,7 +64,7 @@ def lively_monitor(
 ) -> StillMonitor:
     """Return a monitor with 90 s of history.
 
-    The `busy` GPUs have processes with consecutive pids from `pid` on, which start after `since` seconds.
+    The `busy` GPUs have processes with consecutive pids, starting with `pid`. The processes start after `since` seconds.
     """
     clock = [NOW]
     ours = {uuid_of(index): (pid + place, 3 * GIB) for place, index in enumerate(busy)}
@@ -88,7 +88,7 @@ def record_running(data: DataDir, name: str = "minilm-l3-wide", gpus: Sequence[i
 
 
 def record_box(data: DataDir) -> int:
-    """Record two past jobs and one running job; return the id of the running one."""
+    """Record two past jobs and one running job; return the id of the running job."""
     record_job(data, "gpt2-l6-k64", JobState.FAILED, error=FAILURE, gpu_ids=(0,), gpu_uuids=("a",))
     record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, loss=21.5, fvu=0.142, l0=32.0,
                tokens=1_638_400, tokens_per_s=15_100.0, output_path="saes/2")  # fmt: skip
@@ -108,7 +108,7 @@ def _config(**sae: object) -> str:
 
 
 def same_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """Remove differences between machines: no blinking cursor, a fixed host name, one kind of CPU, colours on."""
+    """Make screens the same on every machine: no blinking cursor, a fixed host name, one kind of CPU, colours on."""
     patch.setattr(first_look, "costs", lambda: None)
     patch.setattr(Input, "cursor_blink", False, raising=False)
     patch.setattr(socket, "gethostname", lambda: "gpu-box")
@@ -119,7 +119,7 @@ def same_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """The stored data and GPUs of a scene, and the keys that open its screen."""
+    """A screen of the app, with its stored data, its GPUs and the keys that open it."""
 
     name: str
     record: Callable[[DataDir], object]
@@ -129,7 +129,7 @@ class Scene:
     busy: Sequence[int] = (0, 1)
 
     def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
-        """Record the scene's data in an empty folder, and return an app whose screen does not change on its own."""
+        """Record the scene's data in an empty folder, and return an app whose values do not change with time."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
         monitor = lively_monitor(self.gpus, faults, busy=self.busy, pid=_PID, since=_SINCE_S)
@@ -146,7 +146,7 @@ def still_app(
     hosts: Hosts | None = None,
     **settings: Any,
 ) -> SaeApp:
-    """Return an app over GPUs and a host whose values do not change."""
+    """Return an app whose GPUs and host have values that do not change."""
     chosen = Settings(sampling_interval_s=60.0, **settings)
     app = SaeApp(
         data,
@@ -167,7 +167,7 @@ def nothing(data: DataDir) -> None:
 
 
 def _set_some(data: DataDir) -> None:
-    """Write a settings file with two non-default settings and an invalid one."""
+    """Write a settings file with two valid settings that are not the defaults, and an invalid setting."""
     data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
 
 
@@ -214,7 +214,7 @@ def _n_jobs(app: Any) -> int:
 
 
 def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[Any]], Awaitable[None]]:
-    """Return a function that opens a screen by keys from the dashboard, waiting for each screen on the way."""
+    """Return a function that presses keys on the dashboard to open a screen, and waits for each screen in between."""
 
     async def show(pilot: Pilot[Any]) -> None:
         await show_dashboard(pilot)
@@ -235,7 +235,7 @@ async def _open(pilot: Pilot[Any], key: str) -> None:
 
 
 def _says(panel: type[Any], words: str = "") -> Callable[[Any], bool]:
-    """Return a predicate that is true if a panel on the app's screen has content that contains `words`."""
+    """Return a predicate that is true if the content of a panel on the app's screen contains `words`."""
     return lambda app: any(each.plain and words in each.plain for each in app.screen.query(panel))
 
 

@@ -1,4 +1,4 @@
-"""`python -m support.sensor_views NAME`: prints every view and output of a simulated GPU's sensor, as JSON."""
+"""Prints every view and output of a simulated GPU's sensor as JSON: `python -m support.sensor_views NAME`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One rank that reports NCCL's memory and activity; `tests/benchmarks/gpu_several.py` runs it.
 
-`several_gpus.py SPEC.json memory|profile D_IN`; rank 0 writes the results next to the job.
+Usage: `several_gpus.py SPEC.json memory|profile D_IN`. Rank 0 writes the results next to the job.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
 
 @torch.no_grad()
 def since_fired(sae: Any) -> None:
-    """Keep 3 % of this rank's latents inactive, with many tokens since they last fired."""
+    """Make 3 % of this rank's latents dead: they cannot fire, and have not fired for 10⁹ tokens."""
     some = slice(0, max(1, 3 * len(sae.b_enc) // 100))
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9

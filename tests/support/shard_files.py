@@ -1,4 +1,4 @@
-"""Rows for shards of every kind, tables with a column of rows, and the error for a folder of shards."""
+"""Helpers for tests of shards: random rows, tables with a column of rows, and the error for a folder of shards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.shards import inspect_shards
 
-# The start of the error about a file without rows.
+# The start of the error message about a file that contains no rows.
 BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 
 def rows(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    """Return normally distributed numbers, always the same ones for the same shape."""
+    """Return normally distributed numbers, which are always the same for the same shape."""
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 

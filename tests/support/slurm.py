@@ -1,4 +1,4 @@
-"""A real SLURM cluster of two nodes on this host, with fake GPUs, its own folder and its own ports."""
+"""A real SLURM cluster of two nodes on this host, with fake GPUs and a separate folder and ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S = 30.0
 
 
 def obstacle() -> str:
-    """Return why no cluster can run here, or ""."""
+    """Return why no cluster can run on this machine, or "" if one can."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -27,7 +27,7 @@ def obstacle() -> str:
 
 
 class Cluster:
-    """munged, slurmctld and a slurmd for each node, as children of this process."""
+    """Runs munged, slurmctld and a slurmd for each node, as children of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Cluster:
     def start(self) -> None:
         host = socket.gethostname().partition(".")[0]
         ports = free_ports(1 + len(NODES))
-        # munged requires that every user can reach its socket.
+        # munged requires that every user can access its socket.
         self.folder.chmod(0o755)
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir()
@@ -56,7 +56,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop the jobs, then the daemons in reverse order of their start."""
-        # A job step would wait forever for a controller that has ended.
+        # Without this, a job step would wait forever for the controller, which is ended next.
         with contextlib.suppress(TimeoutError):
             self.cancel_all()
         for daemon in reversed(self._daemons):
@@ -103,7 +103,7 @@ class Cluster:
         (self.folder / name).write_bytes(content)
 
     def _fake_gpu(self, index: int) -> Path:
-        """Create a null device: SLURM requires that the device exists."""
+        """Create a null device in place of a GPU, since SLURM requires that the device file exists."""
         path = self.folder / f"nvidia{index}"
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         return path
@@ -115,7 +115,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports; all sockets stay open until the last port is found, so that the ports differ."""
+    """Return free ports. All sockets stay open until the last port is found, so that the ports differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -1,4 +1,4 @@
-"""The real app with two faults: a library writes to descriptor 2 at SIGUSR1, and the key parser fails at ctrl+f12.
+"""The real app with two injected faults: SIGUSR1 makes a library write to file descriptor 2, ctrl+f12 crashes the app.
 
 python spoilt_app.py [ARGUMENTS OF sae-tui]
 """
@@ -18,7 +18,7 @@ _knows = PacketParser._knows
 
 
 def fail(self: PacketParser, sequence: str) -> bool:
-    """Fail at one key sequence, as an unforeseen error would."""
+    """Raise an unexpected error at one key sequence."""
     if sequence == FAILING_KEY:
         raise RuntimeError("unforeseen")
     return _knows(self, sequence)

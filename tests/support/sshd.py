@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 SSHD = next((path for path in ("/usr/sbin/sshd", shutil.which("sshd")) if path and os.path.exists(path)), None)
-_PRIVILEGED = Path("/run/sshd")  # sshd requires it if root starts it
+_PRIVILEGED = Path("/run/sshd")  # sshd requires this folder if it is started by root
 
 
 def why_not() -> str:
-    """Return why no sshd can be started here, or ""."""
+    """Return why no sshd can be started on this machine, or "" if one can."""
     if SSHD is None or shutil.which("ssh") is None:
         return "OpenSSH's server is not installed"
     if os.getuid() == 0 and not _PRIVILEGED.exists():
@@ -29,7 +29,7 @@ def why_not() -> str:
 
 
 class Sshd:
-    """A server that accepts one key; `ssh` is the command that reaches it under any host name."""
+    """An SSH server that accepts one key; `ssh` is the command that connects to it under any host name."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
@@ -64,12 +64,12 @@ class Sshd:
         )
 
     def know(self, key: Path | None) -> None:
-        """Make the client recognise the server by this key from now on, or not at all."""
+        """Make this key, or no key, the server's known host key for the client from now on."""
         kind, text, *_ = key.read_text().split() if key else ("", "")
         (self.folder / "known").write_text(f"[127.0.0.1]:{self.port} {kind} {text}\n" if key else "")
 
     def install(self, data: Path) -> None:
-        """Install `sae-tui` on the server's PATH, with this folder for its jobs."""
+        """Install `sae-tui` on the server's PATH, with this folder as its data folder."""
         root = Path(__file__).parents[2]
         self.program(f'export PYTHONPATH={root} SAE_TUI_DATA_DIR={data}\nexec {sys.executable} -m sae_tui "$@"')
 
@@ -80,7 +80,7 @@ class Sshd:
         file.chmod(0o755)
 
     def halt(self) -> None:
-        """Leave all connections open and silent, like a host that has lost power."""
+        """Stop the server but leave all connections open, like a host that has lost power."""
         for pid in _children(self._process.pid):
             os.kill(pid, signal.SIGSTOP)
 

@@ -1,9 +1,9 @@
-"""One rank whose direct transfers hang, as between GPUs that lose transfers.
+"""A rank whose direct transfers hang, as between GPUs that lose data.
 
 RANK=0 python -m support.staged_rank FOLDER N_RANKS FAULT
 
-Only rank 1 has the fault. With FAULT "hangs" it hangs until transfers go through host memory; with "always" it hangs
-then too.
+Only rank 1 has the fault. With FAULT "hangs", it hangs until transfers go through host memory. With "always", it still
+hangs then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Lossy(DistributedGroup):
 
 
 def main(folder: Path, n_ranks: int, fault: str) -> None:
-    """Open the connections, and write the outcome: pid, whether the rank is staged, and its environment variable."""
+    """Open the connections. Write the pid, whether transfers go through host memory, and the environment variable."""
     rank, opening.LIMIT_S = int(os.environ["RANK"]), 60.0 if staging.is_staged() else 3.0
 
     def report(**found: object) -> None:

@@ -1,4 +1,4 @@
-"""Every operation of a GPU step: its reads and writes, and the trainer line that requests it."""
+"""Records every operation of a GPU step: the tensors that it reads and writes, and the line that requests it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.parallel.base import Parallel
 from trainer.saes.kernels import buffer_sizer, sparse
 from trainer.training.learner import Learner
 
-# Operations that launch nothing.
+# Operations that launch no kernel.
 _FREE = {
     "new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided", "detach", "lift_fresh", "alias", "set_",
     "_record_function_enter_new", "_record_function_exit", "device",
@@ -33,7 +33,7 @@ _FREE = {
 # The host waits for the results of these operations.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
 _QUESTIONS = ("nonzero", "__bool__", "cpu", "numpy", "tolist")
-# The host also waits for these, since they copy numbers from unpinned host memory.
+# The host also waits for these operations, since they copy numbers from unpinned host memory.
 _FROM_HOST = ("tensor", "as_tensor", "asarray")
 WAITS |= {*_QUESTIONS, *_FROM_HOST, "new_tensor", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes in memory; an expanded tensor counts only once."""
+        """The number of bytes in memory. Dimensions in which the tensor is expanded are not multiplied."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
@@ -65,13 +65,13 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of torch or a launch of a Triton kernel; `at` is the trainer line that requests it."""
+    """An operation of torch or a launch of a Triton kernel; `at` is the line of the trainer's code that requests it."""
 
     name: str
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     at: str
-    # For a Triton kernel: the kernel, the number of programs, and its arguments by name, with tensors as operands.
+    # Only for a Triton kernel: the kernel, the number of programs, and the arguments by name, with tensors as operands.
     kernel: Any = None
     grid: tuple[int, ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -87,7 +87,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """The bytes read and written if each operand passes once; with `some_rows`, only these rows count."""
+        """The bytes read and written if each operand is moved once; with `some_rows`, only these rows are included."""
         named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
         if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
@@ -103,8 +103,8 @@ class Op:
 class Exchange:
     """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the function that requests it.
 
-    It begins before operation number `begins` of its step. Operations from number `ends` on wait for it; if
-    `ends_later`, these are operations of the next step.
+    The collective starts before operation number `begins` of its step. Operations from number `ends` on wait for it. If
+    `ends_later` is set, these are operations of the next step.
     """
 
     group: str
@@ -118,7 +118,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's operations: `passes` are the forward and backward passes with the metrics, `update` is the update.
+    """The operations of a step: `passes` are the forward and backward passes with the metrics, `update` is the update.
 
     `exchanges` contains the collectives of groups that write to the step's log, in order.
     """
@@ -138,7 +138,7 @@ class Step:
 
 
 class OpLog(TorchDispatchMode):
-    """Records torch operations as they run, and the kernels that would be launched."""
+    """Records the torch operations that run, and the kernels that would be launched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -169,10 +169,10 @@ class OpLog(TorchDispatchMode):
 
     @contextlib.contextmanager
     def questions(self) -> Iterator[None]:
-        """Within one step, record queries of a tensor that its stand-in answers without an operation.
+        """Within the context, record reads of a tensor's values that a fake tensor answers without an operation.
 
-        These include reads of numbers that the step copied for the host, and tensors that the host creates from numbers
-        on a device.
+        This includes reads of numbers that the step copied to the host, and tensors that the host creates on a device
+        from numbers.
         """
 
         def noted(name: str) -> Any:
@@ -214,10 +214,10 @@ def recorded_step(
     parallel: Parallel | None = None,
     log: OpLog | None = None,
 ) -> Step:
-    """Return the operations of a late step of a job on one GPU, or on one of several ranks, `parallel`.
+    """Return the operations of a late step of a job on one GPU or, with `parallel`, on one of several ranks.
 
-    The groups of `parallel` may write to `log`. With `dead`, latents may be dead. For a penalised SAE, k latents per
-    token exceed the threshold; with `dense`, there are too many for anything but dense products.
+    The groups of `parallel` may write to `log`. With `dead`, latents may be dead. For an SAE with a sparsity penalty, k
+    latents per token exceed the threshold. With `dense`, there are so many that only dense products are used.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
@@ -276,7 +276,7 @@ def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:
-        # An operation returns what it changes in place; if it returns nothing, it changes its arguments.
+        # An operation returns the tensors that it changes in place. If it returns nothing, it changes its arguments.
         writes = writes or _mutated(func, arguments)
     return Op(name, reads, writes, _place())
 
@@ -303,7 +303,7 @@ def _operand(tensor: Tensor) -> Operand:
 
 
 def _place() -> str:
-    """Return the innermost running trainer line, like "saes/topk.py:43"."""
+    """Return the innermost line of the trainer on the call stack, like "saes/topk.py:43"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""A table of the GPU operations in a step of every architecture, tracked in git so that a review sees changes.
+"""A table of the GPU operations in a step of each architecture, which is tracked in git so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.step_table > tests/trainer/ops_of_a_step.csv
 """
@@ -26,7 +26,7 @@ class Way(NamedTuple):
 
 
 PLAIN = Way({"precision": "bf16"})
-# Variants of TopK, by the words that follow its name in the table.
+# Maps the words after "topk" in the table to a variant of the step.
 OTHERS = {
     "with int8 state": Way({"precision": "bf16", "state": "int8"}),
     "in fp16": Way({"precision": "fp16"}),
@@ -35,7 +35,7 @@ OTHERS = {
 
 
 def rows() -> Iterator[str]:
-    """Yield the rows of the table, column names first."""
+    """Yield the lines of the CSV table, starting with the column names."""
     yield COLUMNS
     for architecture in ARCHITECTURES:
         for case in cases(architecture):
@@ -51,7 +51,7 @@ def cases(architecture: str) -> tuple[str, str]:
 
 
 def row(architecture: str, case: str, way: Way = PLAIN) -> str:
-    """Return the row of one architecture in one case."""
+    """Return the line of one architecture in one case."""
     ranks, mode = one_of_ranks(1, way.n_ranks)
     job = job_of(SAE | {"architecture": architecture}, {"batch_size": 4096} | way.train, mode)
     step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense", parallel=ranks)

@@ -1,4 +1,4 @@
-"""New stores, created once per test process and then copied, which saves 0.06 core-seconds per store."""
+"""Creates new stores by copying. The original is created once per test process; a copy saves 0.06 core-seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.migrations import Schema
 
 
 def put_store(path: Path, schema: Schema) -> None:
-    """Create an empty store at the path, unless one exists."""
+    """Create an empty store at the path, unless a file exists there."""
     if path.exists():
         return
     path.touch(0o600)

@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA graph on a CPU: repeats operations and kernels on the same memory without Python code."""
+"""Replaces a CUDA graph on a CPU: repeats operations and kernels on the same memory without the Python code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class TapeOnCpu(TorchDispatchMode):
-    """Executes operations while capturing them, unlike a CUDA graph, so that the first replay does nothing."""
+    """Captures operations. Unlike a CUDA graph, it also executes them, so the first replay does nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -40,9 +40,9 @@ class Terminal:
         """Start the command in a pty.
 
         `colours` is the value of COLORTERM; "" leaves it unset, as ssh does, so that the terminal has 256 colours.
-        Without `emulated`, the screen is not emulated, which would cost more than drawing it; only the output `raw` is
-        kept. `controlling` makes the pty a controlling terminal: ctrl+c and ctrl+z become signals if the program has
-        not disabled that, and closing the pty sends SIGHUP.
+        Without `emulated`, the screen is not emulated and only the output `raw` is kept, since the emulation takes more
+        CPU time than the app itself. With `controlling`, the pty is a controlling terminal: ctrl+c and ctrl+z send
+        signals unless the program disables this, and closing the pty sends SIGHUP.
         """
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen) if emulated else None
@@ -51,7 +51,7 @@ class Terminal:
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
         self._set_size(columns, rows)
-        # Some test runners set COLUMNS and LINES, which would override the terminal's size.
+        # Some test runners set COLUMNS and LINES, which would override the size of the terminal.
         own = ("COLUMNS", "LINES", "COLORTERM")
         environment = {name: value for name, value in env.items() if name not in own} | {
             "TERM": "xterm-256color",
@@ -90,7 +90,7 @@ class Terminal:
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
 
     def press(self, *keys: str, gap_s: float = 0.15) -> None:
-        """Send keys one after another and read between them, as if a person typed them."""
+        """Send keys one after another as if a person typed them, and read the output in between."""
         for key in keys:
             self.send(key)
             self.read(gap_s)
@@ -99,7 +99,7 @@ class Terminal:
         """Change the size of the terminal and send its program SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
-        # The kernel signals only processes whose controlling terminal this is.
+        # The kernel sends SIGWINCH only to processes for which this is the controlling terminal.
         self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
@@ -113,7 +113,7 @@ class Terminal:
                 return
 
     def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
-        """Read until there is no output for `quiet_s` or the program has ended; raise `AssertionError` at the limit."""
+        """Read until there is no output for `quiet_s` or the program has ended, or fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:
@@ -130,22 +130,22 @@ class Terminal:
         return self.text
 
     def wait_for_exit(self, seconds: float = 20) -> int:
-        """Return the exit code; keep reading, since a program cannot exit while its last output is unread."""
+        """Wait for the exit and return the exit code. Keep reading, since unread output can block the program."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end; the screen:\n{self.text}"
             self._pump(0.05)
-        # The last output may have come after the last read.
+        # The program may have written its last output after the last read.
         self.read_until_quiet(0, 5)
         return self.process.returncode
 
     def detach(self) -> int:
-        """Return the test's end of the pty, which the caller must close."""
+        """Return the file descriptor of the test's end of the pty, which the caller must close."""
         self._closed = True
         return self._master
 
     def close(self) -> None:
-        """Hang up, like closing the window; a second call does nothing."""
+        """Close the pty, as closing the window would; a second call does nothing."""
         if self._closed:
             return
         os.close(self.detach())

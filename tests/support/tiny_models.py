@@ -1,6 +1,6 @@
 """Language models of three blocks with random weights and their tokenizers, as folders that transformers can load.
 
-The variance of the weights is so large that a block changes the residual stream as much as a trained block does.
+The variance of the weights is chosen so that a block changes the residual stream as much as a trained block does.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-# huggingface_hub reads this variable when it is imported; nothing here may contact the hub.
+# Tests must not contact the hub. huggingface_hub reads this variable when it is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 D_IN, N_BLOCKS, CONTEXT = 32, 3, 64
-# As in Gemma-3, the first two blocks have a sliding window, and the last attends to everything.
+# As in Gemma 3, the first two blocks attend to a sliding window of tokens, and the last block attends to all tokens.
 SLIDING_WINDOW = 5
 DECODERS = ("gpt2", "llama", "gemma3", "qwen3")
 ENCODERS = ("bert", "roberta")

@@ -1,7 +1,7 @@
-"""Films the app: choosing GPUs, launching and watching a training, and comparing it with another one.
+"""Records an animation of the app: chooses GPUs, launches and watches a training, and compares it with another one.
 
-python -m support.tour FILE.svg [--keep FOLDER], with PYTHONPATH=tests; `make pictures`. The keys are pressed, the GPUs
-are simulated, and the two trainings are real: each takes about half a minute of two cores.
+`make pictures` runs `PYTHONPATH=tests python -m support.tour FILE.svg [--keep FOLDER]`. The GPUs are simulated, but the
+two trainings are real: each takes about half a minute on two cores.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from sae_tui.widgets.setting_form import SettingRow
 from trainer.contract.paths import DataDir
 
 SIZE = (112, 34)
-# Maximum size of a film on a documentation page.
+# The maximum size of the animation.
 LARGEST_BYTES = 900_000
-_WARM_UP_S = 50.0  # until the plots of all GPUs are full
+_WARM_UP_S = 50.0  # the time until the plots of all GPUs are full
 _LATEST_S = 600.0
 
 
 class Camera:
-    """Presses keys and takes pictures of the result."""
+    """Presses keys in the app and takes pictures of the screen."""
 
     def __init__(self, pilot: Pilot[Any]) -> None:
         self.pilot = pilot
@@ -53,7 +53,7 @@ class Camera:
         self.pictures.append(Picture(self.app.export_screenshot(), seconds, caption))
 
     async def press(self, *keys: str, caption: str, seconds: float = 0.6, ready: Callable[[], object] = bool) -> None:
-        """Press keys one after the other, with a picture after each; wait until `ready` before the last picture."""
+        """Press keys one after the other and take a picture after each; before the last picture, wait for `ready`."""
         for key in keys:
             await self.pilot.press(key)
             if key == keys[-1] and ready is not bool:
@@ -89,7 +89,7 @@ class Camera:
         return next((job for job in self.app.session.jobs if job.id == job_id), None)
 
     async def follow(self, job_id: int, caption: str, seconds: float, share: float) -> None:
-        """Take a picture whenever a job has advanced by this share of its steps, until it has ended."""
+        """Take a picture whenever a job has advanced by this fraction of its steps, until the job has ended."""
         while not (job := self.job(job_id)).state.is_final:
             due = job.step + max(1, int(share * (job.total_steps or 100)))
             await self.until(partial(self.has_come_to, job_id, due))
@@ -101,7 +101,7 @@ class Camera:
 
 
 async def tour(camera: Camera) -> int:
-    """Run the tour; return the index of the frame to show when animation is off."""
+    """Run the tour; return the index of the picture that is shown without animation."""
     await camera.pilot.pause(_WARM_UP_S)
     await camera.take("see what every GPU does", 2.5)
     await choose(camera)
@@ -110,7 +110,7 @@ async def tour(camera: Camera) -> int:
     await camera.take("it runs without the app", 1.2)
     await camera.press("enter", caption="enter: watch", ready=lambda: camera.app.session.detail is not None)
     await camera.follow(1, "watch", 0.5, 0.1)
-    # The last picture in which the job is still running.
+    # This picture is the last one in which the job is still running.
     still = len(camera.pictures) - 2
     await camera.take("watch", 1.5)
     await camera.press("f", caption="f: what its latents fire on", seconds=2.0, ready=lambda: shows(camera, "features"))
@@ -154,7 +154,7 @@ async def again(camera: Camera) -> None:
 
 
 async def compare(camera: Camera) -> None:
-    """Show both curves in one plot."""
+    """Show the curves of both trainings in one plot."""
     if not shows(camera, "dashboard"):
         await camera.press("escape", caption="back", seconds=0.5)
     await camera.press("space", "down", "space", caption="space: mark", seconds=0.6)
@@ -166,7 +166,7 @@ async def compare(camera: Camera) -> None:
 
 
 async def film(folder: Path) -> tuple[list[Picture], int]:
-    """Run the app on simulated GPUs in an empty folder, as `sae-tui --demo` does, and film the tour."""
+    """Run the app on simulated GPUs in an empty folder, as `sae-tui --demo` does, and record the tour."""
     data = DataDir(folder / "sae-tui")
     data.create()
     occupancy = Occupancy(data)
@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="demo-") as folder:
         same_everywhere(patch)
         patch.setenv("LOGNAME", "ada")
-        # Copy the data, so that no path of this machine is in the picture.
+        # Copy the data, so that no picture shows a path of this machine.
         shutil.copytree(ROOT / "data/sample", Path(folder, "data/sample"))
         patch.chdir(folder)
         pictures, still = asyncio.run(film(Path(folder)))
@@ -203,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def keep(folder: Path, pictures: Sequence[Picture]) -> None:
-    """Write each frame exactly as it appears in the film."""
+    """Write each picture to a file, as it appears in the animation."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(len(pictures)):
         file = folder / f"{number:03}.svg"

@@ -1,4 +1,4 @@
-"""An example of a new launch backend, a file and a registry entry: ranks with low priority, started by `nice`.
+"""An example of a new launch backend with its registry entry: starts ranks with low CPU priority through `nice`.
 
 python -P toy_backend.py DATA_DIR JOB_ID        a job's supervisor with this backend registered
 python -P toy_backend.py rank SPEC              a rank with this backend registered, which prints its niceness
@@ -42,7 +42,7 @@ class NiceRanks(RankGroup):
 
 
 def check_gpus(job: JobConfig) -> list[Problem]:
-    """Warn if GPUs are requested, since niceness does not apply to them."""
+    """Warn if GPUs are requested, since niceness has no effect on a GPU."""
     message = '"nice" makes way on the CPU alone; use "cpu"'
     return [] if str(job.launch.gpus).startswith("cpu") else [Problem("launch.gpus", message, "warning")]
 

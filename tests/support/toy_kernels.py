@@ -14,7 +14,7 @@ _PART = 64
 def double(x: Tensor) -> Tensor:
     """Return 2x, like `x + x`, for contiguous x."""
     out = torch.empty_like(x)
-    # Triton launches on the current device, which may not be the tensor's device.
+    # Triton launches kernels on the current device, which may differ from the tensor's device.
     with torch.cuda.device_of(x):
         _double[triton.cdiv(x.numel(), _PART),](out, x, x.numel(), PART=_PART)
     return out
@@ -29,6 +29,6 @@ def try_out(device: torch.device) -> None:
 
 @triton.jit
 def _double(out, x, n, PART: tl.constexpr):
-    """Double some numbers."""
+    """Write twice the numbers of x to `out`."""
     at = tl.program_id(0) * PART + tl.arange(0, PART)
     tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)

@@ -1,4 +1,4 @@
-"""An example of a new kind of job: a command. Settings, plan, the work of a rank and the words of the launch.
+"""An example of a new kind of job, which runs a command: settings, plan, the work of a rank and the texts of the form.
 
 python -P toy_kind.py DATA_DIR JOB_ID        a job's supervisor with this kind registered
 python -P toy_kind.py rank SPEC              a rank with this kind registered
@@ -49,7 +49,7 @@ class CommandJob(AnyJob, frozen=True, kw_only=True):
 
 
 class CommandProposal(Proposal[CommandJob]):
-    """A command on a machine."""
+    """The proposal of a job that runs a command."""
 
     def problems(self) -> list[Problem]:
         often = [Problem("command.times", "is large", "warning")] if self.job.command.times > 100 else []
@@ -71,7 +71,7 @@ class CommandWork(RankWork[CommandJob]):
 
 
 class LaunchCommand(LaunchKind[CommandJob, UnknownNeeds]):
-    """The launch of a command."""
+    """The launch form and messages of a job that runs a command."""
 
     heading = "Command"
 

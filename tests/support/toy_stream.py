@@ -1,4 +1,4 @@
-"""A minimal stream of activations: settings and class in one file, as a new stream needs them."""
+"""An example of a new stream of activations: settings and class in one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.catalog import SourceEntry
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.sources import DataShape, StreamSettings, SyntheticSettings
 
-# The number of rows per chunk, which does not divide any batch size.
+# The number of rows per chunk. No batch size is a multiple of it.
 CHUNK = 37
 
 
@@ -34,7 +34,7 @@ class ToySettings(StreamSettings, frozen=True, kw_only=True):
 
 
 class ToyStream(StreamSource):
-    """Rows of a known dictionary in order; part r of n contains the rows r, r + n, r + 2n and so on."""
+    """A stream of rows from a known dictionary. Part r of n consists of the rows r, r + n, r + 2n and so on."""
 
     def __init__(self, **values: Any) -> None:
         self._settings = settings = ToySettings(**values)

@@ -1,4 +1,4 @@
-"""Helpers for tests of the app: a monitor with fixed values, and jobs as supervisors and trainers record them."""
+"""Helpers for tests of the app: a monitor with fixed values, and jobs recorded as by supervisors and trainers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOW = 1_700_000_000.0
 
 
 class StillMonitor:
-    """The interface of `Monitor`, over a source that is sampled only when the test requests it."""
+    """Replaces `Monitor`. It samples its source only when the test requests it."""
 
     source_name = "simulated"
     interval_s = 1.0
@@ -98,7 +98,7 @@ class StillHost(Host):
 def record_job(
     data: DataDir, name: str, state: JobState, *, supervisor: ProcessRef | None = None, **fields: Any
 ) -> int:
-    """Record a job in a state; its supervisor is this process unless another is given."""
+    """Record a job in a given state. By default, its supervisor is this process."""
     written = dump_job(job_of({"name": name, "data": {"path": "data/sample"}}))
     usual: dict[str, Any] = {
         "user": "ada",
@@ -107,7 +107,7 @@ def record_job(
         "gpu_source": "simulated",
         "created": NOW,
     }
-    # An imported SAE was never trained here.
+    # The SAE of an imported job was not trained by this job.
     usual |= {"state": state, "ended": NOW} if state is JobState.IMPORTED else {}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     put_store(data.control_db, "control")
@@ -130,7 +130,7 @@ def record_job(
 
 
 def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
-    """Write the curves of a successful training as rank 0 writes them."""
+    """Write the curves of a successful training as rank 0 would."""
     paths = data.run(job_id)
     paths.create()
     put_store(paths.metrics_db, "metrics")

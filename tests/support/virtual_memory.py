@@ -1,4 +1,4 @@
-"""Matrices larger than memory; a test reads and writes only a small part of them."""
+"""Matrices that are larger than the memory, for tests that read and write only small parts of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A tensor with at least this many elements is large.
+# A tensor with at least this number of elements is large.
 _LARGE = 2**20
-# With this flag Linux does not reject a mapping that is larger than memory; Python 3.11 has no name for it.
+# With this flag, Linux accepts a mapping that is larger than the memory. Python 3.11 has no name for the flag.
 _MAP_NORESERVE = 0x4000
 
 
 class VirtualMemory(TorchDispatchMode):
-    """Fills empty tensors with 0; large ones use memory only for the pages that are written.
+    """Fills empty tensors with 0. Large tensors use memory only for the pages that are written.
 
-    Each tensor is preceded by unused memory of the same size, so that a negative index caused by an overflow can be
-    read.
+    Unused memory of the same size is in front of each tensor, so that an index that is negative because of an overflow
+    does not crash the process.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

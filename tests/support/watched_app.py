@@ -1,4 +1,4 @@
-"""The real app with an arbitrary user and host name; writes the classes of the shown screens to `screens.txt`.
+"""The real app with a given user name and host name. Writes the classes of the shown screens to `screens.txt`.
 
 python watched_app.py USER HOST [ARGUMENTS OF sae-tui]
 """
@@ -19,14 +19,14 @@ from sae_tui.doctor import torch_build
 
 
 def name_other_users(user: str, host: str) -> None:
-    """Give every user and this machine these names."""
+    """Replace the names of all users and of this machine by these names."""
     getpwuid = pwd.getpwuid
     pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *getpwuid(uid)[1:]))
     socket.gethostname = lambda: host
 
 
 def ask_no_torch() -> None:
-    """Keep the doctor from importing torch, which saves two core-seconds."""
+    """Prevent the doctor from importing torch, which saves two core-seconds."""
     torch_build._ask = lambda box: (None, "no torch")
 
 

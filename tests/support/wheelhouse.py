@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-# Files that an installer adds to a package.
+# Files that an installer adds to the installed package.
 _BY_INSTALLER = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 
 
 def fill(folder: Path, names: Iterable[str]) -> None:
-    """Write a wheel of each of these packages, and of pip, which lock files omit.
+    """Write a wheel of each of these packages and of pip, which is not in the lock files.
 
-    Packages that are not installed are for other systems, and are skipped.
+    Packages that are not installed are skipped, since they are for other systems.
     """
     for name in (*names, "pip"):
         try:
@@ -30,11 +30,11 @@ def fill(folder: Path, names: Iterable[str]) -> None:
 def _write_wheel(folder: Path, package: Distribution) -> None:
     stem = f"{package.metadata['Name'].replace('-', '_')}-{package.version}"
     tags = [line.split()[1] for line in (package.read_text("WHEEL") or "").splitlines() if line.startswith("Tag:")]
-    # The tag is `py2.py3-none-any` for the tags `py2-none-any` and `py3-none-any`.
+    # For example, the tags `py2-none-any` and `py3-none-any` are combined into `py2.py3-none-any`.
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*(tag.split("-") for tag in tags), strict=True))
     record = io.StringIO()
     writer = csv.writer(record, lineterminator="\n")
-    # The files are stored uncompressed, since compression took five times as long.
+    # The files are not compressed, since compression took five times as long.
     with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as wheel:
         for name, file in _files(package, stem):
             wheel.write(file, name)
@@ -45,7 +45,7 @@ def _write_wheel(folder: Path, package: Distribution) -> None:
 
 
 def _files(package: Distribution, stem: str) -> Iterator[tuple[str, Path]]:
-    """Yield the files of the package's wheel with their names in it; an installer recreates entry point scripts."""
+    """Yield the name and path of each file of a package's wheel, without scripts, which an installer creates again."""
     made = set(_scripts(package))
     for entry in package.files or ():
         file = Path(str(entry.locate())).resolve()

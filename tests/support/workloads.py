@@ -1,4 +1,4 @@
-"""Workloads for tests of estimates, from a job and the width of its data."""
+"""Creates workloads for tests of estimates, from a job and the width of its data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainer.contract.store.rows import Job
 def workload(
     job: JobConfig, d_in: int, ranks: int = 1, *, d_out: int | None = None, device: str = "cuda", n_tokens: int = 10**9
 ) -> Workload:
-    """Return the job on `ranks` ordinary GPUs or CPU processes; by default, there is more than enough data."""
+    """Return the workload of a job on `ranks` GPUs or CPU processes. By default, there is more than enough data."""
     return Workload(job, ranks, DataShape(d_in, d_out, n_tokens), CPU if device == "cpu" else "")
 
 
 def look_of(job: JobConfig, data: DataShape, machine: Machine, past: Sequence[Job] = ()) -> Outlook:
-    """Return the outlook of a job on data of this shape; `past` are the jobs whose measured memory counts."""
+    """Return the outlook of a job on data of this shape; `past` are earlier jobs, whose measured memory is used."""
     proposal = TrainingProposal(job, machine, used_before(past))
     proposal.work = proposal.layout.on_data(data)
     return proposal.outlook
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:
-    """Return the data section of a training directly on an imaginary language model, with a text in `folder`."""
+    """Return the data section of a training from a language model that does not exist, with a text in `folder`."""
     text = folder / "text.txt"
     text.write_text("a cat sat")
     return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}

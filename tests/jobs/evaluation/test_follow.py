@@ -36,7 +36,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# The real process, with a shell in place of the trainer; its arguments become $0, $1 and so on.
+# The real process, with a shell script in place of the trainer. The trainer's arguments become $0, $1 and so on.
 FAKE = """
 import sys
 from sae_tui.jobs.evaluation.follow import main
@@ -132,7 +132,7 @@ def test_a_job_has_one_evaluation_at_a_time_which_dies_with_its_process(box: Box
     ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    # A temporary file as left behind by `kill -9` during a write.
+    # `kill -9` during a write leaves such a temporary file.
     file = box.data.evaluations / f"{job_id}.json"
     shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id
 
 
 def seen(box: Box, job_id: int) -> Going | None:
-    """Return the evaluation of a job as shown in the jobs list, or None."""
+    """Return the evaluation of a job that the list of jobs shows, or None."""
     reader = JobsReader(box.data)
     reader.poll()
     reader.close()
@@ -250,7 +250,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
     assert message == f"job {job_id} will be evaluated once a GPU is free; this continues if you quit"
-    # The job ran on the CPU, so it gets none of the GPUs.
+    # The job ran on the CPU, so its evaluation gets no GPU.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now
@@ -328,7 +328,7 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     (folder / "cfg.json").touch()
     box.control.transition(job_id, JobState.STOPPED)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
-    # Every finished run has a report card, which does not record whether the data has tokens.
+    # Every finished run has a report card, but the report card does not record whether the data has tokens.
     write_card(folder)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
     rows.mkdir()

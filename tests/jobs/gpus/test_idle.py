@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 def history(box, utilizations: list[int | None]) -> None:
-    """Store the maximum utilisation in each of the last minutes, the latest last."""
+    """Store the maximum utilisation of each of the last minutes, in chronological order."""
     box.data.create()
     newest = int(time.time() // 60)
     rows = [

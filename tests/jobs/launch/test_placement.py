@@ -1,4 +1,4 @@
-"""Tests which GPUs are available and recommended, and how `launch.gpus` is resolved."""
+"""Tests for the GPUs that are available or recommended, and for the resolution of `launch.gpus`."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ DATA = DataShape(8, None, 100_000)
 
 
 def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) -> str:
-    """Return the summary of a job on `gpus` GPUs; with 0, the job keeps its CPU ranks."""
+    """Return the summary of a job on `gpus` GPUs. With 0, the job keeps the device of its settings."""
     choices = choices or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(choices, DataDir(Path("/nowhere")), cuda=True)
@@ -366,7 +366,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     assert said(config) == f"{settled} · about 1 s, estimated"
     alike = {"tokens_per_s": 2000.0, "d_in": 8, "world_size": 2, "mode": "ddp", "config": dump_job(config)}
     past = job(1, state=JobState.FINISHED, **alike)
-    # 819,200 tokens at 2,000 tokens/s.
+    # 819,200 tokens at 2,000 tokens/s take about 7 min.
     assert said(config, past=[past]).endswith(" · about 7 min")
     slow = alike | {"tokens_per_s": 9.0}
     others = [

@@ -1,4 +1,7 @@
-"""Tests for a SLURM job whose controller, a script, is busy or unreachable or has forgotten the job."""
+"""Tests for a SLURM job whose controller is busy or unreachable, or no longer knows the job.
+
+The controller is a shell script.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for copying the progress of a rank on another host into the run's store."""
+"""Tests for the copy of a remote rank's progress into the store of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the stacks of a process that takes no steps."""
+"""Tests for the stack traces of a rank that makes no progress."""
 
 from __future__ import annotations
 

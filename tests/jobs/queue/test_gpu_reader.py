@@ -1,4 +1,4 @@
-"""Tests for how queued jobs read the GPUs: the real reader process on a fake of NVIDIA's library."""
+"""Tests for how queued jobs read the GPUs, with the real reader process and a fake of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def in_line(box, **fields) -> QueueEntry:
 
 
 def tried(line: QueueEntry) -> str | tuple[int, ...]:
-    """Try to start the job; return the indices of its GPUs, or its reason for waiting."""
+    """Try to start the job; return the indices of its GPUs, or the reason why it waits."""
     started = line.try_start()
     line.locks.release()
     return line.job.gpu_ids if started else line._control.job(line.job.id).waits_for
@@ -101,7 +101,7 @@ def test_an_old_reading_is_not_fresh_while_another_process_holds_the_lock(box, o
     os.utime(file, (time.time() - 15,) * 2)
     with flock(box) as holder:
         assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
-        assert len(GpuReader(box.data, "nvml").samples(12)) == 1  # a slightly older reading is enough
+        assert len(GpuReader(box.data, "nvml").samples(12)) == 1  # a reading that is at most 12 s old is enough
         os.utime(file, (time.time() + 86_400,) * 2)  # the clock was set back
         assert GpuReader(box.data, "nvml").samples(12) == ()
 
@@ -123,16 +123,16 @@ answer_of = gpu_reader._answer_of
 
 @contextlib.contextmanager
 def flock(box):
-    """Hold the reader's lock in another process."""
+    """Hold the lock of the GPU reader in another process."""
     command = ["flock", GpuReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         yield holder
-        holder.kill()  # its child ends when the pipe closes
+        holder.kill()  # the child process ends when the pipe is closed
 
 
 def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
-    """A thread in the driver keeps the reader alive; new readers are started at increasing intervals."""
+    """A thread that hangs in the driver keeps the reader alive. New readers are started at increasing intervals."""
     box.data.create()
     started = []
 
@@ -151,7 +151,7 @@ def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
     reader = GpuReader(box.data, "nvml")
     assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
-    assert reader.samples(0.0)  # slightly older, because it is not read again
+    assert reader.samples(0.0)  # the stored reading is returned, since the GPUs are not read again
     assert len(started) == 1
     assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
     reader._file.unlink()

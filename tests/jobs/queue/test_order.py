@@ -1,4 +1,4 @@
-"""Tests for the order of starts, with random GPUs and queues, and over weeks of virtual time."""
+"""Tests for the order in which queued jobs start, with random GPUs and queues, and over weeks of simulated time."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_equal_jobs_start_in_order_of_priority_and_age(case):
 
 
 def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tuple[Job, QueueGpu]]) -> float:
-    """Return when the large job can start if all jobs end as expected, by trying every choice of GPUs."""
+    """Return the time until the large job can start if all jobs end as expected; try every choice of GPUs."""
     free_in = {where.uuid: where.frees_in_s if where.leases else 0.0 for where in board}
     for one, taken in started:
         free_in[taken.uuid] = max(free_in[taken.uuid], math.inf if one.expected_s is None else one.expected_s)
@@ -199,7 +199,7 @@ def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tup
 @given(boards_and_lines())
 def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
     board, line = case
-    # With exclusive jobs and usable GPUs, availability depends only on time.
+    # With exclusive jobs and usable GPUs, the availability of a GPU depends only on time.
     board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", other_user="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
@@ -293,9 +293,9 @@ def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
 
 
 class Cluster:
-    """A machine in virtual time: jobs arrive, are planned after every change, and end.
+    """Simulates a machine: jobs arrive and end, and the queue is planned after every change.
 
-    Jobs run for `late` times their expected duration, and report their remaining time unless `silent`.
+    Jobs run for `late` times their expected duration. They report their remaining time unless `silent` is set.
     """
 
     def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:
@@ -364,7 +364,7 @@ def test_a_large_job_among_small_ones_waits_no_longer_than_promised(stream, come
 
 
 def wait_in_a_stream_of_silent_jobs() -> float:
-    """Return how long a large job waits behind jobs that always seem about to end but run longer than expected."""
+    """Return how long a large job waits behind jobs that are always expected to end soon but run longer."""
     box = Cluster(2, late=3.0, silent=True)
     box.comes(job(1, expected_s=600.0))
     box.until(box.now + 900)
@@ -410,7 +410,7 @@ def test_a_second_vendors_driver_does_not_change_the_visible_gpus_of_a_job(monke
         monkeypatch.setitem(VENDORS, name, here)
     board = [gpu(index, vendor="nvml") for index in (1, 2, 3)]
     (turn,) = turns([job(1, visible_devices="1", gpus_wanted=1)], board, NOW).values()
-    # Each vendor numbers its own GPUs: number 1 of this vendor is GPU 2 of the machine.
+    # Each vendor numbers its own GPUs. Index 1 of this vendor is GPU 2 of the machine.
     assert [taken.index for taken in turn.gpus] == [2]
     (turn,) = turns([job(1, visible_devices="2", gpus_wanted=1)], board, NOW).values()
     assert [taken.index for taken in turn.gpus] == [3]

@@ -77,7 +77,7 @@ def test_an_older_job_that_waits_for_another_gpu_does_not_block_a_younger_one(bo
 
 @pytest.fixture
 def halted(monkeypatch):
-    """Start a process that stands in for a supervisor, and halt it with SIGSTOP."""
+    """Start a process in place of a supervisor, and halt it with SIGSTOP."""
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
     monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
     supervisor = subprocess.Popen(["sleep", "60"])
@@ -96,7 +96,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     assert second.try_start()
     assert not third.try_start()
     assert len(box.control.events(first)) == 1
-    # The supervisor continues, finds the GPU leased, and is first in the queue again.
+    # The supervisor continues. It finds the GPU leased, and its job is first in the queue again.
     assert not line(box, first).try_start()
     assert "GPU 0 is held by job" in box.job(first).waits_for
     second.locks.release()

@@ -1,4 +1,4 @@
-"""Tests with real supervisors and ranks: how a job starts and ends, and what it leaves behind."""
+"""Tests with real supervisors and ranks: how a job starts and ends, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KILLED_WITHIN_S = 10.0
 
 
 def own_mib(pid: int) -> float:
-    """Return the memory of a process that is not shared; pages of libraries are shared by all supervisors."""
+    """Return the private memory of a process in MiB, without the library pages that all supervisors share."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"RssAnon:\s*(\d+) kB", status)[1]) / 1024
 
@@ -92,7 +92,7 @@ def test_a_waiting_supervisor_uses_little_memory(box):
     supervisor = box.job(second).supervisor
     assert supervisor is not None
     assert box.job(second).state == JobState.QUEUED
-    # 13.8 MiB alone and 14.8 in a full test run (Python 3.11). Importing textual makes it 26 MiB, torch 149 MiB.
+    # It uses 13.8 MiB alone and 14.8 MiB in a full test run (Python 3.11), with textual 26 MiB, with torch 149 MiB.
     assert own_mib(supervisor.pid) < 16
 
 

@@ -29,7 +29,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rename(package: Path, name: str, new_name: str) -> None:
-    """Rename a function everywhere, as a new version might."""
+    """Rename a function in all files, as a new version might do."""
     for file in package.rglob("*.py"):
         text = file.read_text()
         if name in text:

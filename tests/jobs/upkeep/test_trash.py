@@ -1,4 +1,4 @@
-"""Tests for deleting and restoring jobs, also in a process that is killed during the deletion."""
+"""Tests for deleting and restoring jobs, also if the process is killed during the deletion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 5000
 
 
 def ended(box, state: JobState = JobState.FINISHED, **fields) -> int:
-    """Record an ended job with a run and an SAE."""
+    """Record an ended job with a run folder and an SAE."""
     job_id = box.record(state=state, note="mine", **fields)
     box.data.run(job_id).create()
     (box.data.run(job_id).root / "job.toml").write_bytes(b"#" * SIZE)
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_moved_leave_the_job_unchanged(box):
 
 
 def put_in_the_way(box) -> Path:
-    """Replace the folder of all runs with a file, and return the new location of the folder."""
+    """Move the folder of all runs, put a file in its place, and return the new location of the folder."""
     runs = box.data.root / "runs"
     moved = runs.rename(runs.with_name("kept"))
     runs.write_text("")
@@ -243,8 +243,8 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 @pytest.mark.parametrize("step", range(6))
 def test_an_interrupted_deletion_leaves_all_of_the_job_or_nothing(box, step):
-    # The process is killed at call number `step`, counted from 0, of the functions that write, move or forget. Step 5
-    # comes after the last call.
+    # The functions that write, move or delete are called five times. The process is killed at call number `step`,
+    # counted from 0; with 5, it is not killed.
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
     done = subprocess.run(command)

@@ -1,4 +1,4 @@
-"""Tests for the report about a failure, from the files that its ranks left."""
+"""Tests for the report about a failed job, which is made from the files of its ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
-    """Write the file that a rank leaves behind when it dies of this error."""
+    """Write the file that a rank writes when this error ends it."""
     try:
         raise error
     except Exception:
@@ -57,7 +57,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_not_its_reported_ones
     write_own(data.run(job_id).job_file, job.config)
 
     def promised(n_told: int) -> tuple[str, str]:
-        """Return the messages of the failure report and of the resume itself."""
+        """Return the messages of the failure report and of the resumed extraction."""
         one = msgspec.structs.replace(job, step=n_told)
         told = examine(data, one)
         assert told

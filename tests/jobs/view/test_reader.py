@@ -1,4 +1,4 @@
-"""Tests for the job data that screens and scripts read, also if files are missing or invalid."""
+"""Tests for the job data that screens and commands read, also if files are missing or invalid."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_only_a_job_that_makes_steps_has_a_remaining_time(box, running, state):
 
 
 def sweep(box, **fields):
-    """Record a job of three SAEs, the last of which is the best, with the stored values of the first."""
+    """Record a job of three SAEs of which the last is the best, while the job's row has the values of the first."""
     config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()

@@ -1,4 +1,4 @@
-"""For PYTHONPATH: records which modules unpickle data in this program, in the file $WRITTEN_DOWN."""
+"""A module for PYTHONPATH that records, in the file $WRITTEN_DOWN, which modules of a program unpickle data."""
 
 import os
 import pickle
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_down() -> None:
-    """Append the modules on the call stack, outermost first."""
+    """Append the names of the modules on the call stack to the file, starting with the outermost."""
     if path := os.environ.get("WRITTEN_DOWN"):
         frames = [frame.f_globals.get("__name__", "?") for frame, _ in traceback.walk_stack(sys._getframe(2))]
         way = " ".join(dict.fromkeys(reversed(frames)))
@@ -30,7 +30,7 @@ def told(real: Any) -> Any:
     return instead
 
 
-# Replace the functions before any module can import them. The event catches classes and functions in pickled data,
-# however they are loaded.
+# Replace the functions before any module can import them. The audit event also detects classes and functions in
+# pickled data that is loaded in another way.
 pickle.Unpickler, pickle.load, pickle.loads = Unpickler, told(pickle.load), told(pickle.loads)  # type: ignore[misc]
 sys.addaudithook(lambda event, _: write_down() if event == "pickle.find_class" else None)
