@@ -1,7 +1,7 @@
 """Orders the tests: slow tests start first, and tests that wait run in parallel with tests that compute.
 
-Property examples have no deadline and torch uses one thread, because the machine is shared. A run repeats the examples
-of the previous run, so that only code changes cause failures. `make explore` tries many new examples.
+The examples of property tests have no deadline, and torch uses one thread, because tests run in parallel. Each run uses
+the same examples, so that only changes of the code cause failures. `make explore` tries many new examples.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hypothesis import settings
 from sae_tui.gpu.once import THREAD_NAME
 from trainer.contract import paths
 
-# Threads spin while they wait for each other, and several test processes share the cores.
+# Use one thread, since threads spin while they wait for each other and several test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under `nohup`, programs started by tests would inherit that SIGHUP is ignored. They do not inherit a handler.
+# Under `nohup`, programs that tests start would inherit that SIGHUP is ignored. A handler is not inherited.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# The tests that three processes start with: keys typed into an app and a real model, jobs that are killed and awaited,
-# and trainings. In file order, the first two groups would run one after the other, and the cores would idle during the
-# second.
+# The tests with which three processes start: an app with typed keys and a real model, jobs that are killed and awaited,
+# and trainings. In the order of the files, the first two groups would run one after the other, and the cores would be
+# idle during the second group.
 FIRST = (
     ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
     ("tests/faults/", "tests/slurm/", "tests/jobs/"),
@@ -48,13 +48,13 @@ def _hung_drivers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kept_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the folders where other tests of this process forbade links."""
+    """Forget the folders in which other tests of this process have forbidden links."""
     monkeypatch.setattr(paths, "_KEPT", set())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of each group to the front of one process's share of the tests."""
+    """Move the tests of each group in `FIRST` to the start of the tests of one process."""
     n_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     heads: list[list[pytest.Item]] = [[] for _ in range(n_processes)]
     others: list[pytest.Item] = []

@@ -1,4 +1,4 @@
-"""Tests that README and docs agree with the program: commands, job files, settings, links, the generated reference."""
+"""Tests that README and docs agree with the code: commands, job files, settings, links, the generated reference."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ from trainer.parser import make_parser as trainer_parser
 # Other programs, whose flags are not checked.
 OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git", "jq", "loginctl", "mkdir", "rsync",
           "source", "ssh", "wandb"}  # fmt: skip
-# Example values for the placeholders in running text.
+# Example values for the placeholders in commands within sentences.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
-# Commands that change at most a name, tag or note, so they can be run on a folder with jobs, and flags that make them
-# run forever.
+# Commands that change at most a name, tag or note, so that a test can run them, and flags with which they run forever.
 LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
          "tag", "validate"}  # fmt: skip
 GOES_ON = {"--watch", "-f", "--follow"}
@@ -64,7 +63,7 @@ def test_commands_in_running_text_are_accepted_by_their_parser() -> None:
 
 
 def as_named(argv: list[str]) -> list[str]:
-    """Return a command that consists of only a name, or a flag without a value, as a command that asks for help."""
+    """Add `--help` to a command that consists of only a name or a flag without a value."""
     n_words = 4 if argv[0] == "python" else 2
     bare = argv[:-1] if argv[-1] == "--json" else argv
     if len(bare) > n_words:
@@ -73,7 +72,7 @@ def as_named(argv: list[str]) -> list[str]:
 
 
 def objection(argv: list[str]) -> str:
-    """Return why a command is invalid, or ""."""
+    """Return why a command is invalid, or "" if it is valid."""
     program, *rest = argv
     if program == "sae-tui":
         return parsed_by(APP, rest)
@@ -95,7 +94,7 @@ def objection(argv: list[str]) -> str:
 
 
 def written_files() -> set[str]:
-    """Return the files that a reader writes, and a placeholder for the reader's own program."""
+    """Return the names of the files that a reader of the docs writes, and of the placeholder for another program."""
     return {block.title for block in blocks("python")} | {"train.py"}
 
 
@@ -170,7 +169,7 @@ def can_be_run(argv: list[str]) -> bool:
 
 
 def record_jobs(data: DataDir) -> None:
-    """Record as many finished jobs as the documentation mentions, each with a report card."""
+    """Record finished jobs, each with a report card, for all job ids in the documentation."""
     data.create()
     for number in range(1, 14):
         job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2)
@@ -179,7 +178,7 @@ def record_jobs(data: DataDir) -> None:
 
 
 GUIDES = ROOT / "docs" / "contributing"
-# Ways in which a module asks for the kind of a job.
+# Patterns of code that depends on the kind of a job.
 _CLASSES = r"\b(?:ExtractJob|JobConfig|Outlook|ExtractionOutlook)\b"
 BY_CLASS = re.compile(rf"isinstance\([^()]*(?:\([^()]*\))?[^()]*{_CLASSES}|\bis {_CLASSES}")
 BY_NAME = re.compile(r"\bextracts\(|\b(?:ExtractJob|JobConfig)\.kind\b|\bis ExtractJob\b")
@@ -231,7 +230,7 @@ def asking(pattern: re.Pattern[str]) -> set[str]:
 
 
 def test_only_the_files_of_a_kind_ask_for_the_class_of_a_job() -> None:
-    # Both decide from the table of a job file, not from a job.
+    # Both modules use the table of a job file, not a job.
     by_table = {"sae_tui/jobs/output.py", "sae_tui/jobs/launch/resume.py"}
     assert asking(BY_CLASS) - OWN_FILES - by_table == set()
 
@@ -244,7 +243,7 @@ def test_the_job_kind_guide_names_every_module_that_asks_for_the_kind() -> None:
 @pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *sorted(GUIDES.glob("*.md"))], ids=lambda page: page.name)
 def test_every_file_named_in_a_guide_exists(page: Path) -> None:
     named = set(re.findall(r"`((?:sae_tui|trainer|tests|data)/[\w/.-]+)`", page.read_text()))
-    # In the guides, new files are named x, or loudest like the example.
+    # In the guides, new files are named `x` or, as in the example, `loudest`.
     new = {path for path in named if Path(path).stem in ("x", "loudest")}
     assert sorted(path for path in named - new if not any(ROOT.glob(f"{path}*"))) == []
 

@@ -1,4 +1,4 @@
-"""Tests which modules an import loads, measured in fresh processes; import-linter checks the static graph."""
+"""Tests in new processes which modules an import loads; import-linter checks the import statements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SCREEN = ("textual", "rich")
 HEAVY = ("torch", "numpy")
 
-# This imports modules one after another, and prints the forbidden modules that each was the first to load.
+# This script imports modules one after another, and prints the forbidden modules that each import loads.
 WATCH = """
 import importlib, json, sys
 forbidden, found, names = set(sys.argv[1].split(",")), {}, sys.argv[2:]
@@ -161,7 +161,7 @@ def test_the_walk_finds_every_module() -> None:
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """Yield the imports of a file, including imports within functions and for type checkers only."""
+    """Yield the imports of a module, including those in functions and those only for type checkers."""
     file = ROOT.joinpath(*module.split("."))
     for node in ast.walk(ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text())):
         if isinstance(node, ast.Import):

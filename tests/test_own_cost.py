@@ -1,4 +1,4 @@
-"""Tests for the app's measurement of its own cost."""
+"""Tests for the app's measurement of its own CPU time and memory."""
 
 from __future__ import annotations
 

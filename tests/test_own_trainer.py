@@ -1,4 +1,4 @@
-"""Tests with packages and files named trainer, from elsewhere, that hide ours."""
+"""Tests with other packages and files named trainer that could be imported instead of sae-tui's package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from trainer.contract import exits
 
-# This starts sae-train like the console script does.
+# This starts sae-train like its console script.
 SAE_TRAIN = ["-c", "import sys; from sae_tui.own_trainer import sae_train; sys.exit(sae_train())"]
 
 

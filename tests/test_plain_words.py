@@ -1,4 +1,4 @@
-"""Tests for the word gate of `make check`, on files that it must accept and refuse."""
+"""Tests for the check of words in `make check`, with files that it must accept or reject."""
 
 from pathlib import Path
 

@@ -32,7 +32,7 @@ def test_arguments_arrive_unchanged_even_with_a_program_in_a_users_home(tmp_path
     program.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     program.chmod(0o755)
     command = ssh_argv("gpu1", ["rename", "7", "a 'b' $(id) \"c\"; *"])[-1]
-    # sshd runs the command with the login shell.
+    # Run the command in a shell, since sshd runs it with the login shell.
     done = subprocess.run(
         ["sh", "-c", command], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )

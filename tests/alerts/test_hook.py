@@ -1,4 +1,4 @@
-"""Runs the user's alert command as a real process."""
+"""Tests for the user's alert command, which runs as a real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for when an alert begins and ends, given values over time."""
+"""Tests for the times at which an alert begins and ends, given values over time."""
 
 from __future__ import annotations
 

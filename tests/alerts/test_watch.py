@@ -1,4 +1,4 @@
-"""Tests for alerts about GPUs and the disk, from injected samples over time, and for how alerts are stored."""
+"""Tests for alerts about GPUs and the disk, which are raised from given samples, and for how alerts are stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data(tmp_path):
 
 
 class Days:
-    """Alerts whose clock the test advances."""
+    """Raises alerts with a clock that the test advances."""
 
     def __init__(self, settings: Settings = Settings(), stored: tuple[Alert, ...] = ()) -> None:  # noqa: B008
         self.now = 0.0
@@ -308,7 +308,7 @@ def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
     waiting = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
     assert days.last(100, waiting) == []
     assert days.last(100, gpus()) == []
-    # A GPU that was lost before the app started has no UUID; its stored alerts still apply.
+    # A GPU that was lost before the app started has no known UUID, but its stored alerts stay active.
     unknown = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.LOST))
     assert days.last(59, unknown) == []
     assert {one.kind for one in days.alerts.active} == {"lost", "idle"}
@@ -334,7 +334,7 @@ def watch(data) -> Callable[..., AlertWatcher]:
     def begin(*, disk_gib: float = 0, **options) -> AlertWatcher:
         told = threading.Event()
         lost = (replace(FINE, healthy=False, reason=faults.LOST),)
-        looks = iter([None, 1 / 2])  # not known yet, then a value that raises an exception
+        looks = iter([None, 1 / 2])  # first no reading, then a value that causes an exception
         settings = Settings(alert_lost_s=0.001, alert_disk_gib=disk_gib)
         watcher = AlertWatcher(data, settings, lambda: next(looks, lost), lambda: HELD, told.set, **options)
         watcher.interval_s = 0.01
@@ -396,7 +396,7 @@ def test_a_second_app_and_a_read_only_app_write_nothing(watch, data):
     lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
     assert lock.acquire()
     reports = report()._to_write
-    # The queue is empty only after the writer has processed the alert.
+    # The queue has only one place, so it is empty only after the writer has processed the alert.
     reports.put(([], []))
     wait_until(reports.empty)
     report(readonly=True)

@@ -1,4 +1,4 @@
-"""Fixtures for the command-line tests: real processes with their own data folder."""
+"""Fixtures for tests of commands, which run real processes with a separate data folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shell:
         return [sys.executable, "-m", "sae_tui", "--demo", *map(str, arguments)]
 
     def run(self, *arguments: object, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command; fail unless it exits with `code` (None allows any exit code)."""
+        """Run a command; fail if its exit code is not `code`. None allows any exit code."""
         done = run_command(["--demo", *map(str, arguments)], self.env | env, self.folder, timeout=120)
         assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
@@ -101,7 +101,7 @@ class Shell:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build stand-ins for NVIDIA's library in the folders `new`, `old` and `none`."""
+    """Build fakes of NVIDIA's library in the folders `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

@@ -17,7 +17,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def two(shell) -> None:
-    """Record two finished runs with different k and a curve each."""
+    """Record two finished runs with different k, each with a curve."""
     for name, k, fvu in (("narrow", 16, 0.3), ("wide", 64, 0.1)):
         config = dump_job(parse_job({"name": name, "data": {"path": "x"}, "sae": {"k": k}})[0])
         record(shell, name, config, fvu=fvu, tags=("pair", name[0]))

@@ -1,4 +1,4 @@
-"""Tests for `sae-tui completion --install`: the location of the file, and the files that it leaves unchanged."""
+"""Tests for `sae-tui completion --install`: where it writes its file, and which files it leaves unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for `doctor`, called as by a script."""
+"""Tests for the command `doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture
 def quick_torch(shell):
-    """Install a package named torch whose import is instantaneous."""
+    """Install a package named torch that is imported immediately."""
     site = shell.folder / "site"
     site.mkdir()
     (site / "torch.py").write_text(
@@ -79,7 +79,7 @@ def test_without_gpus_the_doctor_says_that_jobs_run_on_the_cpu(quick_torch) -> N
 
 
 def test_access_of_other_users_is_reported_first(quick_torch) -> None:
-    # All users may enter this folder, unlike a test's own folder.
+    # All users may enter this folder, unlike the temporary folder of a test.
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder) / "demo")
         data.create()

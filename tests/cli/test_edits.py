@@ -1,4 +1,4 @@
-"""Tests for commands that change jobs, called as by a script."""
+"""Tests for commands that change jobs."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_waiting_for_several_jobs_exits_with_the_worst_code(shell):
 
 
 def wait_for_state_of_all(shell, count: int) -> None:
-    """Wait until this many jobs are queued, not merely recorded."""
+    """Wait until the supervisors of `count` jobs have put their jobs into the queue."""
     waiting = ["queued"] * count
     wait_for_store(shell.data, lambda control: [job.state for job in control.jobs() if job.waits_for] == waiting)
 
@@ -210,7 +210,7 @@ def pauses(pid: int) -> int:
 def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
     assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it queued")
-    # After ten context switches, it has polled the job more than once.
+    # After ten context switches, the process has polled the job more than once.
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
         assert waiting.poll() is None

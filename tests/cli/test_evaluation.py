@@ -1,4 +1,4 @@
-"""Tests for `sae-tui eval`: report card and features, from real processes on the repository's activations."""
+"""Tests for `sae-tui eval` with real processes, which evaluate an SAE on the sample activations."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_machine_without_gpus_is_reported_and_no_error(shell, command):
 
 
 def on_nvml(shell, drivers, command, *arguments, code=0, driver="new", **variables):
-    """Run a command with a stand-in for NVML; CUDA_VISIBLE_DEVICES is passed on unchanged."""
+    """Run a command with a fake of NVML. CUDA_VISIBLE_DEVICES in `variables` is passed on unchanged."""
     own = {name: variables.pop(name) for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
     env = environment(drivers, driver, **variables) | own
     return shell.run(command, *arguments, "--gpu-source", "nvml", code=code, **env)
@@ -200,7 +200,7 @@ def test_commands_work_in_a_locale_without_a_degree_sign(shell):
 
 
 def test_a_running_command_has_closed_the_driver(shell, drivers, tmp_path):
-    """Check that the driver is closed, since otherwise GPUs could not be reset while `launch --wait` waits."""
+    """Require that the driver is closed. Otherwise GPUs could not be reset while `launch --wait` waits."""
     on_nvml(shell, drivers, "gpus", "--json", GPUS=2, OPEN=tmp_path / "open")
     (file,) = tmp_path.glob("open.*")
     assert file.read_text() == "0\n"

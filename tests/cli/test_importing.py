@@ -1,4 +1,4 @@
-"""Tests for `sae-tui import`: another tool's SAE as a job, with real processes on the activations in the repository."""
+"""Tests for `sae-tui import`, which makes a job from the SAE of another tool, with real processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: She
     assert len(next(line for line in text.splitlines() if line.startswith("report card FVU")).split()) == 7
     assert "job 2 resumes from step 0" in shell.run("resume", 2, "--set", "train.n_steps=3", "--wait").stdout
     assert shell.json("job", 2)["step"] == 3
-    # Training continued from the imported weights rather than random ones.
+    # The training continued from the imported weights, not from random weights.
     assert shell.json("compare", 1, 2)["runs"][1]["fvu"] < 2 * mine["card_fvu"]
 
 

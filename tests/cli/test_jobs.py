@@ -166,7 +166,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # The process of a rank includes PyTorch, which both the measurement and the estimate count.
+    # The measurement and the estimate include the memory of PyTorch in the process of a rank.
     measured = job["peak_memory_bytes"]
     assert measured > 100 * 2**20
     assert job["estimated_memory_bytes"] > 100 * 2**20
@@ -534,7 +534,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
         assert "--allow-code" in second
     assert not ran.exists()
     assert not shell.data.control_db.exists()
-    # Other overrides give no consent, and each consent allows only what it names.
+    # Overriding another setting gives no consent, and consent for a setting allows only that setting.
     one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
     assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
     assert ran.exists()
@@ -583,7 +583,7 @@ def test_watching_jobs_prints_a_line_per_change_and_ends_without_a_reader(shell)
     while job["state"] != "finished":
         before, (job,) = job, json.loads(process.stdout.readline())
         assert job != before
-    # Nothing changes any more, so the process must end although it has no line to write.
+    # Nothing changes any more, so the process must notice the closed pipe without writing a line.
     process.stdout.close()
     assert process.wait(60) == Exit.UNREAD
     assert process.stderr.read() == ""

@@ -1,4 +1,4 @@
-"""Tests for `metrics`: the history of each GPU and of all GPUs combined, written to the output while it is read."""
+"""Tests for `metrics`, which writes the history of each GPU or of all GPUs while it reads the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# getrusage is unsuitable, since its peak includes the test process that this process was forked from.
+# getrusage cannot be used, since its peak includes the test process from which this process was forked.
 MEASURED = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, percent: int = 50, watts=100.0) -> None:
-    """Store one sample per second, as the app does."""
+    """Store one sample per second, like the app."""
     shell.data.create()
     host, uuid = socket.gethostname(), uuid or uuid_of(index)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -47,7 +47,7 @@ def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, p
 
 @pytest.fixture
 def minute() -> float:
-    """Return the time of the beginning of the minute ten minutes ago."""
+    """Return the time at which the minute ten minutes ago started."""
     return time.time() // 60 * 60 - 600
 
 
@@ -154,7 +154,7 @@ def test_a_long_history_is_valid_json_and_never_entirely_in_memory(shell, tmp_pa
     with output.open("w") as stream:
         argv = [sys.executable, "-c", MEASURED, *asked[3:]]
         done = subprocess.run(argv, stdout=stream, stderr=subprocess.PIPE, env=shell.env, cwd=shell.folder, check=True)
-    assert int(done.stderr) < 80  # MiB; the program takes 30, and all rows at once would take 200
+    assert int(done.stderr) < 80  # MiB; the command uses 30 MiB, and reading all rows at once would use 200 MiB
     assert len(json.loads(output.read_text())[0]["history"]) == n
 
 

@@ -1,4 +1,4 @@
-"""Tests for `sae-tui schema`, and for JSON errors of commands."""
+"""Tests for `sae-tui schema`, and for errors that commands write as JSON."""
 
 from __future__ import annotations
 

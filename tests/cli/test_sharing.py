@@ -1,4 +1,4 @@
-"""Tests for errors of `sae-tui export`; the tests of the guide for agents cover its output."""
+"""Tests for errors of `sae-tui export`. The tests of the guide for agents check its normal output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for `stream`: the messages to another machine's app, and the end of the stream."""
+"""Tests for `stream`: the messages that it sends to the app on another machine, and when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two recorded runs: one with a single SAE and one with a sweep."""
+"""Fixtures that record two runs: one with a single SAE and one with a sweep."""
 
 from __future__ import annotations
 

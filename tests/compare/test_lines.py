@@ -28,7 +28,7 @@ def test_without_smoothing_values_stay_as_they_are() -> None:
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9))
 def test_ticks_are_round_numbers_evenly_spaced_within_the_range(low, width) -> None:
-    assume(width > 1e-9 * abs(low))  # narrower ranges are at the limit of float precision
+    assume(width > 1e-9 * abs(low))  # in narrower ranges, ticks would be too close for the precision of floats
     positions = ticks(low, low + width)
     assert 2 <= len(positions) <= 8
     assert all(low - width * 1e-6 <= tick <= low + width * (1 + 1e-6) for tick in positions)

@@ -1,4 +1,4 @@
-"""A run gets a star only if its lead exceeds the errors over texts, paired on the same rows, and the noise of seeds."""
+"""Tests that a run gets a star only if its advantage exceeds the errors over texts and the noise of seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums of an SAE whose error varies widely between texts, in the same way as for all other SAEs."""
+    """Return the sums of an SAE whose error varies between texts, in the same way as that of the other SAEs."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -94,7 +94,7 @@ def test_a_difference_below_one_percent_counts_as_noise_of_the_seed() -> None:
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which another seed can cause (compare 3 seeds to measure it)" in line.why
     assert line_of(run(1, 0.1000, 1e-6), run(2, 0.1011, 1e-6)).best == {0}
-    # The same holds if no error is known.
+    # The result is the same if no error is known.
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
 
 

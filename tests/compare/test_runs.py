@@ -84,7 +84,7 @@ def test_an_sae_without_curves_is_compared_by_its_report_card(data: DataDir, pai
         comparison = runs.read("fvu")
     assert points_of(comparison) == (("report card L0", "report card FVU"), [(16.5, 0.25), (16.5, 0.24)])
     lines = {line.title: line.words() for line in results(comparison.saes)}
-    # The values differ by less than twice their combined standard error.
+    # The two values differ by less than twice their combined standard error.
     assert lines["report card FVU"] == ["0.25 same", "0.24 same"]
     assert lines["report card rows"] == ["900", "900"]
     assert [curve.sae for curve in comparison.curves] == [0]

@@ -83,7 +83,7 @@ def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> Non
     ]
     lines = {line.title: line.words() for line in results(saes)}
     assert lines["held-out FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
-    # Speed is not a quality result.
+    # An unfinished run can be the fastest, since its speed does not depend on the remaining steps.
     assert lines["tokens/s"][0] == "3 ★"
 
 
@@ -125,7 +125,7 @@ def test_a_quality_star_shows_its_tokens_if_token_counts_differ() -> None:
     lines = words(run(1, 0.10, 300_000), run(2, 0.25, 60_000), run(3, 0.3, 0))
     assert lines["held-out FVU"] == ["0.1 ★ (300.0k tokens)", "0.25", "0.3"]
     assert lines["tokens/s"] == ["1000 ★", "500", "333"]
-    # A run ends with a complete step, so token counts rarely agree exactly.
+    # A run ends with a complete step, so two token counts are rarely exactly equal.
     assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 
@@ -148,7 +148,7 @@ def test_the_dead_fraction_has_a_binomial_error() -> None:
 
     assert words(run(1, 0.010), run(2, 0.015))["dead"] == ["1% same", "1.5% same"]
     assert words(run(1, 0.010), run(2, 0.040))["dead"] == ["1% ★", "4%"]
-    # With 8,000 latents, the same difference is a lead.
+    # With 8,000 latents, the same difference is significant.
     assert words(run(1, 0.010, None), run(2, 0.015, None))["dead"] == ["1% ★", "1.5%"]
 
 
@@ -172,7 +172,7 @@ def test_training_settings_of_an_imported_sae_are_no_difference() -> None:
     lines = {line.title: line.words() for line in differences([theirs, *mine])}
     assert lines["train.n_steps"] == ["–", "2", "3"]
     assert "ran as" not in lines
-    # An imported SAE that was trained further here is compared like any other.
+    # An imported SAE whose training was continued is compared like any other SAE.
     trained = sae(1, settings(1), state=JobState.FINISHED, started=1.0, device="cuda")
     assert [line.title for line in differences([trained, mine[0]])] == list(settings(1))
 

@@ -1,4 +1,4 @@
-"""A sandbox in which faults are injected: real files, programs, limits and mounts."""
+"""Fixtures for a sandbox in which tests inject faults with real files, programs, limits and mounts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 @pytest.fixture
 def in_process(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that runs one check in another process, under its own limits or mounts."""
+    """Return a function that runs one check of the doctor in another process with its own limits or mounts."""
 
     def run(
         check: str,

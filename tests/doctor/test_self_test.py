@@ -17,7 +17,7 @@ FOUND = {"device": "NVIDIA H100", "ok": True, "checks": 214, "failed": [], "seco
 
 @pytest.fixture
 def tested(sandbox, tmp_path, monkeypatch):
-    """Return a function that creates a box whose trainer returns a given result and records its arguments."""
+    """Return a function that creates a machine whose trainer prints a given result and records its arguments."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tests with packages named torch that stand in for builds this machine does not have; one test uses the real torch."""
+"""Tests for builds of torch that this machine does not have, as fake packages. One test uses the real torch."""
 
 from __future__ import annotations
 

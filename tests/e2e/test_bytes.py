@@ -1,4 +1,4 @@
-"""Tests that input other than keys and library output leave the screen intact, and that crashes are reported."""
+"""Tests that input other than keys and output of libraries do not damage the screen, and that crashes are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def terminal(box: Box) -> Terminal:
 def test_foreign_bytes_and_library_output_do_no_harm_and_a_crash_exits_with_1(box: Box, terminal: Terminal) -> None:
     before = terminal.mode
     terminal.wait_for("RTX 3080", 60)
-    terminal.press("\x1b[M")  # the rest of this report is lost
+    terminal.press("\x1b[M")  # an incomplete mouse report
     for data in (
         b"\xff",
         b"\x1b[M\x20\xc8\x2a",

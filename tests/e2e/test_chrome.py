@@ -19,7 +19,7 @@ def row_of(terminal: Terminal, text: str) -> int:
 
 
 def is_box(terminal: Terminal, y: int, page: str) -> bool:
-    """Return whether an input field stands out from its row and the page."""
+    """Return whether the background of an input field differs from that of its row and that of the page."""
     line = backgrounds(terminal, y)
     return line[30] not in (page, line[0])
 
@@ -33,10 +33,10 @@ def footer(terminal: Terminal) -> str:
 
 
 def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -> None:
-    # A stopped job keeps its progress bar; a finished job shows its duration instead.
+    # A stopped job still shows its progress bar; a finished job would show its duration instead.
     box.record_job("done", JobState.STOPPED, total_steps=100, step=100)
     terminal = box.app(80, 24, colours="")
-    # A full bar has no rail; a partial bar has a rail in another colour.
+    # A full bar has no track; a partial bar has a track in another colour.
     terminal.wait_for("━" * 10 + " 100%")
     terminal.wait_for(lambda screen: re.search("Power.*━─", screen) is not None)
     page, y = backgrounds(terminal, row_of(terminal, "NAME"))[0], row_of(terminal, "Power")
@@ -47,7 +47,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     assert backgrounds(terminal, 23)[0] != page
     terminal.send("n")
     terminal.wait_for("expansion_factor")
-    # A frame may arrive in two pieces.
+    # The output for a screen may arrive in two pieces.
     terminal.wait_for(lambda _: is_box(terminal, row_of(terminal, "expansion_factor"), page))
     terminal.send(ESC)
     terminal.wait_for(lambda screen: "JOB NAME" in screen and "expansion_factor" not in screen)
@@ -99,7 +99,7 @@ def test_a_message_above_the_footer_disappears_and_an_error_waits_for_a_key(box:
     terminal.wait_for("Name of job 1")
     terminal.press("\x15", "\r")
     terminal.wait_for("✗ ")
-    terminal.read(4)  # longer than a temporary message stays
+    terminal.read(4)  # longer than a temporary message is shown
     assert "✗ " in terminal.text
     terminal.send("v")
     terminal.wait_for(lambda text: "✗ " not in text)

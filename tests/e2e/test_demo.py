@@ -1,4 +1,4 @@
-"""Tests the product as a person uses it: a real terminal, real keys, and a real training with two processes."""
+"""Tests the app as users use it: in a real terminal, with real keys, and with a real training of two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the app starts and quits despite any external failure."""
+"""Tests that the app starts and quits despite failures of drivers, disks, stores and terminals."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_signal_restores_the_terminal_from_a_dialog_and_while_the_app_is_stopp
     for number in (signal.SIGHUP, signal.SIGCONT):
         stopped.process.send_signal(number)
     assert stopped.wait_for_exit() == Exit.HUNG_UP
-    # The shell has the terminal again.
+    # The shell controls the terminal again.
     assert b"\x1b[?1049h" not in bytes(stopped.raw)[n_read:]
     assert stopped.mode == before
 
@@ -125,7 +125,7 @@ def test_a_second_signal_ends_an_app_whose_terminal_accepts_no_output(start) -> 
     terminal = start("--demo")
     before = terminal.mode
     terminal.wait_for("RTX 3080", 60)
-    # From here on nothing reads the output, so its buffer fills up.
+    # From here on, the test does not read the output, so the buffer of the terminal becomes full.
     for _ in range(20):
         terminal.send("v?\x1b")
     for number in (signal.SIGTERM, signal.SIGINT):

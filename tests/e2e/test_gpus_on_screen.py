@@ -1,4 +1,4 @@
-"""Tests for the dashboard's GPU display in a real terminal, with GPUs that are slow, hang or are lost."""
+"""Tests for the GPUs on the dashboard in a real terminal, if GPUs are slow, hang or are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SILENT = "has not answered for"
 
 
 def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
-    """Return the bar heights from a column on, in the row that begins with `start`; a gap gives 0."""
+    """Return the bar heights in the row that begins with `start`, from `first_column` on; a gap has height 0."""
     line = next((line for line in terminal.screen.display if line.startswith(start)), "")
     return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
 

@@ -1,4 +1,4 @@
-"""Tests for history from before the app was started."""
+"""Tests for GPU history that was recorded before the app started."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation rows of three GPUs that are shown side by side."""
+    """Return the utilisation row of each of three GPUs that are shown next to each other."""
     line = next(line for line in text.splitlines() if line.count(" util ") == 3)
     return [line[start : start + 40] for start in (0, 40, 80)]
 
 
 def test_another_gpus_history_is_not_drawn_for_this_one(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
-    store(box, 1, uuid_of(2), 60)  # its index has changed since
+    store(box, 1, uuid_of(2), 60)  # the index of this GPU has changed since then
     terminal = box.app(120, 40)
     terminal.press("v")
     terminal.wait_for(lambda text: text.count(" util ") >= 3 and "▅▅▅" in utilization(text)[2])

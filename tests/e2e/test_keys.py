@@ -206,7 +206,7 @@ def gives_the_terminal_away(terminal: Terminal) -> bool:
 
 
 def times_open(box: Box) -> int:
-    """Return NVML's open count in the only program that uses the stand-in library, or -1."""
+    """Return how often the only program that uses the fake library has NVML open; -1 if the file is empty."""
     (file,) = box.folder.glob("open.*")
     return int(file.read_text() or -1)
 

@@ -1,4 +1,4 @@
-"""Tests launching in a real terminal: a job that can never run is rejected, one that must wait is confirmed."""
+"""Tests for launching in a real terminal: jobs that can never run are rejected, and jobs that must wait confirmed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
-# 1.2 million latents do not fit on a GPU with 10 GiB, and their checkpoints need 35 GiB on a real disk.
+# An SAE of 1.2 million latents does not fit on a GPU with 10 GiB, and its checkpoints need 35 GiB on disk.
 WIDE = """
 name = "wide"
 [data]
@@ -76,7 +76,7 @@ def recorded(box: Box) -> list[Job]:
 
 
 def told_need(screen: str) -> str:
-    """Return the memory that each GPU needs according to the review."""
+    """Return the memory per GPU that the job needs according to the review."""
     found = re.search(r"needs ([\d.]+ GiB) per GPU", one_line(screen))
     assert found, screen
     return found[1]

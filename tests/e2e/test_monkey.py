@@ -1,4 +1,4 @@
-"""Tests random keys in a real terminal.
+"""Tests that random keys in a real terminal do not break the app.
 
 For a thousand seeds, run `PYTHONPATH=tests python -m support.monkey --seeds 0:1000`.
 """

@@ -1,4 +1,4 @@
-"""Tests that a new metric needs one file and one registry entry, and then works like the built-in metrics."""
+"""Tests that a new metric needs only one file and one registry entry to work like the existing metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainer.ranks.foreground import BAR, Foreground, result, write_job
 from trainer.reporting.progress import StoredProgress
 from trainer.training.loop import Trainer
 
-N_STEPS = {1: 5, 2: 20}  # steps of each of the two trained jobs
+N_STEPS = {1: 5, 2: 20}  # maps the id of each trained job to its number of steps
 Shell = Callable[..., str]
 
 
@@ -54,7 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train in this process, write the files and rows of a supervisor and a rank, and return the job's id."""
+    """Train a job in this process, write the files and rows of its supervisor and rank, and return its id."""
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()
@@ -75,7 +75,7 @@ def train(data: DataDir, job: JobConfig) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    """Register a metric, which is the only step besides writing its file."""
+    """Register the metric. Apart from writing its file, nothing else is needed."""
     series = Series("SNR", unit="dB", better="higher", format=".1f")
     entry = MetricEntry("support.snr:Snr", "Signal-to-noise ratio of x_hat.", series, held_out=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -95,14 +95,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that returns the output of an app command or, with `program`, of a trainer command."""
+    """Return a function that runs a command of the app or, with `program`, of the trainer and returns its output."""
 
     def run(*arguments: object, program: str = "sae-tui") -> str:
         capsys.readouterr()
         if program == "trainer":
             assert trainer.cli.main([*map(str, arguments)]) == 0
         else:
-            # `main` would restore signals, set the umask, and exit with `_exit` if a driver hangs.
+            # Call `_main`, since `main` also restores signals, sets the umask, and calls `os._exit` if a driver hangs.
             assert sae_tui.cli._main(["--data-dir", str(data.root), *map(str, arguments)]) == 0
         return capsys.readouterr().out
 

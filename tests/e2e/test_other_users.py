@@ -51,18 +51,18 @@ k = 16
 gpus = [0]
 """
 CTRL_E, CTRL_F = "\x05", "\x06"
-# In a readable row, these columns contain fixed words and lists; all others contain free text.
+# In a valid row, these columns contain only fixed words and lists. All other columns contain free text.
 OWN_WORDS = {
     "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
 }  # fmt: skip
-# In a normal job, these columns may contain any text; in an invalid job, every column may.
+# In a valid job, only these columns may contain any text; in an invalid job, every column may.
 FREE = {"name", "user", "note", "error", "waits_for", "output_path", "overfitting"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
 USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 
 
 class World:
-    """A box in which another user wrote every text; each text contains a unique core."""
+    """A data folder and a machine on which another user wrote every text. Unique characters identify each text."""
 
     def __init__(self, box: Box, drivers: Path, seed: int = 0) -> None:
         self.box, self.texts, self.folder = box, Texts(seed), box.folder
@@ -105,7 +105,7 @@ class World:
         self.box.data.alerts("x").write_text(json.dumps([alert | {"raised": time.time()}]))
 
     def _write_programs(self) -> Path:
-        """Write stand-ins for SLURM's programs that return arbitrary text."""
+        """Write scripts in place of SLURM's programs, which print arbitrary text."""
         programs = self.folder / "programs"
         programs.mkdir()
         (self.folder / "partitions").write_text(self.texts.line("partition").replace(" ", ""))
@@ -116,7 +116,7 @@ class World:
         return programs
 
     def _far_side(self) -> list[str]:
-        """Return a stand-in for ssh whose remote host returns arbitrary text."""
+        """Return a command in place of ssh whose remote host sends arbitrary text."""
         name, holder, job, line = map(self.texts.text, ("far card", "far holder", "far job", "far log"))
         jobs = f'say({{"type": "jobs", "jobs": [JOB | {{"name": {job!r}}}]}})'
         gpus = f'say({{"type": "gpus", "cards": [CARD | {{"name": {name!r}, "holder": {holder!r}}}]}})'
@@ -124,7 +124,7 @@ class World:
         return far_side(self.folder / "far", f"say(HELLO); {jobs}; {gpus}; {log}; stay()")
 
     def _record_jobs(self) -> None:
-        """Record jobs with values that no command writes, as a group member with write access to the store could."""
+        """Record jobs with values that no command writes, but that a member of the group could write to the store."""
         config = tomli_w.dumps(
             {"name": "x", "data": {"path": self.texts.line("stored data path")}, "sae": {"architecture": "topk"}}
         )
@@ -142,7 +142,7 @@ class World:
                 odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
                 odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
                 db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
-            # If the job had an error, it would be shown instead of the reason for waiting.
+            # An error of the job would be shown instead of the reason why it waits.
             db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
             db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
 
@@ -176,7 +176,7 @@ class World:
 
 
 def _texts_of(db: sqlite3.Connection) -> list[tuple[str, str]]:
-    """List every text column of the store that other users can fill, as (table, column)."""
+    """Return each text column of the store that other users can write to, as (table, column)."""
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     columns = [(table, *row[1:3]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")]
     return [(table, name) for table, name, kind in columns if kind == "TEXT" and name not in OWN_WORDS]
@@ -190,7 +190,7 @@ def world(box: Box, drivers: Path) -> Iterator[World]:
 
 
 class Visit:
-    """The app in a terminal. Records the text on its screens, and checks that only the app controls the terminal."""
+    """Runs the app in a terminal, records the text on its screens, and checks that only the app controls it."""
 
     def __init__(self, world: World) -> None:
         self.world, box = world, world.box
@@ -213,7 +213,7 @@ class Visit:
 
     def press(self, *keys: str, to: str) -> None:
         for key in keys:
-            # Each key waits for the screen that it opens or closes; text is typed faster.
+            # After a key, wait for the screen that it opens or closes. The letters of a text are typed faster.
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
@@ -222,7 +222,7 @@ class Visit:
         return set((self.world.folder / "screens.txt").read_text().split())
 
 
-# For each job file, the text that appears when it is opened.
+# Maps each job file to the text that appears when the file is opened.
 REFUSED = {
     "key": "key of a job", "section": "key of a section", "word": "architecture", "name": "name in a file",
     "cluster": "partition asked for", "path": "data path",
@@ -297,7 +297,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
 
 
 def unseen_screens(shown: set[str]) -> list[str]:
-    """List the app's screens that were shown neither directly nor through a subclass."""
+    """Return the names of the app's screens that were not shown, not even through a subclass."""
     for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
         if module.name != "sae_tui.__main__":
             importlib.import_module(module.name)
@@ -312,7 +312,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
     return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
 
 
-# For each command, the arguments to try; `{...}` names a file in the world.
+# Maps each command to the arguments with which it is tested; `{...}` stands for a file of the test.
 WORDS = {
     "gpus": [[], ["0"]],
     "export-metrics": [["--once"]],
@@ -398,7 +398,7 @@ for argv in lines:
 """
 
 
-# A progress bar moves to the start of the line before its text and to erase itself.
+# A progress bar moves the cursor to the start of the line before it writes or erases its text.
 PROGRESS = re.compile(rb"\r([ \w]*\|)|\r +\r")
 
 
@@ -408,7 +408,7 @@ def commands_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def lines_of(world: World) -> list[list[str]]:
-    """List every command line, once for text output and once for JSON."""
+    """Return each command line twice: for text output and for JSON output."""
     names = {
         name: f"{name}.toml" for name in ("key", "section", "word", "name", "cluster", "broken", "path", "foreign")
     }

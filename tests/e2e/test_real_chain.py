@@ -1,7 +1,7 @@
 """Tests the complete chain with a trained language model: text, activations, SAEs, report cards, other tools.
 
-Each stage is a command that a user types, in a separate process. The assertions hold on every machine: no asserted
-number depends on how a sum is rounded.
+Each stage is a command that a user would type, in a separate process. The assertions are true on every machine, since
+no asserted number depends on how a sum is rounded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# Number and length of the contexts that are also evaluated with SAELens; the model reads them ten times.
+# Number and length of the contexts that are also evaluated with SAELens. The model reads these contexts ten times.
 N_JUDGED, SHORT = 4, 32
-# Our metrics over all tokens, and their names in SAELens.
+# Maps our metrics over all tokens to their names in SAELens.
 OF_SAELENS = {
     "ce": "ce_loss_without_sae",
     "ce_with_sae": "ce_loss_with_sae",
@@ -114,7 +114,7 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # Each context, and each document within it, begins with a first token; part of the last batch may be unused.
+    # Each context, and each document in it, begins with a first token. A part of the last batch may not be used.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []
@@ -133,8 +133,7 @@ def inspect(chain: Chain) -> None:
         assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
         assert facts["constant_dimensions"] == 0
         assert facts["outliers"] < N_ROWS / 100
-        # Over all rows, including first tokens, gamma is at most 0.1 after those layers in which first tokens have huge
-        # norms.
+        # If rows of first tokens, which have huge norms after some layers, were included, gamma would be at most 0.1.
         assert 0.2 < facts["gamma"] < 2
         assert facts["largest_norm"] < 15 * facts["median_norm"]
         rows = chain.rows(hook)["activations"].double()
@@ -164,7 +163,7 @@ def judge(chain: Chain) -> None:
     assert 0 < figures["fvu"] < 1
     assert figures["explained_variance"] == pytest.approx(1 - figures["fvu"])
     assert spliced["is_unseen"]
-    # A model that knows no English has a loss of ln 49,152 = 10.8 nats.
+    # A model that predicts all 49,152 tokens with the same probability has a loss of ln 49,152 = 10.8 nats.
     assert 0.5 < spliced["ce"] < 5
     assert spliced["ce"] - 0.05 < spliced["ce_with_sae"] < spliced["ce_with_zeros"]
     assert 0 < spliced["kl_with_sae"] < spliced["kl_with_zeros"]
@@ -188,7 +187,7 @@ def give_to_saelens(chain: Chain) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     chain.trainer("export", "sae-run", "--out", "saelens", "--format", "saelens")
     sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
-    # TransformerLens does not know this model.
+    # TransformerLens does not support this model, so the hook is a module of transformers.
     assert sae.cfg.metadata["hook_name"] == "model.layers.6"
     assert sae.cfg.metadata["as_extracted"]["hook_name"] == "blocks.6.hook_resid_post"
     x = ordinary(chain.rows(STREAM)["activations"])
@@ -197,7 +196,7 @@ def give_to_saelens(chain: Chain) -> None:
 
 
 def judge_as_saelens(chain: Chain) -> None:
-    """Compare every metric that uses SAELens' definition with SAELens' own evaluation, on the same contexts."""
+    """Compare each metric that is defined as in SAELens with the evaluation of SAELens on the same contexts."""
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -233,7 +232,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows of contexts are outliers that an SAE trained on the other rows cannot reconstruct.
+    # The first rows of contexts are outliers, which an SAE that was trained on the other rows cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 
@@ -252,7 +251,7 @@ def give_to_circuit_tracer(chain: Chain) -> None:
 
 
 def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
-    """Return circuit-tracer's output for rows [n, d_in], using the transcoder in a file."""
+    """Return the output of the transcoder in a file for rows x [n, d_in], computed by circuit-tracer."""
     from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
 
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
@@ -263,13 +262,13 @@ def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
 
 
 def assert_judged_alike(chain: Chain, folder: str, hook: str, expected: float) -> None:
-    """Assert that the trainer measures the FVU `expected` for the SAE in a folder, on all rows of a hook."""
+    """Assert that the FVU of the SAE in a folder is `expected`, as measured by the trainer on all rows of a hook."""
     (card,) = chain.trainer("eval", folder, "--data", f"rows/{hook}")["cards"]
     assert card["figures"]["fvu"] == pytest.approx(expected, rel=0.01)
 
 
 def ordinary(rows: Tensor) -> Tensor:
-    """Drop rows with more than ten times the median norm, as every metric does."""
+    """Return the rows with at most ten times the median norm, which are the rows that metrics use."""
     norms = rows.norm(dim=1)
     return rows[norms <= 10 * norms.median()]
 

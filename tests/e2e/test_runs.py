@@ -1,4 +1,4 @@
-"""Tests for a run's screens: the best SAE of a sweep, its settings, the log's owner, and the reason for a failure."""
+"""Tests for the screens of a run: the best SAE of a sweep, the settings, the log, and the reason of a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def sweep(box: Box) -> int:
-    """Record a sweep of three SAEs whose last one is the best; the job's row contains the values of the first."""
+    """Record a sweep of three SAEs of which the last is the best, while the job's row has the values of the first."""
     config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
     job_id = box.record_job(
         NAME, JobState.FINISHED, config=config, fvu=0.11, heldout_fvu=0.2184, note=note, tags=("good",)
@@ -45,7 +45,7 @@ def test_a_sweep_shows_its_best_sae_first_with_its_settings_and_log(box: Box, sw
     screens = [terminal.wait_for("(3 of 3, the best)")]
     for label, place, fvu in (("k=8", 1, 0.2184), ("k=16", 2, 0.1801), ("k=32", 3, 0.1463)):
         terminal.send("m")
-        # A frame may arrive in two pieces.
+        # The output for a screen may arrive in two pieces.
         shows = (f"{label} ({place} of 3", f"held-out FVU {fvu}")
         screens.append(terminal.wait_for(lambda text, shows=shows: all(word in text for word in shows)))
     assert "✓ finished" in screens[0]

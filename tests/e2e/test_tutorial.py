@@ -1,4 +1,4 @@
-"""Tests the tutorial as a newcomer follows it: its files and commands in order, with fewer rows and steps."""
+"""Tests the tutorial by running its files and commands in order, with fewer rows and steps."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def fewer(text: str) -> str:
 
 
 def here(argv: list[str], folder: Path, env: dict[str, str]) -> list[str]:
-    """Return a command for this Python that waits for jobs, uses a latent that fires, and omits `--model`.
+    """Return the command for this Python. It waits for jobs, uses a latent that fires, and has no `--model`.
 
-    Evaluating with the model takes minutes; `test_real_chain` does so with fewer tokens.
+    An evaluation with the model takes minutes; `test_real_chain` tests it with fewer tokens.
     """
     program, *rest = argv
     if "--model" in rest:

@@ -1,4 +1,4 @@
-"""Tests for the app's wording about jobs in a terminal: their states, why they wait, and the questions it asks."""
+"""Tests for the texts of the app about jobs: their states, the reasons why they wait, and the app's questions."""
 
 from __future__ import annotations
 

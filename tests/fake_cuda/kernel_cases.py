@@ -1,6 +1,6 @@
-"""Compiles every Triton kernel that real steps launch, without a GPU, and checks register spills and shared memory.
+"""Compiles every Triton kernel of a training step without a GPU, and checks register spills and shared memory.
 
-It does so for every GPU type.
+Each kernel is compiled for every GPU type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.fake_gpu import job_of, one_of_ranks
 from support.step_ops import Op, Operand, Step, recorded_step
 from triton.backends.compiler import GPUTarget
 
-# The shared memory limit of a program in KiB, by compute capability.
+# Maps each compute capability to the maximum shared memory of a program in KiB.
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx90a": 64, "gfx942": 64}
 SHAPES = ((2304, 65536, 64), (768, 24576, 32), (384, 3072, 32), (2300, 8192, 16))
 ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
@@ -35,7 +35,7 @@ OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 @functools.cache
 def launches() -> dict[str, Op]:
-    """Return one launch for each distinct compilation, keyed by a descriptive name."""
+    """Return a dict that maps a descriptive name to one launch for each distinct compilation."""
     found: dict[str, Op] = {}
     for op in itertools.chain.from_iterable(step.ops for step in _steps()):
         if op.is_kernel:
@@ -44,7 +44,7 @@ def launches() -> dict[str, Op]:
 
 
 def _steps() -> Iterator[Step]:
-    """Take a step of every architecture on one GPU, and on one of two GPUs that share tokens or latents."""
+    """Yield steps of every architecture on one GPU, and on one of two GPUs that share tokens or latents."""
     for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp16", "fp32")):
         sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
         train = {"precision": precision, "batch_size": 4096}
@@ -68,7 +68,7 @@ def test_launches_have_all_types_and_entries_of_which_some_do_not_count() -> Non
     assert any(name == "n_filled" and value is not None for name, value in called)
 
 
-# This takes up to four minutes of a core, which the test may have to share.
+# Compiling takes up to four minutes of CPU time, and the machine may be busy.
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", SHARED, ids=str)
 def test_every_kernel_compiles_without_spills_and_fits(target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def _compiled(op: Op, target: int | str) -> Any:
 
 
 def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
-    """Return everything known when the kernel is compiled: types, constants, divisibility, options."""
+    """Return all that is known when the kernel is compiled: types, constants, divisibility, options."""
     called = dict(op.arguments)
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(op.kernel.params):
@@ -104,7 +104,7 @@ def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
             signature[parameter.name] = f"*{TYPES[value.dtype]}"
             attributes[place,] = [["tt.divisibility", 16]]
         elif isinstance(value, int) and value == 1:
-            # Triton does the same when a kernel is launched.
+            # Triton also treats 1 as a constant when a kernel is launched.
             signature[parameter.name], constants[parameter.name] = "constexpr", 1
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"

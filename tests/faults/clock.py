@@ -1,4 +1,4 @@
-"""Injects machine restarts, reused pids and clock changes; each function injects one fault once."""
+"""Injects restarts of the machine, reused pids and changes of the clock. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HELD = {"hold": True}
 
 
 def machine_restarted(root: Path, like: Result) -> float:
-    """Leave a job as after a reboot: its processes are gone, and its rows name another boot and other users' pids.
+    """Put a job into the state after a reboot: no process is left, and its rows have another boot id and reused pids.
 
     Return the seconds until the job is lost.
     """
@@ -53,10 +53,10 @@ def machine_restarted(root: Path, like: Result) -> float:
 
 
 def queue_restarted(root: Path) -> float:
-    """Reboot a machine with queued jobs, under another name; return the seconds until the queue runs again.
+    """Reboot a machine with queued jobs and rename it; return the seconds until the queue runs again.
 
-    One job runs, one waits for it, and one is held. The queue keeps its order; the second job runs once the first is
-    resumed.
+    One job runs, one waits for the first, and one is held. The queue must keep its order, and the second job must run
+    after the first has been resumed.
     """
     with boxed(root) as box, other_user() as other:
         job = RealJob(box, n_steps=200).at_step(20)
@@ -111,7 +111,7 @@ def pids_reused(root: Path) -> float:
 
 
 def clock_set_back(root: Path, like: Result) -> float:
-    """Set the clock back by an hour, then kill a rank: only displayed times may follow the clock."""
+    """Set the clock back by an hour, then kill a rank. Only the displayed times may depend on the clock."""
     with boxed(root) as box:
         clock = Clock(root)
         job = RealJob(box, launch={"max_restarts": 1}, start=clock.start).at_step(60)
@@ -134,10 +134,10 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Set the clock a day ahead or back, and later right again, while one job runs and another waits for its GPUs.
+    """Set the clock a day ahead or back, and later correct it, while one job runs and another waits for its GPUs.
 
     Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first step to the end
-    of both.
+    of both jobs.
     """
     with boxed(root) as box:
         clock = Clock(root)
@@ -165,7 +165,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halt orphaned ranks whose first sighting the clock has moved into the future: they must be killed."""
+    """Halt orphaned ranks, and set the clock back after they were first seen: they must still be killed."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -196,7 +196,7 @@ def other_user() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """The adjustable wall clock of a job's processes; clocks that count from boot are unaffected."""
+    """An adjustable wall clock for the processes of a job. Clocks that count from the boot are not changed."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"
@@ -213,14 +213,14 @@ class Clock:
             file.write(lines)
 
     def say(self, box: Box) -> None:
-        """Run a command under this clock; like every command, it checks whether jobs are lost."""
+        """Run a command with this clock. Like every command about jobs, it checks whether jobs are lost."""
         command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
         done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Leave the job as after a power cut: no process is alive, although its rows say that it runs."""
+    """Put the job into the state after a power cut: no process is alive, although its rows say that it runs."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
@@ -240,7 +240,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """Require that curves are ordered by step, and the events of each source in order of arrival."""
+    """Require that curves are ordered by step, and the events of each source by their arrival."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

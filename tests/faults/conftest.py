@@ -1,4 +1,4 @@
-"""Fixtures with real trainings, and with disks small enough to fill."""
+"""Fixtures with real trainings, and with disks that are small enough to be filled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOG_EVERY = 5
 
 
 class Training:
-    """A job on CPU ranks that trains until it is stopped; its progress is read from the log of rank 0."""
+    """A job on CPU ranks that trains until it is stopped. Its progress is read from the log of rank 0."""
 
     def __init__(
         self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object
@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Halt the ranks for this many seconds, since they would use full cores while the test merely waits."""
+        """Wait for this many seconds with halted ranks, which would otherwise use full cores meanwhile."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -96,7 +96,7 @@ ONE_THREAD = "OMP_NUM_THREADS", "1"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread: on a busy machine, threads that wait for each other spin for 50 times their working time."""
+    """Use one thread. On a busy machine, threads that wait for each other spin 50 times as long as they work."""
     monkeypatch.setenv(*ONE_THREAD)
 
 

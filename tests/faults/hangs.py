@@ -1,4 +1,4 @@
-"""Halts a rank or makes files hang; each function injects one fault once, and raises if a guarantee fails."""
+"""Halts a rank or makes files hang. Each function injects one fault, and raises an error if a guarantee is violated."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# Both limits, plus the 5 s that a stopped process gets to exit, and a margin for a busy machine and two stack dumps.
+# Both time limits, 5 s in which a stopped process may exit, and 20 s for a busy machine and two dumps of the stacks.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
-    """Halt a rank with SIGSTOP: it must be reported as stalled with the stacks of all ranks, killed, and restarted.
+    """Halt a rank with SIGSTOP. The job must be reported as stalled with the stacks of all ranks, killed and restarted.
 
     The job continues from its checkpoint. Return the seconds until the ranks were killed.
     """
@@ -57,22 +57,22 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
 
 
 def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
-    """Halt a rank just after rank 0 has saved: a save may take long, but the next step may not."""
+    """Halt a rank just after rank 0 has saved a checkpoint. A save may take long, but the next step may not."""
     return rank_halted(root, dice, 1, checkpoint_every=1, n_steps=400)
 
 
 def processes_hang(root: Path, dice: random.Random) -> float:
-    """Make reads of /proc hang for a process on the GPUs while the app lists it.
+    """Make reads of a GPU process's files in /proc hang while the app lists this process.
 
-    The app must report this and still accept keys. Return the seconds from the keys until the job that they stop has
+    The app must report this and still accept keys. Return the seconds from the keys that stop a job until the job has
     ended.
     """
     with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as other_user, contextlib.ExitStack() as stack:
         stack.callback(other_user.kill)
         job_id = box.launch("steps=100000")
         box.wait_steps(job_id)
-        # A process that hangs in its memory map blocks reads of its command line. Either some of its files block, or
-        # all.
+        # If a process hangs while its memory map is locked, reads of its command line block. Let either this file or
+        # all files of the process block.
         folder = Path(f"/proc/{other_user.pid}")
         is_whole = dice.random() < 0.5
         hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])
@@ -99,9 +99,9 @@ def processes_hang(root: Path, dice: random.Random) -> float:
 
 
 def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Make the data folder hang for a while under a job and the app: both continue, with the same training result.
+    """Make the data folder hang for a while. Job and app must continue, and the result of the training be the same.
 
-    Return the seconds until the job advances again.
+    Return the seconds until the job takes steps again.
     """
     with boxed(root) as box, contextlib.ExitStack() as stack:
         hangs = Hangs(root, [box.data.root])
@@ -130,7 +130,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
 
 
 class Hangs:
-    """A context in which calls on files below these paths hang, in all processes that have its `variables`."""
+    """A context in which accesses to files below these paths hang, in all processes with its `variables`."""
 
     def __init__(self, root: Path, paths: list[Path]) -> None:
         self._flag = root / "hangs"

@@ -1,4 +1,4 @@
-"""Restarts or renames hosts, or lets them share a data folder, through commands; each function injects one fault."""
+"""Restarts hosts, renames hosts, or lets hosts share a data folder. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
 
 
 def power_cut(root: Path, dice: random.Random) -> float:
-    """Cut the power at any time while jobs wait for one GPU; the first command after the reboot restarts the queue.
+    """Cut the power at any time while jobs wait for one GPU. The first command after the reboot must restart the queue.
 
     Return the seconds from that command to the first start.
     """
@@ -51,7 +51,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
 
 
 def renamed_running(root: Path, dice: random.Random) -> float:
-    """Rename a host with running and queued jobs: commands still work immediately, and its GPU keeps a single queue.
+    """Rename a host with running and queued jobs. Commands must still work, and its GPU must still have a single queue.
 
     Return the seconds until the rows contain the new name.
     """
@@ -76,10 +76,10 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 
 
 def made_again(root: Path, dice: random.Random) -> float:
-    """Recreate a container on the same volume: its name and boot id change, and all its processes are gone.
+    """Recreate a container on the same volume. Its name and boot id change, and all its processes are gone.
 
-    No command may claim to do what it cannot do. `repair` ends the container's jobs, which can then be resumed here.
-    Return the seconds that `repair` takes.
+    No command may report something that it did not do. `repair` must end the jobs of the old container, which can then
+    be resumed in the new container. Return the seconds that `repair` takes.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -109,7 +109,7 @@ def made_again(root: Path, dice: random.Random) -> float:
 
 
 def two_on_one_folder(root: Path, dice: random.Random) -> float:
-    """Let two hosts share a data folder: each uses only its own GPU, and neither ends the other's jobs.
+    """Let two hosts share a data folder. Each must use only its own GPU, and neither may end the other's jobs.
 
     Return the seconds until all jobs have ended.
     """
@@ -132,7 +132,7 @@ def two_on_one_folder(root: Path, dice: random.Random) -> float:
 
 
 def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
-    """Require that a host leaves the other host's job alone, alive or dead, but can stop it while it is alive."""
+    """Require that a host does not change a job of the other host, except that it can stop the job while it runs."""
     (theirs,) = two.launch(ENDLESS)
     two.trains(theirs)
     assert "gpu2" in one.run("stop", theirs)
@@ -158,7 +158,7 @@ def _place(box: Box, job_id: int) -> tuple[object, ...]:
 def _go_on(host: RealHost, job_id: int, step: int) -> None:
     """Resume a job that had reached at least this step; require that it continues from its last checkpoint."""
     saved = read_state(newest_first(host.box.data.run(job_id).checkpoints)[0]).position.step
-    total = max(step, saved) + 50  # the step in the job's row may be seconds old
+    total = max(step, saved) + 50  # the step in the job's row may be a few seconds old
     host.run("resume", job_id, "--set", f"train.n_steps={total}")
     host.box.wait_ended(job_id)
     host.require(JobState.FINISHED, job_id)

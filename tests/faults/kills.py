@@ -1,6 +1,6 @@
-"""Kills processes of a job without warning; each function does so once, and raises if a guarantee does not hold.
+"""Kills processes of a job without warning. Each function injects one fault, and raises an error on a violation.
 
-Each returns the seconds until the expected event.
+Each function returns the seconds until the expected event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-# After a rank is killed, its peers must end, and a crashed job must train again, within these seconds.
+# The seconds within which the peers of a killed rank must end, and a crashed job must train again.
 PEERS_GONE_AFTER_S = 10.0
 AGAIN_AFTER_S = 10.0
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -47,11 +47,11 @@ def launcher_killed(root: Path, dice: random.Random) -> float:
 
 
 def terminal_closed(root: Path, dice: random.Random) -> float:
-    """Close a terminal in which `sae-tui launch --wait` runs: SIGHUP goes to its entire session."""
+    """Close a terminal in which `sae-tui launch --wait` runs. All processes of its session then get SIGHUP."""
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
-            # nohup would make the process ignore SIGHUP.
+            # Under nohup, the process would ignore SIGHUP.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(sys.executable, [*_launch_command(box), "--wait"])
         wait_for(lambda: box.data.control_db.exists() and box.control.jobs(), "the job", 30)
@@ -63,7 +63,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor: ranks save and end, the job is lost, and once resumed it ends as if undisturbed."""
+    """Kill the supervisor. Ranks must save and end, and the lost job must end as if undisturbed after a resume."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
         _wait_for_some_moment(job, dice)
@@ -81,7 +81,7 @@ def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: in
 
 
 def rank_killed(root: Path, rank: int, like: Result) -> float:
-    """Kill a rank: the report names its number, the others end, and all continue from the checkpoint."""
+    """Kill a rank. The report must name the rank, the others must end, and all must continue from the checkpoint."""
     with boxed(root) as box:
         job = RealJob(box, launch={"max_restarts": 1}).at_step(150)
         others = [other.process for other in job.ranks if other.rank != rank]
@@ -102,7 +102,7 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
 
 
 def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int = 2, **train: int) -> float:
-    """Kill any process of the tree, or all of them, at any time from the launch on."""
+    """Kill the supervisor, a rank or all processes of a job at any time after the launch."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         victims = dice.choice(["supervisor", "all", *range(n_ranks)])
@@ -113,7 +113,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
         taken = job.mend()
         if job.row.state != JobState.FINISHED:
-            # A process killed at its very end may have saved everything without recording that it had finished.
+            # A process that is killed at the end of its work may have saved everything but not recorded its end.
             expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
             job.require(*expected)
             job.go_on().ended()
@@ -124,7 +124,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
 
 
 def rank_raises(root: Path) -> float:
-    """Remove a shard before the ranks begin, and restore it before they are restarted."""
+    """Remove a shard before the ranks start, and restore the shard before they are restarted."""
     with boxed(root) as box:
         shard, away = box.activations / "acts.safetensors", root / "away"
         job = RealJob(box, launch={"max_restarts": 3})
@@ -142,7 +142,7 @@ def rank_raises(root: Path) -> float:
 
 
 def rank_finds_nan(root: Path) -> float:
-    """Fill a shard with NaN: nothing can be learned from it, and a restart does not help."""
+    """Fill a shard with NaN. The job must fail, and must not be restarted, since a restart would not help."""
     with boxed(root) as box:
         (shard,) = box.activations.iterdir()
         content = bytearray(shard.read_bytes())
@@ -161,7 +161,7 @@ def rank_finds_nan(root: Path) -> float:
 
 
 def rank_out_of_memory(root: Path) -> float:
-    """Have a control group make the kernel kill rank 1 for its memory; without one, limit its address space."""
+    """Make the kernel kill rank 1 for its memory through a control group; if there is none, limit its address space."""
     with boxed(root) as box, _memory_group() as group:
         job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
         (victim,) = [rank for rank in job.ranks if rank.rank == 1]
@@ -183,7 +183,7 @@ def rank_out_of_memory(root: Path) -> float:
 
 
 def two_at_once(root: Path) -> float:
-    """Launch two jobs within two seconds: each must find its own ranks."""
+    """Launch two jobs within two seconds. Each job must use its own ranks."""
     with boxed(root) as box:
         jobs = [RealJob(box, gpus=False, n_steps=60 + 20 * n) for n in range(2)]
         assert jobs[1].began - jobs[0].began < 2

@@ -1,4 +1,4 @@
-"""Disturbs queued jobs by an upgrade, a halted supervisor or a hung driver; each function injects one fault once."""
+"""Disturbs queued jobs by an upgrade, a halted supervisor or a hung driver. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jobs.conftest import wait_for
 from trainer.contract.store.states import JobState
 
 ENDLESS, SHORT, QUICK = "steps=100000", "steps=100", "steps=20"
-# Functions that a supervisor uses when its job starts or ends.
+# Functions that a supervisor calls when its job starts or ends.
 RENAMED = (
     "is_gone",
     "run_hook",
@@ -28,7 +28,7 @@ RENAMED = (
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """While jobs wait, replace the package, file by file, with a version in which functions have other names.
+    """While jobs wait, replace the package file by file by a version in which functions have other names.
 
     Return the seconds from the upgrade to the end of the queue.
     """
@@ -57,7 +57,7 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 
 
 def head_halted(root: Path, dice: random.Random) -> float:
-    """Halt the supervisor at the head of the queue: the next job starts first, and the halted one after it continues.
+    """Halt the supervisor of the first job in the queue. The next job must start first, and the halted one later.
 
     Return the seconds for which the GPU was idle.
     """
@@ -87,7 +87,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
 
 
 def gpu_hangs(root: Path, dice: random.Random) -> float:
-    """Make every call to one of two GPUs hang: this is reported within seconds, and the queue continues with the other.
+    """Make all calls for one of two GPUs hang. This must be reported soon, and the queue must use the other GPU.
 
     Return the seconds that the `gpus` command takes.
     """
@@ -108,7 +108,7 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
 
 
 def driver_hangs(root: Path, dice: random.Random) -> float:
-    """Make the driver hang while jobs wait, and recover later: jobs show why they wait, and start automatically.
+    """Make the driver hang while jobs wait. Jobs must show why they wait, and start when the driver has recovered.
 
     Return the seconds from the recovery to the start.
     """
@@ -133,7 +133,7 @@ def driver_hangs(root: Path, dice: random.Random) -> float:
 
 
 def _put_driver(host: RealHost, name: str) -> None:
-    """Replace the library for all processes that load it from now on."""
+    """Replace the driver library for all processes that load it from now on."""
     other = host.driver.with_name("other")
     other.symlink_to(drivers() / name)
     other.replace(host.driver)

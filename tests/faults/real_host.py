@@ -1,4 +1,4 @@
-"""A simulated host with its own name, boot id, GPUs and package, built from namespaces on this machine (needs root)."""
+"""Simulates a host with its own name, boot id, GPUs and package through namespaces on this machine. Needs root."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ mount --bind "$0/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -e /etc/machine-id ] || mount --bind "$0/machine_id" /etc/machine-id
 hostname "$1"; echo up; exec sleep infinity
 """
-# Code appended to the installed modules: ranks that need no torch, and a check that finds no problem with torch.
+# Code that is appended to the installed modules: ranks without torch, and a check that finds no problem with torch.
 _FAKES = {
     "trainer/contract/runs/rank_spec.py": """
 
@@ -46,7 +46,7 @@ def cuda_problem(vendors=()):
 class RealHost:
     """A host on which commands start and change jobs. Its jobs train with `jobs/fake_rank.py`, without torch.
 
-    A stand-in for NVIDIA's library provides its only GPU; `number` gives that GPU a different UUID on each host.
+    A fake of NVIDIA's library provides the GPUs; `number` gives them different UUIDs on each host.
     """
 
     def __init__(self, box: Box, name: str, number: int = 0, faults: str = "", gpus: int = 1) -> None:
@@ -98,7 +98,7 @@ class RealHost:
         """Send SIGKILL to all processes of the host; return the pids that were alive."""
         lived = []
         for entry in Path("/proc").iterdir():
-            # The link of a zombie cannot be read.
+            # The namespace link of a zombie process cannot be read.
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and os.readlink(entry / "ns" / "uts") == namespace:
                     lived.append(int(entry.name))
@@ -126,7 +126,7 @@ class RealHost:
     def run(self, *words: object, ok: bool = True) -> str:
         """Run `sae-tui` with these arguments and return its output.
 
-        Require success, or with `ok=False` a failure without a crash.
+        Require that the command succeeds or, with `ok=False`, that it fails without a crash.
         """
         fixed = [sys.executable, "-P", "-m", "sae_tui", "--data-dir", str(self.box.data.root), "--gpu-source", "nvml"]
         done = self._inside(*fixed, *map(str, words))
@@ -136,7 +136,7 @@ class RealHost:
         return said
 
     def launch(self, *names: str, gpus: str = "auto:1", **place: object) -> list[int]:
-        """Launch jobs; a name determines what its ranks do, and `place` has options like `after=3` or `hold=True`."""
+        """Launch jobs. Their names determine what their ranks do; `place` has options like `after=3` or `hold=True`."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         files = [folder / f"{n}.toml" for n in range(len(names))]
         for file, name in zip(files, names, strict=True):
@@ -146,7 +146,7 @@ class RealHost:
         return [one["id"] for one in (launched if isinstance(launched, list) else [launched])]
 
     def trains(self, job_id: int) -> Job:
-        """Wait until a job advances and return its row; `Box.wait_steps` expects ranks from this machine's boot."""
+        """Wait for a step of a job and return its row. `Box.wait_steps` works only for ranks of this machine's boot."""
         wait_for(lambda: self.box.job(job_id).step, f"steps of job {job_id}", 60)
         return self.box.job(job_id)
 
@@ -212,7 +212,7 @@ def _libraries() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def drivers() -> Path:
-    """Build the stand-ins for NVIDIA's library once, plus `hangs`, whose first call never returns."""
+    """Build the fakes of NVIDIA's library once, and one more named `hangs`, whose first call never returns."""
     folder = Path(_libraries().name) / "drivers"
     folder.mkdir()
     build_drivers(folder)

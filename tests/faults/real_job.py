@@ -1,4 +1,4 @@
-"""A job on real training processes, the faults that can be injected, and the guarantees that hold afterwards."""
+"""A job with real training processes, with methods that inject faults and that check the guarantees afterwards."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
-# GPUs without computing processes: their leases and locks are real, but the ranks are CPU processes.
+# Simulated GPUs: their leases and locks are real, but the ranks run on the CPU.
 GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# After every fault, this many seconds after a kill, no process of the job may be alive and it may hold no GPU.
+# The seconds after which a killed job may have no living process and hold no GPU.
 GONE_AFTER_S = 15.0
-# Log every step: a run stopped within a log interval would record different averages of the same training.
+# Log every step, since a run that is stopped within a log interval records averages over other steps.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
 ENDLESS = SHORT | {"n_steps": 10**7}
 
@@ -39,7 +39,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 
 
 class RealJob:
-    """A job launched in the same way as by the app.
+    """A job that is launched in the same way as by the app.
 
     `train` and `launch` are settings in these sections; `place` contains the options `after` and `held`.
     """
@@ -98,7 +98,7 @@ class RealJob:
     def at_step(self, step: int) -> RealJob:
         wait_for(lambda: self.step >= step or self.row.state.is_final, f"step {step}", START_S)
         assert self.step >= step, f"{self.row.state} at step {self.step}: {self.row.error}"
-        # On a busy machine, the ranks may take a step before their supervisor has checked them.
+        # On a busy machine, the ranks may take a step before the supervisor has read their state.
         wait_for(lambda: self.row.state != JobState.STARTING, "its supervisor to see it train", START_S)
         return self
 
@@ -111,9 +111,9 @@ class RealJob:
         return self.box.wait_ended(self.id, timeout_s)
 
     def mend(self) -> float:
-        """Wait until the job has no process and holds nothing, and return the seconds.
+        """Wait until the job has ended, has no process and holds no GPU, and return the seconds.
 
-        Meanwhile, reconcile as any app or command would.
+        Meanwhile, reconcile jobs as an app or a command would.
         """
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):
@@ -124,7 +124,7 @@ class RealJob:
         return time.monotonic() - began
 
     def is_free(self) -> bool:
-        """Return whether another job could get its GPUs."""
+        """Return whether another job could get the job's GPUs."""
         locks = GpuLocks(lock_folder(self.box.data, "simulated"), [uuid for _, uuid in GPUS])
         took = locks.take()
         locks.release()
@@ -156,7 +156,7 @@ class RealJob:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Require that the checkpoint that a resume tries first is complete."""
+        """Require that the latest checkpoint, which a resume tries first, is complete."""
         checkpoints = newest_first(self.paths.checkpoints)
         assert checkpoints, "no checkpoint"
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])

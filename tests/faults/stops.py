@@ -1,4 +1,4 @@
-"""Stops a job at an awkward moment; each function does so once, and returns the seconds until the job has ended."""
+"""Stops a job at an unfavourable moment. Each function returns the seconds until the job has ended."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def stop_in_evaluation(root: Path, dice: random.Random) -> float:
 
 
 def stop_in_checkpoint(root: Path, dice: random.Random) -> float:
-    """Stop the job while it saves, which it does after every step."""
+    """Stop the job while it saves a checkpoint, which it does after every step."""
     return _stop_while_training(root, dice, checkpoint_every=1)
 
 
 def stop_while_reading(root: Path, dice: random.Random) -> float:
-    """Stop the job while it only reads and trains."""
+    """Stop the job while it only reads data and trains."""
     return _stop_while_training(root, dice, log_every=10_000, checkpoint_every=0)
 
 
@@ -42,7 +42,7 @@ def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float
 
 
 def _stop(job: RealJob) -> float:
-    """Stop the job; require that its work is saved and that every rank exited on its own. Return the seconds."""
+    """Stop the job; require that it saved a checkpoint and that all ranks exited themselves. Return the seconds."""
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

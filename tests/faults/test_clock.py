@@ -1,4 +1,4 @@
-"""Tests with times and processes in the store that belong to another boot, another process or another clock setting."""
+"""Tests with stored times and pids that are from another boot, another process or a clock that was set differently."""
 
 from __future__ import annotations
 

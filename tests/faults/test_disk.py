@@ -1,4 +1,4 @@
-"""Tests that a job continues while its disk is full or read-only, and saves once it can."""
+"""Tests that a job continues while its disk is full or read-only, and saves a checkpoint when this is possible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved_steps(training: Training) -> list[int]:
 
 
 def newest_step(training: Training) -> int:
-    """Return the step of the latest checkpoint from its name; its files may change while the job saves and deletes."""
+    """Return the step of the latest checkpoint. It is taken from the name, since the job may be deleting files."""
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 
 
@@ -46,7 +46,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, heartbeat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, heartbeat.step + 1, LOG_EVERY), heartbeat.step})
-    # A third checkpoint may be kept because it is the best one.
+    # A third checkpoint may exist because it is the best one.
     newest, other, *_ = saved_steps(training)
     assert newest == heartbeat.step
     assert other > first_failed

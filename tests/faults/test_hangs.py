@@ -1,4 +1,4 @@
-"""Tests that a permanently halted rank is detected and reported, and that all ranks are restarted."""
+"""Tests that a halted rank is detected and reported, and that all ranks are restarted."""
 
 from __future__ import annotations
 

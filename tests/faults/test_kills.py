@@ -1,4 +1,4 @@
-"""Tests what becomes of a job and its finished work when its processes are killed without warning."""
+"""Tests for jobs whose processes are killed without warning."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def test_an_old_job_that_was_just_resumed_has_time_to_get_its_supervisor(box) ->
     box.control.transition(job_id, JobState.QUEUED)
     assert reconcile(box.data) == []
     box.control.update(job_id, queued=time.time() + 3600)
-    # Only a clock that was set back makes it this late.
+    # This time passes only if the clock was changed.
     assert reconcile(box.data) == [job_id]

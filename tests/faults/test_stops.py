@@ -1,4 +1,4 @@
-"""Tests that a stop at an awkward moment saves the training and does not count as a failure."""
+"""Tests that a stop at an unfavourable moment saves a checkpoint and is not treated as a failure."""
 
 from __future__ import annotations
 

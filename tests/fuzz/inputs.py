@@ -1,4 +1,4 @@
-"""Generates byte strings for readers: mutated corpus seeds, arbitrary JSON and text, and arbitrary bytes."""
+"""Generates byte strings for readers: mutated files of the corpus, arbitrary JSON, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ JSON = st.recursive(
 
 
 def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) -> bytes:
-    """Return a mutated seed; with `splice`, `second` replaces `first` from that position on."""
+    """Return the mutated file `first`. With `splice`, the content of `second` replaces the part from there on."""
     content = first if splice is None else first[: _at(first, splice)] + second[_at(second, splice) :]
     for step in steps:
         content = step(content)
@@ -97,7 +97,7 @@ def inputs(folder: Path) -> st.SearchStrategy[bytes]:
     """Return a strategy for the inputs of the reader whose seeds are in the folder."""
     seeds = st.sampled_from([file.read_bytes() for file in sorted(folder.iterdir())])
     changed = st.builds(mutated, seeds, seeds, st.none() | PLACE, st.lists(STEPS, min_size=1, max_size=4))
-    # Listed three times, since most other inputs are rejected immediately.
+    # Mutated files are listed three times, since readers reject most other inputs immediately.
     return st.one_of(
         changed, changed, changed, JSON.map(lambda value: json.dumps(value).encode()), st.binary(max_size=200)
     )

@@ -17,7 +17,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# The limit is in CPU seconds of this process, so that no test fails on a busy machine; a reader takes milliseconds.
+# The limit is in CPU seconds of this process, so that no test fails on a busy machine. A reader takes milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
 LONGEST_SENTENCE = 3000
@@ -69,7 +69,7 @@ def _bounded() -> Iterator[None]:
 def home() -> Iterator[Home]:
     """Yield a data folder to read, in memory if such a file system exists."""
     in_memory = Path("/dev/shm")
-    # This check would start a process for every opened store.
+    # The replaced function would start a process for every opened store.
     local = mock.patch.object(database, "network_file_system", return_value=None)
     with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
         yield Home(Path(folder))

@@ -1,4 +1,4 @@
-"""All code that reads bytes written by others; `uses` defines how each reader is called."""
+"""A list of all code that reads bytes from untrusted sources; the module `uses` defines how each reader is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = type(None)
 
 
 class Reader(NamedTuple):
-    """A function that reads bytes from others.
+    """A function that reads bytes from an untrusted source.
 
     `read` gets the bytes in the file of `seeds` and returns one of `kinds`, or raises `UserError` or one of `raises`.
     """
@@ -47,7 +47,7 @@ READERS = (
     Reader("exit.json, repaired", "exit", uses.repaired, (str, NOTHING)),
     Reader("exit.json of a failure", "exit", uses.why, (str, NOTHING)),
     Reader("last word of a rank", "rank_exit", uses.why, (str, NOTHING)),
-    # Raises `ValueError` with the reason; the rank then ends, and a resume reads the previous attempt.
+    # This reader raises `ValueError` with the reason. The rank then ends, and a resume reads the previous attempt.
     Reader("ranks.json", "ranks", uses.ranks, (dict,), (ValueError,)),
     Reader("progress.jsonl", "progress", uses.progress, (int,)),
     Reader("log", "log", uses.log, (list,)),

@@ -1,4 +1,4 @@
-"""Reads a file in a data folder and then uses the value, as the product does."""
+"""Functions that read a file in a data folder and use its value like sae-tui."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ MACHINE = Machine(
 
 
 class Home:
-    """A data folder as the product writes it; one file contains the bytes to read."""
+    """A data folder as sae-tui writes it, in which one file contains the bytes to read."""
 
     def __init__(self, root: Path) -> None:
         self.data = DataDir(root)
@@ -111,7 +111,7 @@ class Home:
         return self.data.root / PLACES.get(kind, kind)
 
     def made(self, schema: Schema) -> Path:
-        """Return the path of an empty store, created once."""
+        """Return the path of an empty store, which is created only once."""
         path = self.data.root / f"empty-{schema}.db"
         if not path.exists():
             database.open_writer(path, schema).close()
@@ -188,7 +188,7 @@ def tensors(home: Home) -> dict[str, Any]:
 
     folder = home.path("manifest").parent
     home.path("manifest").unlink(missing_ok=True)
-    # `manifest_of` refuses a git-lfs pointer, which hypothesis writes after reading the first words in our code.
+    # `manifest_of` refuses git-lfs pointers, which Hypothesis generates because it uses string constants from our code.
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     described = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
@@ -381,7 +381,7 @@ def words(home: Home) -> list[int]:
 
 
 def number(home: Home) -> int:
-    """Parse text as numbers, as flags and form fields do."""
+    """Parse text as numbers, like flags and form fields."""
     text = home.text("seconds")
     for word in (text, *text.split(" ")):
         for several in (False, True):

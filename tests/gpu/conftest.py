@@ -1,4 +1,4 @@
-"""Fixtures that run scripts with the real pynvml on a stand-in for NVIDIA's library, and a polling helper."""
+"""Fixtures that run scripts with the real pynvml on a fake of NVIDIA's library, and a helper that polls."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def until() -> Callable[..., Any]:
-    """Return a function that polls until a condition holds and returns its value; it fails after ten seconds."""
+    """Return a function that polls a condition until it is true and returns its value, or fails after ten seconds."""
 
     def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
         deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""Tests `Amd` with AMD's own Python module, on a fake of AMD's library."""
+"""Tests for `Amd` with AMD's Python module and a fake of AMD's library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder that stands in for ROCm's installation."""
+    """Build a folder with the layout of a ROCm installation."""
     if (module := module_folder()) is None:
         pytest.skip("amdsmi is not installed")
     return build_library(tmp_path_factory.mktemp("rocm"), module)
@@ -273,7 +273,8 @@ def test_a_user_without_compute_permission_is_warned_even_if_gpus_can_be_read(
         Amd().open()
 
 
-# Follows a sampler through stages: once the condition of a stage holds, environment variables of the library change.
+# This script follows a sampler through stages. When the condition of a stage is true, it changes environment variables
+# of the fake library.
 FOLLOW = """
 import json, os, time
 from sae_tui.gpu import sampler as module
@@ -327,7 +328,7 @@ def test_the_sampler_recovers_from_a_reload_of_the_amd_driver(
     if OTHER in uuids:
         assert not all(rings[0])
         assert rings[1]
-        assert all(rings[1])  # no readings of the previous GPU
+        assert all(rings[1])  # the buffers contain no readings of the previous GPU
 
 
 @pytest.mark.parametrize("change", [RELOADED, RELOADED | {"FAKE_AMD_SMI_GPUS": "1"}], ids=["reset", "removed"])

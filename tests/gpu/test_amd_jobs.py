@@ -1,4 +1,4 @@
-"""Tests for commands and jobs on a machine with AMD GPUs: a fake of AMD's library, and ranks on the CPU."""
+"""Tests for commands and jobs on a machine with AMD GPUs. AMD's library is a fake, and ranks run on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from support.amd_driver import build_library, environment, module_folder
 from support.driver import ROOT
 
-# Every Python process runs this code at startup; a rank also stores its environment variables.
+# Every Python process runs this code at its start. A rank also stores its environment variables.
 START = """
 import os, pathlib
 from msgspec.structs import replace

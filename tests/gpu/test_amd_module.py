@@ -1,4 +1,4 @@
-"""Tests which amdsmi module is loaded, and the message if none can be used."""
+"""Tests for the choice of the amdsmi module, and for the message if none can be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for GPU details, with the real pynvml on a fake driver; they are read only while they are shown."""
+"""Tests for GPU details, which are read only while they are shown, with the real pynvml on a fake driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ indices = range(nvml.open())
 samples = [nvml.sample(index, processes=True) for index in indices]
 print(json.dumps([flat(nvml.details(index, samples[index])) for index in indices]))
 """
-# The fields that become unknown, by fault of the driver.
+# Maps each fault of the driver to the fields that become unknown.
 FAULTS = {
     "no_clock": ["sm_clock_mhz", "memory_clock_mhz"],
     "err_max_clock": ["most_sm_clock_mhz", "most_memory_clock_mhz"],
@@ -49,7 +49,7 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# No Xid error is reported, this driver names no recovery action, and activity requires two readings.
+# Unknown fields: there is no Xid error, this driver names no recovery action, and activity needs two readings.
 UNKNOWN = {"xid", "recovery", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = f"""{FLAT}
 nvml = Nvml()

@@ -1,4 +1,4 @@
-"""Tests for the energy of a GPU: the integral of its power, the driver's counter, and gaps."""
+"""Tests for the energy of a GPU, which is computed from its power, from the driver's counter, and with gaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def metered(readings: list[EnergyReading], begin: float, end: float) -> Used:
 
 
 def naive(readings: list[EnergyReading], begin: float, end: float) -> tuple[float, float]:
-    """Return joules and measured seconds from a plain loop over pairs of power samples, constant at both edges."""
+    """Return joules and measured seconds, computed by a plain loop over pairs of power samples."""
     first, last = readings[0], readings[-1]
     points = [(begin, first.power_w), *((one.timestamp, one.power_w) for one in readings), (end, last.power_w)]
     joules = seconds = 0.0

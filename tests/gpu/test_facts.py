@@ -1,4 +1,4 @@
-"""Tests for versions and links, from the real pynvml on the fake driver and from the simulated machine."""
+"""Tests for versions and links that pynvml on the fake driver and the simulated machine report."""
 
 from __future__ import annotations
 

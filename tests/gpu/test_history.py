@@ -1,4 +1,4 @@
-"""Tests for `gpu.db`: which process writes it, how it is read, retention and shrinking."""
+"""Tests for `gpu.db`: which process writes it, how it is read, how long rows are kept, and how the file shrinks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    """Sample two GPUs 200 times per second, with a clock that starts ten minutes ago and advances 1 s per sample."""
+    """Sample two GPUs 200 times per second. The clock starts ten minutes ago and advances 1 s per sample."""
     begin, ticks = time.time() - 600, itertools.count()
     started = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
     yield started
@@ -191,7 +191,7 @@ def test_a_waiting_recorder_follows_the_host_to_its_own_file(
     lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
     assert lock.acquire()
     recorder = record()
-    # The elected process switches to its own file, and then the user removes the old one.
+    # The elected process has switched to its own file; then the user deletes the old file.
     open_writer(data_dir.own_gpu_db, "gpu").close()
     earlier.unlink()
     lock.release()
@@ -307,7 +307,7 @@ def test_an_unwritable_store_is_reported_in_one_sentence_and_sampling_continues(
     data_dir.gpu_db.rename(data_dir.gpu_db.with_suffix(".bad"))
     until(lambda: rows(data_dir))
     until(lambda: recorder.problem is None)
-    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # nothing was lost in the meantime
+    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # no sample was lost
 
 
 def test_a_store_that_is_locked_for_long_is_reported_and_written_afterwards(
@@ -475,7 +475,7 @@ def filled(data_dir: DataDir, hours: float) -> None:
 
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
-    """Run two complete passes of upkeep, a minute apart, and return the sizes of the write-ahead log."""
+    """Run two complete passes of upkeep with a minute between them, and return the sizes of the write-ahead log."""
     wal = data_dir.gpu_db.with_name(f"{data_dir.gpu_db.name}-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
@@ -493,11 +493,11 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
     monkeypatch.setattr(upkeep, "BATCH_PAGES", 10)
     filled(data_dir, 8)
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
-        db.execute("PRAGMA wal_autocheckpoint=20")  # scaled from 1000 pages for the file of a week
+        db.execute("PRAGMA wal_autocheckpoint=20")  # instead of 1000 pages for the file of a week
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
-        assert len(sizes) > 20  # in small batches, so that samples can be stored in between
+        assert len(sizes) > 20  # the rows were deleted in small batches, so that samples can be stored in between
         assert max(sizes) < before / 2
         assert sizes[-1] == 0
         assert data_dir.gpu_db.stat().st_size < before / 3
@@ -513,7 +513,7 @@ def test_a_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
 ) -> None:
     monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=space))
     filled(data_dir, 3)
-    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as the earlier version created it
+    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as in the earlier version
         db.execute("PRAGMA journal_mode=delete")
         db.execute("PRAGMA auto_vacuum=NONE")
         db.execute("VACUUM")
@@ -670,7 +670,7 @@ def test_readings_that_another_process_stores_later_close_the_gap(
     begin = time.time() - 30
     store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
     started = monitor(Simulated(1))
-    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # ten seconds that no process seems to have recorded
+    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # a gap of ten seconds that no process has recorded
     store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
     until(lambda: utilization(started, 0).count(11) >= 29)
     recorded = utilization(started, 0)

@@ -1,4 +1,4 @@
-"""Tests that an impossible reading is unknown, but only for that sensor of that GPU."""
+"""Tests that an impossible reading makes only that sensor of that GPU unknown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.contract.paths import DataDir
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 GIB = 1 << 30
 MEMORY = {"memory_used_bytes", "memory_free_bytes"}
-# The fields of a sample that become unknown, by fault of the driver. A negative temperature is valid.
+# Maps each fault of the driver to the fields of a sample that become unknown. A negative temperature is valid.
 FAULTS = {
     "u32max": {"utilization", "temperature_c", "power_w", "power_limit_w"},
     "mem_max": MEMORY,

@@ -1,4 +1,4 @@
-"""Tests that a GPU vendor added by one file and one line appears wherever NVIDIA's GPUs do."""
+"""Tests that GPUs of a new vendor, which needs one file and one line, are supported everywhere like NVIDIA's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.rows import Job
 
-# Every process on a machine with abacuses starts with this code, which registers them; a rank stores its variables.
+# Every Python process on a machine with abacuses runs this code at its start, which registers the vendor. A rank also
+# stores its environment variables.
 START = """
 import os, pathlib, support.abacus
 support.abacus.register({folder!r})

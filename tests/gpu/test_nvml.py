@@ -1,4 +1,4 @@
-"""Tests `Nvml` on a fake driver, with the real pynvml."""
+"""Tests for `Nvml` with the real pynvml on a fake driver."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ print(json.dumps([seen, unhealthy]))
     assert lost[1:3] == before[1:3] == back[1:3]
     assert "fallen off the bus" in lost[3]
     assert lost[4] == back[4] == {}
-    # All 8 GPUs were searched for slices, and no old handle is used again.
+    # All 8 GPUs were searched for slices, and old handles are not used again.
     assert calls_in(tmp_path)["nvmlDeviceGetHandleByIndex_v2"] == 8 + 1 + unhealthy
 
 
@@ -356,7 +356,7 @@ def test_free_memory_is_the_drivers_own_figure_with_old_and_new_calls(read_all: 
         (sample,) = read_all(driver=driver, GPUS=1)
         in_use = sample["memory_total_bytes"] - sample["memory_free_bytes"]
         reserved = in_use - sample["memory_used_bytes"]
-        assert reserved == (600 << 20 if driver == "new" else 0)  # the old calls count reserved memory as used
+        assert reserved == (600 << 20 if driver == "new" else 0)  # old calls count reserved memory as used
     (hidden,) = read_all({0: "no_memory_info"}, GPUS=1)
     assert hidden["memory_free_bytes"] is None
 

@@ -37,7 +37,7 @@ def test_measurements_of_a_physical_gpu_are_not_reported_for_its_slices(read_all
         assert (one["utilization"], one["temperature_c"], one["power_w"]) == (None, None, None)
         assert (one["failed"], one["healthy"], one["unusable"]) == ({}, True, "")
     assert split["temperature_c"] is not None
-    # The memory is counted only once, for the slices.
+    # Only the slices report the memory.
     assert split["memory_total_bytes"] is None
     assert split["unusable"].startswith("it is split into MIG slices, which are listed as separate GPUs")
 

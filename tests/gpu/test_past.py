@@ -15,7 +15,7 @@ LOST = None
 
 
 def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
-    """Return a sample whose memory and power follow its utilisation; None stands for a lost GPU."""
+    """Return a sample whose memory and power are proportional to its utilisation; None stands for a lost GPU."""
     if utilization is LOST:
         return GpuSample(index, f"GPU-{index}", "A", timestamp, healthy=False, reason="lost")
     return GpuSample(
@@ -69,7 +69,7 @@ def test_the_newest_column_is_the_current_interval_or_the_one_before() -> None:
     assert of(gpu, now=112.05).column(0, "timestamp", 2) == [
         110.1,
         110.1,
-    ]  # the GPU is late, so its last value is repeated
+    ]  # the reading of the GPU is late, so its last value is repeated
 
 
 def test_samples_of_one_interval_share_a_column_even_after_the_clock_was_set_back() -> None:
@@ -83,7 +83,7 @@ def test_a_gpu_that_answers_a_second_later_makes_no_dip_at_the_start() -> None:
     early, late = before | every_second(100.8, 105.1, 80), before | every_second(101.1, 105.1, 10)
     together = shares(of(*[early] * 8, *[late] * 8, now=105.4))
     assert line(together.memory) == "...44444"
-    # At first, half of the GPUs have not responded at all.
+    # At the start, half of the GPUs have not yet responded at all.
     started = shares(of(*[before | {100.8: 80}] * 8, *[before] * 8, now=100.9, n=60))
     assert line(started.memory) == "8" * 10 + "." * 50
 

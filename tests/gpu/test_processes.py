@@ -1,4 +1,4 @@
-"""Tests for GPU processes, with and without a fake driver, and for signals to them."""
+"""Tests for GPU processes, with and without a fake driver, and for signals to these processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
     }
     code = "print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
-        # The kernel shows a program's environment only some time after the program begins to load.
+        # Wait for output, since the kernel shows a program's environment only some time after the program has started.
         assert process.stdout
         process.stdout.readline()
         yield process
@@ -201,7 +201,7 @@ def test_the_container_of_the_app_itself_is_not_named(monkeypatch) -> None:
 
 
 def test_a_file_that_never_answers_blocks_only_one_short_read(tmp_path) -> None:
-    pipe = tmp_path / "cmdline"  # opening it waits for a writer, as reading /proc of a hung process does
+    pipe = tmp_path / "cmdline"  # opening a pipe waits for a writer, as reading /proc waits for a hung process
     os.mkfifo(pipe)
     before = set(_file_readers())
     for limit_s in (0.05, 60, 60):

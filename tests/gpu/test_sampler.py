@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """A source that records the requests for each GPU; some tests change how it responds."""
+    """A source that records the requests for each GPU. Some tests change how the source responds."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)
@@ -145,7 +145,7 @@ def test_a_gpu_that_hangs_never_stops_the_others_and_is_named(
     before = len(source.asked)
     until(lambda: len(source.asked) > before + 20)
     assert [sample.healthy for sample in sampler.latest()] == [True, False, True]
-    until(lambda: sampler.ring(1).column("utilization", 1) == [None])  # its history shows a gap
+    until(lambda: sampler.ring(1).column("utilization", 1) == [None])  # the history of this GPU shows a gap
     assert sampler.ring(0).column("utilization", 1) == [0]
     begin = time.monotonic()
     assert not sampler.stop(timeout=0.3)

@@ -1,4 +1,4 @@
-"""Tests for GPUs that must not be used and GPUs that use host memory, from the driver to the list of choices."""
+"""Tests for GPUs that must not be used and for GPUs that share the host's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _used(percent: int, used: int, total: int) -> dict[str, Any]:
     return {"utilization": percent, "memory_used_bytes": used, "memory_total_bytes": total}
 
 
-# The reason why the GPU is not offered, by fault of the driver.
+# Maps each fault of the driver to the reason why the GPU is not offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
     "pending": "rows of its memory wait to be replaced",
@@ -220,7 +220,7 @@ def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> 
     assert choice.may_be_offered
     assert "stale reading until a program uses CUDA" in choice.reason
     assert aggregate([idle, busy]).average_utilization == 40
-    # The reading is included in the mean unless use can be ruled out.
+    # A reading is left out of the mean only if the GPU is certainly not in use.
     for one in (
         replace(idle, processes=None),
         replace(idle, memory_used_bytes=2 * GIB),

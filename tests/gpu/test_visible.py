@@ -1,4 +1,4 @@
-"""Tests which GPUs the app shows if CUDA_VISIBLE_DEVICES hides some."""
+"""Tests for the GPUs that the app shows if CUDA_VISIBLE_DEVICES hides some."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_visible_gpus_are_shown_and_all_are_sampled(start, until, monkeypat
     until(lambda: [sample.uuid for sample in monitor.latest()] == ["GPU-1", "GPU-3"])
     assert monitor.hidden == "2 of 4 GPUs, by CUDA_VISIBLE_DEVICES"
     assert [sample.index for sample in monitor.latest()] == [1, 3]
-    # The process that is elected to store the history does so for all users.
+    # Hidden GPUs are sampled too, since the process that stores the history stores it for all users.
     assert len(monitor._sampler.ring(0)) > 0
 
 

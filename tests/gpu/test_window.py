@@ -1,4 +1,4 @@
-"""Tests for the history of a GPU, resampled to the number of drawn columns."""
+"""Tests for the history of a GPU, which is resampled to the number of columns on the screen."""
 
 from __future__ import annotations
 

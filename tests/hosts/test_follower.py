@@ -69,14 +69,14 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
         cut = wait_for(lambda view: view.stage is ConnectionStage.CUT)
         assert (cut.sentence, cut.gpus) in [("", ()), ("cannot be reached: ssh says nothing", ())]
         assert cut.since >= seen.since
-        # The jobs keep their last known values.
+        # The last known jobs are still shown.
         assert cut.jobs
         assert wait_for(lambda view: view.is_connected and view.gpus).sentence == ""
     assert len(runs_of(tmp_path)) >= 3
 
 
 def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: Path) -> None:
-    """This is how the host closes its GPU driver while the app is stopped."""
+    """While the app is stopped, it cuts the connection so that the host closes its GPU driver."""
     hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
     hosts.start(lambda: None)
     for n_runs in (1, 2):
@@ -124,7 +124,7 @@ def test_stopping_ends_the_ssh_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     hosts.stop()
-    # The process sees the end of its standard input even if no signal reaches it.
+    # The process ends at the end of its standard input, even if it gets no signal.
     while not gone.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -94,7 +94,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
 
 def test_a_silent_host_is_disconnected_and_reconnected(sshd, tmp_path) -> None:
     sshd.install(tmp_path / "data")
-    # ssh uses the first value of an option, so these values make it give up sooner.
+    # With these options, ssh gives up sooner. The app adds its own values, but ssh uses the first value of an option.
     ssh = [*sshd.ssh, "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1"]
     hosts = Hosts(["gpu1"], ssh, demo=True)
     hosts.start(lambda: None)
@@ -107,7 +107,7 @@ def test_a_silent_host_is_disconnected_and_reconnected(sshd, tmp_path) -> None:
 
 def test_a_host_is_followed_over_a_slow_connection(sshd, tmp_path) -> None:
     sshd.install(tmp_path / "data")
-    # The connection has a delay of 0.1 s each way and less bandwidth than a modem of 1998.
+    # The connection has a delay of 0.1 s and a bandwidth of 6,000 bytes/s in each direction.
     proxy = f"ProxyCommand={sys.executable} {slow_line.__file__} {sshd.port} 0.1 6000"
     hosts = Hosts(["gpu1"], [*sshd.ssh, "-o", proxy], demo=True)
     hosts.start(lambda: None)

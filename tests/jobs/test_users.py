@@ -52,7 +52,7 @@ class User:
             "SAE_TUI_DATA_DIR": str(self.data),
             "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
         }
-        # These users may read all files, because Python may be in root's home folder, but write only to their own files.
+        # These users may read all files, since Python may be in root's home folder, but write only to their own files.
         may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,4 +1,4 @@
-"""Tests for the output of `python -m build`, and the metadata that pip and uv show to users."""
+"""Tests for the packages that `python -m build` writes, and for their metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the sdist, installed without a network, with and without the trainer's packages."""
+"""Tests for the sdist, installed without a network, with and without the packages that the trainer needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ report_card = false
 [launch]
 gpus = "cpu"
 """
-# Runs many commands in one process, so that Python starts only once.
+# This script runs many commands in one process, so that Python starts only once.
 ALL = """
 import contextlib, io, json, sys
 import sae_tui.cli, trainer.cli
@@ -58,7 +58,7 @@ class Installed:
         self.job_file.write_text(JOB.format(sample=package / "data" / "sample"))
 
     def with_torch(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run a program that can also import this environment's packages, after the installed ones."""
+        """Run a program that can also import packages of the test environment; installed packages have priority."""
         own, here = str(self.package.parent), sysconfig.get_path("purelib")
         return self.run(*argv, PYTHONPATH=f"{own}:{here}")
 

@@ -1,4 +1,4 @@
-"""Tests the Dockerfile and the conda-forge recipe against pyproject.toml, since neither can be run here."""
+"""Tests that the Dockerfile and the conda-forge recipe agree with pyproject.toml, since tests cannot build them."""
 
 from __future__ import annotations
 

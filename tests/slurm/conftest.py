@@ -1,4 +1,4 @@
-"""Fixtures for attempts on a real SLURM cluster of two nodes, shared by all tests of a process."""
+"""Fixtures for job attempts on a real SLURM cluster of two nodes, which all tests of a process share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROJECT = Path(__file__).parents[2]
 def cluster() -> Iterator[Cluster]:
     if reason := obstacle():
         pytest.skip(reason)
-    # pytest's folder names are too long for a socket path.
+    # The names of pytest's folders are too long for the path of a socket.
     started = Cluster(Path(tempfile.mkdtemp(prefix="slurm-")))
     try:
         started.start()
@@ -42,7 +42,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Submission:
-    """Acts as a supervisor for one attempt, and exposes the data that tests check."""
+    """Supervises one attempt, and gives tests access to its data."""
 
     def __init__(self, data: DataDir, job: AnyJob, control: Control) -> None:
         self.data, self.job, self.control = data, job, control
@@ -81,7 +81,7 @@ class Submission:
         return [event.message for event in self.control.events(self.job_id)]
 
     def until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> None:
-        """Drive the attempt until the condition is true."""
+        """Poll the attempt until the condition is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = [self.paths.logs / name for name in ("slurm.log", "rank0.log", "rank1.log")]
@@ -90,7 +90,7 @@ class Submission:
             self.attempt.wait(0.1)
 
     def until_ended(self) -> list[int | None]:
-        """Drive the attempt to its end; return the ranks' exit codes."""
+        """Poll the attempt until it has ended; return the exit codes of the ranks."""
         self.until(lambda: not self.attempt.alive)
         return [rank.code for rank in self.attempt.ranks]
 
@@ -110,7 +110,7 @@ def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # Short delays suffice, since both nodes share a file system and the controller is otherwise idle.
+    # Short delays are enough, since both nodes share a file system and the controller has nothing else to do.
     monkeypatch.setattr(slurm, "WORDS_S", 1.0)
     monkeypatch.setattr(cluster_of_job, "LOOK_EVERY_S", 0.3)
     data = DataDir(tmp_path / 'it\'s 100 % "$(data)"')

@@ -1,4 +1,4 @@
-"""Tests the addresses at which a job on a real SLURM can be reached over the network while it runs."""
+"""Tests for the network addresses on which a job on a real SLURM cluster listens while it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES = pytest.mark.parametrize(
 
 
 class Reachable:
-    """A job's programs and threads so far, and the addresses at which they listened for TCP connections."""
+    """Records the programs and threads of a job, and the addresses on which they listened for TCP connections."""
 
     def __init__(self, slurm_id: str) -> None:
         self.slurm_id = slurm_id
@@ -50,7 +50,7 @@ def threads_of(process: psutil.Process) -> set[str]:
 
 
 def listens_at(process: psutil.Process) -> set[str]:
-    # psutil 5 uses the old name.
+    # The method is called `connections` in psutil 5.
     connections = getattr(process, "net_connections", None) or process.connections
     return {connection.laddr.ip for connection in connections("tcp") if connection.status == psutil.CONN_LISTEN}
 

@@ -1,4 +1,4 @@
-"""Tests for jobs on the nodes of a real SLURM: training, how jobs end, and reports."""
+"""Tests for jobs on the nodes of a real SLURM cluster: how they train and end, and what they report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
     one = submission(nodes=1)
     one.start()
     one.until_training()
-    # SLURM sends this signal on its own because of --signal.
+    # Near the time limit, SLURM itself sends this signal because of --signal.
     cluster.command("scancel", "--batch", "--signal=USR1", one.slurm_id)
     assert one.until_ended() == [EXIT_STOPPED]
     assert any(one.paths.checkpoints.iterdir())
@@ -205,7 +205,7 @@ def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_
 
 
 def test_an_extraction_on_nodes_stops_on_request_after_its_last_shards(submission, tmp_path: Path) -> None:
-    # The job would take minutes, but gets only a few seconds.
+    # The extraction would take minutes, but the test stops it after a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
     one = submission(extraction=extraction)
     one.start()

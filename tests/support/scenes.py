@@ -64,7 +64,7 @@ def lively_monitor(
 ) -> StillMonitor:
     """Return a monitor with 90 s of history.
 
-    The `busy` GPUs have processes with consecutive pids, starting with `pid`. The processes start after `since` seconds.
+    The `busy` GPUs have processes with consecutive pids, starting with `pid`. They start after `since` seconds.
     """
     clock = [NOW]
     ours = {uuid_of(index): (pid + place, 3 * GIB) for place, index in enumerate(busy)}

@@ -1,4 +1,4 @@
-"""Tests who handles ctrl+z: the app while it has the terminal, the kernel before and after."""
+"""Tests that the app handles ctrl+z while it has the terminal, and the kernel before and afterwards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ print("resumed", app.n_resumed)
 @pytest.mark.parametrize(("stops_in", "n_stops"), [("pause", 1), ("resume", 2)])
 def test_ctrl_z_during_a_pause_is_part_of_it_and_during_a_resume_stops_again(stops_in: str, n_stops: int) -> None:
     command = [sys.executable, "-c", STOPPED_AGAIN, stops_in]
-    # In a session of its own, the kernel would discard the signal, since no shell could continue the process.
+    # Use a new process group, not a new session, in which the kernel would discard the signal.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         for _ in range(n_stops):
             deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""Compares the painter with a full redraw: after any sequence of updates, the terminal must show the same cells."""
+"""Tests that the terminal shows the same cells after any sequence of partial updates as after a full redraw."""
 
 from __future__ import annotations
 

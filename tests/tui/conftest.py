@@ -1,4 +1,4 @@
-"""Fixtures: the app with simulated GPUs, a clock controlled by the test, and a store in a temporary folder."""
+"""Fixtures for the app with simulated GPUs, a clock that the test controls, and a store in a temporary folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_objects() -> Iterator[None]:
-    """Exclude existing objects from cyclic garbage collection, since pytest keeps an object for every test."""
+    """Exclude existing objects from garbage collection, since pytest keeps an object for every test."""
     gc.collect()
     gc.freeze()
     yield
@@ -26,7 +26,7 @@ def _lasting_objects() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage as rarely as the app does; Python's default takes a fifth of the time of these tests."""
+    """Collect garbage as rarely as the app does. With Python's default, it takes a fifth of the time of these tests."""
     usual = gc.get_threshold()
     gc.set_threshold(20_000, 20, 20)
     yield
@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
-    """Return `make_app(gpus=8, theme="light")`, which creates an app that changes only when the test acts."""
+    """Return a function such as `make_app(gpus=8, theme="light")`, whose app changes only if the test acts."""
 
     def make(
         gpus: int = 4,
@@ -60,5 +60,5 @@ def make_app(data: DataDir) -> Callable[..., SaeApp]:
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove differences between machines."""
+    """Make screens the same on every machine."""
     same_everywhere(monkeypatch)

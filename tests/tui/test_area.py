@@ -1,4 +1,4 @@
-"""Tests for a history as an area chart with an axis."""
+"""Tests for histories that are drawn as area charts with an axis."""
 
 from __future__ import annotations
 

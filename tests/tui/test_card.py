@@ -35,7 +35,7 @@ def job_id(data: DataDir) -> int:
 
 
 async def opened(pilot: Pilot[None], app: SaeApp) -> CardScreen:
-    """Open the first job, then its report card by key."""
+    """Open the first job, then press the key that opens its report card."""
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(app.session.jobs[0].id)
     await wait_until(pilot, lambda: app.screen.name == "job")
@@ -59,7 +59,7 @@ async def test_all_figures_of_a_report_card_fit_on_one_screen(
         for fact in FACTS:
             assert any(line.startswith(f" {fact}") for line in shown), fact
         assert " FVU                 0.2500 ± 0.0100, median row 0.2400" in shown
-        # The latents are listed below, with the strongest tokens aligned in one column.
+        # The latents are listed below, with their strongest tokens aligned in one column.
         latents = panel.plain.splitlines()[-20:]
         assert latents[2].startswith("      3   3.000%")
         assert {line.index(f" of{number}") for number, line in enumerate(latents, 1)} == {latents[0].index(" of1")}

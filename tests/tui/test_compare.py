@@ -19,7 +19,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
-few = st.integers(0, 6).map(float)  # so few values that points often share one or both
+few = st.integers(0, 6).map(float)  # only a few values, so that points often have the same coordinates
 
 
 def job_file(**sae: object) -> str:
@@ -28,7 +28,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def jobs(data) -> tuple[int, int]:
-    """Record two runs with k 16 and 64, of which the second has taken more steps."""
+    """Record two runs with k = 16 and k = 64, of which the second has taken more steps."""
     first = record_job(data, "narrow", JobState.FINISHED, config=job_file(k=16))
     second = record_job(data, "wide", JobState.RUNNING, config=job_file(k=64))
     record_metrics(data, first, steps=200)

@@ -45,7 +45,7 @@ def text(app, panel) -> str:
 
 
 def gpus(app) -> list[str]:
-    """Return the two lines of each GPU joined into one."""
+    """Return the text of each GPU, with its two lines joined into one."""
     lines = text(app, GpuPanel).splitlines()
     return [f"{one.rstrip()} {other.strip()}" for one, other in zip(lines[::2], lines[1::2], strict=True)]
 
@@ -71,7 +71,7 @@ async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) 
         await pilot.pause()
         assert "idle" in text(app, GpuPanel).splitlines()[0]
         record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
-        # No sample is taken in between, since its time would be a minute later.
+        # The app shows the job before the next sample, which is taken only a minute later.
         await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
 
 
@@ -104,7 +104,7 @@ def are_apart(found: list[Region]) -> bool:
 async def test_any_number_of_gpus_fits_any_window_size_without_overlap(make_app, gpus, size, view) -> None:
     app = make_app(gpus, monitor_view_default=view)
     async with app.run_test(size=size) as pilot:
-        # Panels are resized after their content arrives, so the first layout is not the last.
+        # Panels are resized when their content arrives, so the layout can change after the first time.
         await wait_until(pilot, lambda: are_apart(regions(app)))
         assert all(one.right <= size[0] for one in regions(app))
         for view_widget in app.screen.query(LineView):
@@ -447,7 +447,7 @@ async def test_ctrl_c_shows_which_key_quits(make_app) -> None:
         app.notify = lambda message, **_: messages.append(message)
         await pilot.press("ctrl+c")
         await wait_until(pilot, lambda: messages == ["Press q to quit; jobs keep running."])
-        # In a text field q is a letter, and Ctrl-C copies.
+        # In a text field, q types a letter and ctrl+c copies.
         await pilot.press("slash")
         await wait_until(pilot, lambda: isinstance(app.focused, Input))
         app.action_help_quit()

@@ -1,4 +1,4 @@
-"""Tests for the dashboard with other hosts; child processes stand in for ssh."""
+"""Tests for the dashboard with other hosts, in which child processes replace ssh."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         await wait_until(pilot, lambda: table.cursor == "1")
         await pilot.press("down")
         assert table.cursor == "gpu1 9"
-        # Actions that work only on jobs of this host are not offered, and have no effect.
+        # For this job, actions that work only on jobs of this host are not offered and have no effect.
         await pilot.press("space", "R", "D", "y")
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
         await pilot.press("down", "down")

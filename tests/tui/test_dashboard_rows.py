@@ -1,4 +1,4 @@
-"""Tests for how the window is divided among the dashboard's panels."""
+"""Tests for the number of rows that each panel of the dashboard gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for evaluations in the app: the questions before the start, and how a running one is shown and stopped."""
+"""Tests for evaluations in the app: the questions before the start, and how a running evaluation is shown and ended."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
         assert folder.value.endswith("/a-1")
         folder.value = str(tmp_path / "out")
         await pilot.press("enter")
-        # The message comes from the trainer; this job has no checkpoint.
+        # The trainer reports that this job has no checkpoint.
         answer = app.screen.query_one("#answer", Label)
         await wait_until(pilot, lambda: "no checkpoint was saved" in str(answer.content), seconds=60)
         assert not (tmp_path / "out").exists()
-        # A non-empty folder requires confirmation, and formats that can only be read are not offered.
+        # A folder that is not empty requires confirmation. Formats that can only be imported are not offered.
         folder.value = str(tmp_path)
         await pilot.press("enter")
         await wait_until(pilot, lambda: f"{tmp_path} is not empty." in str(answer.content))

@@ -1,4 +1,4 @@
-"""Tests for the filter, order and marks of the jobs table, and the keys that change a job's name, tags and note."""
+"""Tests for filtering, sorting and marking in the jobs table, and for keys that change name, tags and note of a job."""
 
 from __future__ import annotations
 

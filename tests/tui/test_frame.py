@@ -1,4 +1,4 @@
-"""Tests that panels have a frame, a ruled line or neither, depending on the window size, and always a title."""
+"""Tests that panels always have a title, and a frame, a ruled line or neither depending on the window size."""
 
 from __future__ import annotations
 

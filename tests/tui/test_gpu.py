@@ -1,4 +1,4 @@
-"""Tests for the screen of one GPU, and the ways to open it."""
+"""Tests for the screen of one GPU and the keys and clicks that open it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_gpu_is_read_again_if_the_previous_screen_closes_late(make_app) 
         await pilot.pause()
         await pilot.press("0", "escape", "1")
         await shown(pilot, 1)
-        app.session.monitor.look_at(None)  # as the previous screen does after its removal
+        app.session.monitor.look_at(None)  # as the previous screen does when it is removed
         app.redraw.show_gpus()
         assert app.session.monitor.looked_at == 1
 

@@ -478,7 +478,7 @@ ERROR = (
 
 
 def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> None:
-    """Write the files of a failed job, as left by the rank and the supervisor."""
+    """Write the files that the rank and the supervisor of a failed job write."""
     paths = data.run(job_id)
     paths.create()
     paths.job_file.write_text(job_file())
@@ -560,7 +560,7 @@ async def test_a_key_shows_every_metric_of_a_job_and_escape_returns(make_app, da
         await pilot.press("c")
         assert app.screen.name == "compare"
         await wait_until(pilot, lambda: "tokens_per_s" in app.screen.comparison.metrics)
-        # With a single SAE there is no comparison: its curve fills the window.
+        # With a single SAE there is nothing to compare, and its curve fills the window.
         await pilot.press("2")
         assert [view.id for view in app.screen.query("#views > *") if view.display] == ["curves"]
         await pilot.press("escape")

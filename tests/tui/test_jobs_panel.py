@@ -1,4 +1,4 @@
-"""Tests for the rows of the jobs table, and which columns fit."""
+"""Tests for the rows of the jobs table and for the columns that fit into the window."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_finished_job_shows_its_duration_instead_of_a_full_bar() -> None:
     took = {"started": 100.0, "ended": 129.0, "attempt": 1, "progress": 1.0}
     assert cells(job(JobState.FINISHED, **took))["PROGRESS"] == ("29 s", "dim")
     assert "━" in cells(job(JobState.STOPPED, **took))["PROGRESS"][0]
-    # With several attempts, `started` is the start of the latest one.
+    # With several attempts, `started` is the start of the latest attempt, so no duration is shown.
     assert "━" in cells(job(JobState.FINISHED, **(took | {"attempt": 2})))["PROGRESS"][0]
 
 

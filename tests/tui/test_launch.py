@@ -85,7 +85,7 @@ async def test_free_gpus_are_ticked_and_a_busy_one_shows_its_user(make_app) -> N
 
 
 class Hiding(Simulated):
-    """Simulated GPUs: 0 is full without visible processes, 1 does not report its memory, and 2 is split."""
+    """Simulated GPUs: GPU 0 is full without visible processes, GPU 1 does not report its memory, and GPU 2 is split."""
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         changes = {
@@ -290,7 +290,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
         await type_into(pilot, screen, "sae.k", "24")
         await type_into(pilot, screen, "train.lr", "fast")
         await reviewed(pilot, screen, "train.lr")
-        # The app ends here without a quit command.
+        # The app has ended without a quit command.
     left = kept_draft.file_of(data, "train")
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:

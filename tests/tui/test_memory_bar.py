@@ -36,7 +36,7 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     await wait_until(
         pilot, lambda: screen.query_one("#row-name", SettingRow).text == "quick" and "Weights" in panel.plain
     )
-    # With a batch of this size, replicas are the fastest parallel mode.
+    # With this batch size, ddp is the fastest parallel mode.
     screen.query_one("#row-train-batch_size Input", Input).value = "1024"
     await wait_until(pilot, lambda: (job := screen.form.review.job) and job.train.batch_size == 1024)
     return screen, panel

@@ -116,6 +116,6 @@ async def test_a_job_that_is_opened_at_once_keeps_the_log_that_its_screen_follow
         app.screen._selected()
         app.session.go.open_job(1)
         app.session.watcher.follow(1, 1)
-        # This is longer than the cursor must rest on a job.
+        # This is longer than the time that the cursor must stay on a job before the preview follows.
         await pilot.pause(0.5)
         assert app.session.watcher._followed == (1, 1)

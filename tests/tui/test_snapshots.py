@@ -1,4 +1,4 @@
-"""Snapshots of the screens. After a deliberate change: `pytest tests/tui/test_snapshots.py --snapshot-update`."""
+"""Compares screens with snapshots, which `pytest tests/tui/test_snapshots.py --snapshot-update` updates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_settings(snap_compare, make_app, data, size) -> None:
     async def ready(pilot) -> None:
         await pilot.press("comma")
         await wait_until(pilot, lambda: app.screen.name == "settings")
-        # The real folder differs between runs.
+        # The path of the real data folder differs between test runs.
         app.screen._path = "~/.local/share/sae-tui/settings.toml"
         app.screen._entitle()
         await pilot.pause()

@@ -23,15 +23,15 @@ MakeApp = Callable[..., SaeApp]
 TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
-# The minimum contrast of text with 24-bit and with 256 colours. With 256 colours, the line under the cursor is bright
-# teal instead of blue, so dim text in the dark theme has too little contrast on it.
+# The minimum contrast of text, with 24-bit colours and with 256 colours. With 256 colours, the line under the cursor is
+# bright teal instead of blue, so the contrast of dim text on this line is below 4.5 in the dark theme.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
 
 @pytest.mark.parametrize("theme", [DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND], ids=lambda theme: theme.name)
 def test_page_surface_and_panel_differ_in_256_colours_too(theme: Theme) -> None:
     surfaces = [Paint.parse(text or "") for text in (theme.background, theme.surface, theme.panel)]
-    # A focused field is tinted.
+    # The background of a focused field is tinted.
     tinted = [surfaces[1].tint(Paint.parse(theme.foreground or "").with_alpha(0.05))]
     numbers = [Color.parse(one.hex).downgrade(ColorSystem.EIGHT_BIT).number for one in (*surfaces, *tinted)]
     assert len({*numbers[:3]}) == 3
@@ -61,7 +61,7 @@ async def test_text_has_enough_contrast_with_its_background_in_every_theme(make_
 
 
 def written(app: SaeApp) -> Iterator[tuple[str, Style]]:
-    """Yield each text style on each background: page, line under the cursor, field, header and footer."""
+    """Yield each combination of text style and background: page, line under the cursor, field, header and footer."""
     for name in TEXT:
         style = styled(app, name)
         yield name, style

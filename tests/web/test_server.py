@@ -1,4 +1,4 @@
-"""Tests the server over real sockets: access checks, and limits on sessions, connections and traffic."""
+"""Tests for the access checks of the server, and for its limits on sessions, connections and traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ServeFake = Callable[[str], Served]
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses on which a port listens, as listed by the kernel."""
+    """Return the addresses on which a process listens at a port, in the kernel's format."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
@@ -128,9 +128,9 @@ def test_excess_connections_are_dropped_silently(serve_fake: ServeFake) -> None:
                 with suppress(OSError):
                     other_user.connect(("127.0.0.1", served.port))
                     other_user.sendall(requests[n % len(requests)])
-                    if n % 2:  # close the connection with a reset
+                    if n % 2:  # close every second connection with a reset
                         other_user.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    # The server may still count earlier connections, so it may drop any of these.
+    # The server may still count earlier connections, so it may drop any of the new ones.
     with ExitStack() as stack:
         address = ("127.0.0.1", served.port)
         held = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(MOST_CONNECTIONS + 1)]
@@ -192,7 +192,7 @@ async def test_the_output_of_an_app_that_floods_is_rate_limited(serve_fake: Serv
         n_bytes = 0
         while n_bytes < 10 << 20:
             n_bytes += len((await look.socket.receive()).data)
-        # The limit is a burst of 8 MiB, then 1 MiB per second.
+        # The server sends at most 8 MiB at once, and then 1 MiB per second.
         assert asyncio.get_running_loop().time() - before > 1
 
 
