@@ -27,7 +27,7 @@ settings.register_profile("same", deadline=None, max_examples=60, derandomize=Tr
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# The tests with which three processes start: an app with typed keys and a real model, jobs that are killed and awaited,
+# The tests that three processes run first: an app with typed keys and a real model, jobs that are killed and awaited,
 # and trainings. In the order of the files, the first two groups would run one after the other, and the cores would be
 # idle during the second group.
 FIRST = (

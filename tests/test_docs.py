@@ -37,7 +37,7 @@ OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git"
           "source", "ssh", "wandb"}  # fmt: skip
 # Example values for the placeholders in commands within sentences.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
-# Commands that change at most a name, tag or note, so that a test can run them, and flags with which they run forever.
+# Commands that change at most a name, tag or note, so that a test can run them, and flags that make them run forever.
 LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
          "tag", "validate"}  # fmt: skip
 GOES_ON = {"--watch", "-f", "--follow"}

@@ -161,7 +161,7 @@ def test_the_walk_finds_every_module() -> None:
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """Yield the imports of a module, including those in functions and those only for type checkers."""
+    """Yield the imports of a module, including imports in functions and imports only for type checkers."""
     file = ROOT.joinpath(*module.split("."))
     for node in ast.walk(ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text())):
         if isinstance(node, ast.Import):

@@ -396,7 +396,7 @@ def test_a_second_app_and_a_read_only_app_write_nothing(watch, data):
     lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
     assert lock.acquire()
     reports = report()._to_write
-    # The queue has only one place, so it is empty only after the writer has processed the alert.
+    # The writer takes this item from the queue only after it has processed the alert.
     reports.put(([], []))
     wait_until(reports.empty)
     report(readonly=True)

@@ -23,7 +23,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """GPUs of which the last runs a process of another user."""
+    """GPUs; the last GPU runs a process of another user."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)

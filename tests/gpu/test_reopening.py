@@ -10,7 +10,7 @@ import pytest
 
 # This script follows a sampler and prints each distinct state: the UUID of each GPU, whether the GPU can be read, and
 # the problem of the sampler. Faults of the fake driver start and end at times of its clock, `fake_time`. The script
-# advances this clock to the next stage only when the sampler has reached the state for which the stage waits, so that
+# advances this clock to the next stage only when the sampler has reached the state that the stage waits for, so that
 # no state is missed on a slow machine.
 FOLLOW = """
 import ctypes, json, time

@@ -1,9 +1,9 @@
 """Replaces a training rank. It writes the same files and has the same exit codes, and the job's name controls it.
 
 The name consists of words. `crash=1@5` kills rank 1 at its step 5, and `crash=1@5#2` only in attempt 2. The same syntax
-works for `fail` (raises an error), `oom`, `hang` (halts the process, for which its peers wait) and `idle` (waits until
-it gets SIGTERM). `save=5` saves a checkpoint every 5 steps, `mute` stores no metrics, and `judge` never finishes the
-report card after training.
+works for `fail` (raises an error), `oom`, `hang` (halts the process, so that its peers wait) and `idle` (waits for
+SIGTERM). `save=5` saves a checkpoint every 5 steps, `mute` stores no metrics, and `judge` never finishes the report
+card after training.
 """
 
 import contextlib

@@ -119,7 +119,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # The ranks, on GPUs with exactly the free memory for which the job waited.
+    # The ranks, on GPUs with exactly the free memory that the job waited for.
     own = settle(
         Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
     )

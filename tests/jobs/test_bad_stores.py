@@ -52,7 +52,7 @@ COLUMNS = {
 
 
 def rows_of(*tables: str) -> st.SearchStrategy[list[tuple[str, list[object]]]]:
-    """Return a strategy for rows with arbitrary values, of which some have the keys of existing rows."""
+    """Return a strategy for rows with arbitrary values; some rows have the keys of existing rows."""
     likely = {"gpu_metrics": [HOST, 0, NOW - 30], "gpu_minutes": [HOST, 0, int(NOW) // 60], "metrics": [1, 0, 5]}
 
     def row(table: str) -> st.SearchStrategy[tuple[str, list[object]]]:

@@ -138,7 +138,7 @@ def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User
             shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # Put links in place of files that are replaced on a write, and of files to which lines are appended.
+        # Put links in place of files that are replaced on a write, and of files that lines are appended to.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",

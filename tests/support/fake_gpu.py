@@ -51,7 +51,7 @@ class OtherInterpreter(Group):
 
 
 class Unread:
-    """Replaces the reader of requests and reports none. On a GPU, the real one returns those of the previous step."""
+    """Replaces the reader of requests and reports none. The real reader returns the requests of the previous step."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return (False,) * len(total)
@@ -94,7 +94,7 @@ def fake_gpu(above: int | None = None) -> Iterator[None]:
     """Within the context, make all tensors that are created on `DEVICE` behave like GPU tensors.
 
     `above` is the number of pre-activations per batch that exceed the threshold of an SAE with a sparsity penalty. By
-    default, there are so many that only dense products are used.
+    default, it exceeds every limit, so only dense products are used.
     """
     with contextlib.ExitStack() as stack:
         if above is not None:

@@ -11,7 +11,7 @@ from typing import Any
 IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
 ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
-# The same two latents on text of a byte-level tokenizer: 天 is split across two tokens, one of which includes a space.
+# The same two latents on text of a byte-level tokenizer: 天 is split into two tokens, and one token includes a space.
 SPREAD = {5: b" \xe5\xa4", 7: b"\xa9", 9: "气".encode()}
 # These tensors are present only if the language model was available. They have one token for each of the two latents.
 MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
@@ -44,7 +44,7 @@ def features_file(texts: Mapping[int, str | bytes] = TEXTS, **changes: tuple[str
         "text_ids": ("I32", "i", [3], list(texts)),
         "text_ends": ("I64", "q", [3], ends),
         "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
-        # " the" and "s" occur in the examples of both latents, " Lämb" only in those of latent 0.
+        # " the" and "s" occur in the examples of both latents, " Lämb" only in examples of latent 0.
         "index_ends": ("I64", "q", [3], [2, 3, 5]),
         "index_latents": ("I32", "i", [5], [0, 1, 0, 0, 1]),
     }

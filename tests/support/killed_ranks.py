@@ -1,4 +1,4 @@
-"""Extractions by several ranks of which one is killed, in processes forked from this one, which has all modules loaded.
+"""Extractions by several ranks, one of them killed, in processes forked from this one, which has all modules loaded.
 
 `killed_ranks.py JOB.toml DIR SEED N SIZE` runs one extraction undisturbed, to DIR/whole. Then it runs N extractions,
 each in its own folder. A rank is killed at an interpreter event, such as opening or replacing a file, and the other

@@ -93,8 +93,8 @@ def _clear(distances: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """How a tool stores an SAE: `write` fills a folder and returns the reference.
 
-    `origin` is the metadata in the files, `place` is the path below the folder from which the SAE is read, and `flags`
-    are the options that a user adds. `oracle` names the loader of the other tool for these files.
+    `origin` is the metadata in the files, `place` is the path of the SAE below the folder, and `flags` are the options
+    that a user adds. `oracle` names the loader of the other tool for these files.
     """
 
     form: str
@@ -368,7 +368,7 @@ def dictionary(
     file: str = "ae.pt",
     **facts: Any,
 ) -> Any:
-    """Return a function that writes a dictionary_learning SAE; `names` maps its tensor names to those of SAELens."""
+    """Return a function that writes a dictionary_learning SAE; `names` maps its tensor names to names of SAELens."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind)

@@ -27,7 +27,7 @@ PROCESSORS = 132
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
 # The host seconds to replay a step that was captured as a CUDA graph.
 HOST_RECORDED = 0.4e-3
-# The factor by which torch is slower for operands of different shapes or types, which it reads element by element.
+# The slowdown of torch for operands of different shapes or types, since it reads them element by element.
 _UNEVEN = 2
 # The seconds per instruction of a thread in kernels that search rows, which are limited by instructions, not by bytes.
 # Measured: 11,550 instructions in each of 128 threads per row took 0.327 ms, and 5,280 instructions took 0.145 ms. The
@@ -45,11 +45,11 @@ _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # The bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A
 # multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
 # since each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are
-# 6 * 136 instructions in 16 warps, of which 4 advance per cycle. This takes 1.9 us, less than reading the bytes. The
+# 6 * 136 instructions in 16 warps, and 4 warps advance per cycle. This takes 1.9 us, less than reading the bytes. The
 # remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses, a search
 # of up to 31 rounds of about 1 us follows, which is not included.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs with which a gathering kernel fills a GPU, and the bytes/s that fewer programs achieve.
+# The number of programs that a gathering kernel needs to fill a GPU, and the bytes/s that fewer programs achieve.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -78,7 +78,7 @@ class Modelled(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step: those of the GPU or of the host, whichever are more."""
+        """The seconds of a step, which are the maximum of the GPU's and the host's seconds."""
         return max(self.gpu_s, self.host_s)
 
 
@@ -258,9 +258,9 @@ def _candidates_kernel(op: Op) -> Cost:
 
 
 # The fraction of rows that kernels over complete rows must search. With noise around 0, half of the rows have more than
-# k positive numbers. Kernels that mark or gather numbers also search rows without so many positive ones.
+# k positive numbers. Kernels that mark or gather numbers also search rows with fewer positive numbers.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
-# Element-wise operations for which torch uses a slow kernel if the operands differ in shape or type.
+# If their operands differ in shape or type, torch computes these element-wise operations with a slow kernel.
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,

@@ -217,7 +217,7 @@ def recorded_step(
     """Return the operations of a late step of a job on one GPU or, with `parallel`, on one of several ranks.
 
     The groups of `parallel` may write to `log`. With `dead`, latents may be dead. For an SAE with a sparsity penalty, k
-    latents per token exceed the threshold. With `dense`, there are so many that only dense products are used.
+    latents per token exceed the threshold. With `dense`, more latents do, so only dense products are used.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch

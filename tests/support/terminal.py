@@ -99,7 +99,7 @@ class Terminal:
         """Change the size of the terminal and send its program SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
-        # The kernel sends SIGWINCH only to processes for which this is the controlling terminal.
+        # The kernel sends SIGWINCH only to processes that have this terminal as their controlling terminal.
         self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:

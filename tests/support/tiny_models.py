@@ -1,6 +1,7 @@
 """Language models of three blocks with random weights and their tokenizers, as folders that transformers can load.
 
-The variance of the weights is chosen so that a block changes the residual stream as much as a trained block does.
+The variance of the weights is chosen so that a block changes the residual stream by about the same amount as a
+trained block.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def jobs(data) -> tuple[int, int]:
-    """Record two runs with k = 16 and k = 64, of which the second has taken more steps."""
+    """Record two runs with k = 16 and k = 64; the second run has taken more steps."""
     first = record_job(data, "narrow", JobState.FINISHED, config=job_file(k=16))
     second = record_job(data, "wide", JobState.RUNNING, config=job_file(k=64))
     record_metrics(data, first, steps=200)
