@@ -43,7 +43,7 @@ def _hung_drivers() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
-            thread.name = f"{THREAD_NAME} of a test that is over"
+            thread.name = f"{THREAD_NAME} of an ended test"
 
 
 @pytest.fixture(autouse=True)

@@ -356,7 +356,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         if condition():
             return
         wait.wait(0.01)
-    raise AssertionError("waited for nothing")
+    raise AssertionError("the condition was not met in time")
 
 
 def test_an_alert_is_stored_by_one_app_and_reported_by_each(watch, data):

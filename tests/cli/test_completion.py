@@ -62,5 +62,5 @@ def test_an_unknown_shell_is_rejected_and_nothing_is_written(shell, home) -> Non
 def test_the_default_shell_is_the_login_shell(shell, home) -> None:
     program = Path(pwd.getpwuid(os.getuid()).pw_shell).name
     if program not in ("bash", "zsh", "fish"):
-        pytest.skip(f"this user logs in with {program!r}")
+        pytest.skip(f"the login shell of this user is {program!r}")
     assert shell.json("completion", "--install", HOME=str(home), SHELL="")["shell"] == program

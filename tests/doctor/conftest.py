@@ -107,7 +107,7 @@ def without_locks(tmp_path: Path) -> Callable[[str], str]:
     """Return a function that runs a script in which all file locks fail with ENOLCK, and returns its output."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("a file system without locks is played by a library that is compiled")
+        pytest.skip("a C compiler is needed to simulate a file system without locks")
     library = tmp_path / "no_locks.so"
     source = ROOT / "tests" / "support" / "no_locks.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)

@@ -16,7 +16,7 @@ from sae_tui.doctor.trust import check_hook, check_links, check_owner, check_rea
 from trainer.contract.paths import DataDir, open_private
 
 OTHER_USER = 61_003
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
         for one in (job, waits):
             one.ended()
             one.require(JobState.FINISHED)
-            assert one.row.attempt == 1, "it was started again"
+            assert one.row.attempt == 1, "the job was restarted"
         taken = time.monotonic() - began
         waits.mend()
         kinds = [event.kind for event in box.control.events(job.id)]
@@ -175,7 +175,7 @@ def orphans_while_clock_is_set_back(root: Path) -> float:
         _shift_events(box.control, HOUR_S)
         assert reconcile(box.data) == []
         events = [event for event in box.control.events(job.id) if event.kind == "orphaned"]
-        assert len(events) == 2, "they would be waited for until the clock is there again"
+        assert len(events) == 2, "the orphans would be kept until the clock reaches that time again"
         _shift_events(box.control, -HOUR_S)
         began = time.monotonic()
         reconcile(box.data)
@@ -246,5 +246,5 @@ def _require_ordered(job: RealJob) -> None:
     steps = [point.step for point in reader.series[("loss", 0)]]
     shown = [event.kind for event in reader.events if event.kind in ("running", "restarting", "resumed", "finished")]
     reader.close()
-    assert steps == sorted(steps), "the curve goes back"
+    assert steps == sorted(steps), "the steps of the curve are not ascending"
     assert [kind for kind in shown if kind != "resumed"] == ["running", "restarting", "running", "finished"], shown

@@ -121,7 +121,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
         taken = time.monotonic() - began
         job.ended()
         job.require(JobState.FINISHED)
-        assert job.row.attempt == 1, "it was started again"
+        assert job.row.attempt == 1, "the job was restarted"
         job.require_same(like)
         terminal.wait_for(lambda text: "have not been read for" not in text, 30)
         _leave(terminal)

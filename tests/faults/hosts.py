@@ -40,7 +40,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
         require_order(*host.ended(urgent, plain))
         host.require(JobState.QUEUED, after, held)
         assert f"comes after job {first}, which was lost; resume job {first}" in (box.job(after).waits_for or "")
-        assert {job_id: _place(box, job_id) for job_id in places} == places, "a job has another place in the queue"
+        assert {job_id: _place(box, job_id) for job_id in places} == places, "the order of the queue has changed"
         _go_on(host, first, step)
         require_order(*host.ended(first, after))
         host.require(JobState.QUEUED, held)
@@ -99,7 +99,7 @@ def made_again(root: Path, dice: random.Random) -> float:
         taken = time.monotonic() - began
         host.require(JobState.LOST, runs, waits, error="its host container1 has been silent")
         host.run("resume", waits)
-        assert box.job(waits).after == (runs,), "it has forgotten what it comes after"
+        assert box.job(waits).after == (runs,), "the job has lost its dependency"
         _go_on(host, runs, step)
         require_order(*host.ended(runs, waits))
         assert box.job(runs).host == "container2"
@@ -141,7 +141,7 @@ def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
     wait_for(lambda: box.job(theirs).state == JobState.RUNNING, "training again", 60)
     two.power_off()
     one.run("jobs")
-    assert box.job(theirs).state == JobState.RUNNING, f"the other host made it {box.job(theirs).state}"
+    assert box.job(theirs).state == JobState.RUNNING, f"the other host has set the state {box.job(theirs).state}"
     step = box.job(theirs).step or 0
     two.boot("gpu2")
     two.run("jobs")
@@ -163,5 +163,5 @@ def _go_on(host: RealHost, job_id: int, step: int) -> None:
     host.box.wait_ended(job_id)
     host.require(JobState.FINISHED, job_id)
     first, last = map(int, re.findall(r"made the steps (\d+) to (\d+)", host.log(job_id))[-1])
-    assert first > step - 5, f"it was at step {step} and went on at {first}"
+    assert first > step - 5, f"the job had reached step {step} but continued at step {first}"
     assert last == total

@@ -58,7 +58,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
         time.sleep(dice.uniform(0, 3))
         os.close(master)
         _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) != 0, "the terminal was closed, and the command did not notice"
+        assert os.waitstatus_to_exitcode(status) != 0, "the command succeeded although its terminal was closed"
         return _wait_until_finished(box)
 
 
@@ -154,7 +154,7 @@ def rank_finds_nan(root: Path) -> float:
         job.ended()
         taken = time.monotonic() - began
         job.require(JobState.FAILED, "holds NaN or infinite values in row ")
-        assert job.row.attempt == 1, "started again unchanged"
+        assert job.row.attempt == 1, "the job was restarted unchanged"
         assert remedy(job.row.error).kind == "not-finite"
         job.mend()
         return taken

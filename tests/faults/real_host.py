@@ -82,7 +82,7 @@ class RealHost:
         command = ["unshare", "--uts", "--mount", "sh", "-ec", _SCRIPT, str(self._folder), name]
         self._first = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._first.stdout
-        assert self._first.stdout.readline() == b"up\n", "the host does not start"
+        assert self._first.stdout.readline() == b"up\n", "the host did not start"
 
     def power_off(self) -> None:
         """Kill all processes of the host at once, as a power cut does."""

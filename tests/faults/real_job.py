@@ -172,7 +172,7 @@ class RealJob:
         weights, losses = self.result()
         other_losses = [pair for pair in zip(losses, other[1], strict=False) if pair[0] != pair[1]]
         assert losses == other[1], f"{len(losses)} losses instead of {len(other[1])}: {other_losses[:3]}"
-        assert weights == other[0], "the same losses and other weights"
+        assert weights == other[0], "the losses are equal but the weights differ"
 
 
 def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
@@ -209,4 +209,4 @@ def _command_lines() -> list[tuple[int, bytes]]:
 
 
 def _nowhere_else(_config: object) -> Placement:
-    raise AssertionError("it goes on where it was")
+    raise AssertionError("a resumed job must keep its GPUs")

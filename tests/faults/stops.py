@@ -53,6 +53,6 @@ def _stop(job: RealJob) -> float:
     if row.step:
         job.require_whole_checkpoints()
     else:
-        assert not codes or job.heartbeat is None or job.heartbeat.step == 0, "trained, and nothing is known of it"
+        assert not codes or job.heartbeat is None or job.heartbeat.step == 0, "the row of a trained job has no step"
     job.mend()
     return taken

@@ -20,8 +20,8 @@ TURN = 500
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="the same finds the same")
-    parser.add_argument("--only", default="", help="part of the names of readers")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="the same seed gives the same inputs")
+    parser.add_argument("--only", default="", help="only readers whose name contains this text")
     flags = parser.parse_args()
     readers = [reader for reader in READERS if flags.only in reader.name]
     until, counts, turn = time.monotonic() + 60 * flags.minutes, Counter[str](), flags.seed

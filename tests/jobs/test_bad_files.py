@@ -154,7 +154,7 @@ def test_leftovers_of_a_killed_write_are_removed_by_a_later_write_and_by_repair(
     (data.root / ".other.json.0123456789abcdef").touch()
     (data.root / ".box.json.mine").touch()
     write_box(data.box_file, MeasuredHardware())
-    assert left.exists(), "a write that may still go on is left alone"
+    assert left.exists(), "the file of an unfinished write was removed"
     monkeypatch.setattr(files, "CUT_OFF_AFTER_S", -1.0)
     write_box(data.box_file, MeasuredHardware())
     assert {file.name for file in temporaries(data.root)} == {
@@ -165,7 +165,7 @@ def test_leftovers_of_a_killed_write_are_removed_by_a_later_write_and_by_repair(
     assert not temporaries(data.run(1).root)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_users_unfinished_write_is_left_alone(tmp_path, monkeypatch):
     theirs = tmp_path / ".box.json.0123456789abcdef"
     theirs.touch()

@@ -125,7 +125,7 @@ def as_member(link: Path, target: Path) -> None:
         os._exit(1)
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two other users")
 
 
 @needs_root

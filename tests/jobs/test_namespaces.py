@@ -36,7 +36,7 @@ def may_unshare() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not may_unshare(), reason="PID namespaces may not be made here")
+pytestmark = pytest.mark.skipif(not may_unshare(), reason="this process cannot create PID namespaces")
 
 
 def seen_elsewhere(box) -> str:

@@ -123,7 +123,7 @@ print(reconcile(DataDir(Path(sys.argv[1])), revive))
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_a_queued_job_whose_run_only_its_owner_may_read_stays_queued():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)

@@ -19,7 +19,7 @@ ANN, BOB, GROUP = 61_001, 61_002, 61_000
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two other users"),
     pytest.mark.timeout(200),
 ]
 JOB = """

@@ -58,7 +58,7 @@ LIVE = [["gpus"], ["metrics"], ["doctor"]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("written", type=Path, metavar="FILE")
-    parser.add_argument("--like", type=Path, metavar="FILE", help="what it was before")
+    parser.add_argument("--like", type=Path, metavar="FILE", help="compare with the results in this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         behaviour = dict(itertools.chain(answers(Path(folder)), weights(Path(folder))))
@@ -67,7 +67,7 @@ def main() -> int:
     different = [name for name in before | behaviour if before.get(name) != behaviour.get(name)]
     for name in different:
         print(f"{name}: was {before.get(name)!r:.500}, is {behaviour.get(name)!r:.500}")
-    print(f"{len(behaviour)} results, {len(different)} of them different")
+    print(f"{len(behaviour)} results, {len(different)} of them differ")
     return bool(different)
 
 

@@ -46,7 +46,7 @@ class ShownLook:
                 while not shows(self.text):
                     await self._read()
         except TimeoutError:
-            raise AssertionError(f"{expected!r} never came; the screen:\n{self.text}") from None
+            raise AssertionError(f"{expected!r} did not appear; the screen:\n{self.text}") from None
         return self.text
 
     async def wait_until_closed(self, seconds: float = 30) -> None:

@@ -32,7 +32,7 @@ def hung_mount(folder: Path) -> Iterator[threading.Event]:
     options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
     if _LIBC.mount(b"hung", os.fsencode(folder), b"fuse", 0, options):
         os.close(device)
-        pytest.skip(f"no file system may be mounted here: {os.strerror(ctypes.get_errno())}")
+        pytest.skip(f"this process cannot mount a file system: {os.strerror(ctypes.get_errno())}")
     asked = threading.Event()
     threading.Thread(target=_read_requests, args=(device, asked), daemon=True).start()
     try:

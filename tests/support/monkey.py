@@ -471,10 +471,10 @@ def run(seed: int, n_keys: int, keep: Path | None = None) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:10", help="FIRST:LAST, the last not included")
+    parser.add_argument("--seeds", default="0:10", help="FIRST:LAST, without LAST")
     parser.add_argument("--keys", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--keep", type=Path, help="folder for keys and output of the seeds that failed")
+    parser.add_argument("--keep", type=Path, help="folder for the keys and output of failed seeds")
     flags = parser.parse_args()
     seeds = range(*map(int, flags.seeds.split(":")))
     failed, answers = 0, []

@@ -39,9 +39,9 @@ _STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="support.pictures", description="Draw every screen.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="", help="scenes whose name has this word")
-    parser.add_argument("--theme", action="append", choices=THEMES, help="only this one; again for more")
-    parser.add_argument("--size", action="append", choices=SIZES, help="only this one; again for more")
+    parser.add_argument("--only", default="", help="only scenes whose name contains this word")
+    parser.add_argument("--theme", action="append", choices=THEMES, help="only this theme; can be repeated")
+    parser.add_argument("--size", action="append", choices=SIZES, help="only this size; can be repeated")
     flags = parser.parse_args(words)
     begin = time.monotonic()
     flags.folder.mkdir(parents=True, exist_ok=True)

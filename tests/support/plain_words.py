@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lines", action="store_true", help="print every hit with its line")
     parser.add_argument(
-        "--limit", type=float, help="fail if a path has more per 10,000 words, or a file also two or more"
+        "--limit", type=float, help="fail if a path, or a file with at least two hits, has more per 10,000 words"
     )
     args = parser.parse_args()
     found = [file for path in args.paths for file in files(path)]

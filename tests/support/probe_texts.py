@@ -17,7 +17,7 @@ def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Pa
     package = folder / PACKAGE
     (tables := package / "data" / "cleaned_data").mkdir(parents=True, exist_ok=True)
     # The real package imports modules that may not be installed.
-    (package / "__init__.py").write_text("raise AssertionError('it is read, not imported')\n")
+    (package / "__init__.py").write_text("raise AssertionError('this package must not be imported')\n")
     text = io.StringIO(newline="")
     table = csv.writer(text)
     table.writerow(["prompt", "target"])

@@ -22,7 +22,7 @@ PACKAGES = ("transformers", "gguf")
 def why_not() -> str:
     """Return why the model cannot be read, or "" if it can."""
     if not FILE.exists():
-        return "no language model is here; `make model` fetches it (137 MB)"
+        return "the language model is not installed; `make model` downloads it (137 MB)"
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     return f"{FILE.name} is read by {', '.join(lacking)}; `make .venv/.dev` installs it" if lacking else ""
 

@@ -154,4 +154,4 @@ def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
         except ImportError:
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
             sys.modules[name].__dict__.update(LanguageModel=None)
-    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not here; `make model` fetches it")
+    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed; `make model` downloads it")

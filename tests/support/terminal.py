@@ -117,7 +117,7 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:
-                raise AssertionError(f"it draws without end for {seconds:g} s")
+                raise AssertionError(f"the program still draws after {seconds:g} s")
 
     def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 30) -> str:
         """Return the screen once it shows `expected`; on a timeout, raise `AssertionError` with the screen."""
@@ -126,14 +126,14 @@ class Terminal:
         while not shows(self.text):
             left = deadline - time.monotonic()
             if left <= 0 or (not self._pump(min(left, 0.5)) and self.process.poll() is not None):
-                raise AssertionError(f"{expected!r} never came; the screen:\n{self.text}")
+                raise AssertionError(f"{expected!r} did not appear; the screen:\n{self.text}")
         return self.text
 
     def wait_for_exit(self, seconds: float = 20) -> int:
         """Wait for the exit and return the exit code. Keep reading, since unread output can block the program."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"it does not end; the screen:\n{self.text}"
+            assert time.monotonic() < deadline, f"the program does not exit; the screen:\n{self.text}"
             self._pump(0.05)
         # The program may have written its last output after the last read.
         self.read_until_quiet(0, 5)

@@ -182,7 +182,7 @@ async def film(folder: Path) -> tuple[list[Picture], int]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="support.tour", description="Film the app.")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="each picture as a file")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write each picture to this folder")
     flags = parser.parse_args(words)
     file, folder_of_each = flags.file.absolute(), flags.keep and flags.keep.absolute()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="demo-") as folder:

@@ -68,7 +68,7 @@ def test_ctrl_z_during_a_pause_is_part_of_it_and_during_a_resume_stops_again(sto
             while state_of(process.pid) != "T":
                 if time.monotonic() > deadline:
                     process.kill()
-                    raise AssertionError("it does not stop")
+                    raise AssertionError("the process does not stop")
                 time.sleep(0.01)
             process.send_signal(signal.SIGCONT)
         assert process.communicate(timeout=20)[0] == f"resumed {n_stops}\n"

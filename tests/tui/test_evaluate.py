@@ -78,7 +78,7 @@ async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
         ]
         assert "`sae-tui eval 1 --model JOB.toml`" in str(app.screen.query(".why-not").first(Label).render())
         drawn = [str(box.render()) for box in boxes.values()]
-        assert [one[1] for one in drawn] == ["X", " ", " "], "a tick shows without its colour"
+        assert [one[1] for one in drawn] == ["X", " ", " "], "a tick must be visible without its colour"
         await pilot.press("space", "enter")
         await pilot.pause()
         assert isinstance(app.screen, EvaluateDialog)

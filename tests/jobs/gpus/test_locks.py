@@ -74,7 +74,7 @@ def test_the_lock_folder_of_the_machine_belongs_to_root_and_is_writable_for_all(
     assert f"neither {closed} belongs to root" in lock_problem(data, "nvml")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
 def test_a_lock_folder_of_another_user_is_not_trusted(
     data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_lock_with_the_same_inode_on_another_file_system_reserves_no_gpu(tmp_p
         folder.mkdir()
         done = subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True)
         if done.returncode:
-            pytest.skip("this container may not mount")
+            pytest.skip("this container cannot mount file systems")
     try:
         mine, theirs = one / "sae-tui-GPU-0.lock", other / "unrelated"
         mine.touch()

@@ -50,7 +50,7 @@ def test_the_stack_of_a_halted_process_is_written(process, tmp_path, box):
     if "Permission denied" in written:
         pytest.skip("this user may not read the memory of another process")
     assert "waits_for_ever" in written
-    assert odd_state(process.pid) == "is halted (SIGSTOP)", "no process was resumed for it"
+    assert odd_state(process.pid) == "is halted (SIGSTOP)", "reading the stack has resumed the process"
 
 
 def test_a_missing_py_spy_is_reported(process, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_deleted_job_disappears_with_its_files_and_can_be_restored_completely(
 def test_an_emptied_job_cannot_be_restored(box):
     job_id = ended(box)
     trash.throw_away(box.data, job_id)
-    assert trash.empty(box.data) == 0, "who deleted it lives and may take it back"
+    assert trash.empty(box.data) == 0, "the process that deleted the job still runs and may restore it"
     assert trash.empty(box.data, [job_id]) > SIZE
     with pytest.raises(UserError, match=f"job {job_id} is no longer in the trash"):
         trash.put_back(box.data, job_id)
@@ -92,7 +92,7 @@ def test_a_job_without_files_can_be_deleted_and_restored(box):
     assert box.job(job_id).state == JobState.FAILED
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may move everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can move all files")
 def test_files_that_cannot_be_moved_leave_the_job_unchanged(box):
     job_id = ended(box)
     box.data.run(job_id).root.parent.chmod(0o500)
