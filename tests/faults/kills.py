@@ -1,4 +1,4 @@
-"""Kills processes of a job without warning. Each function injects one fault, and raises an error on a violation.
+"""Kills processes of a job without warning. Each function injects one fault, and raises if a guarantee fails.
 
 Each function returns the seconds until the expected event.
 """

@@ -28,7 +28,7 @@ from trainer.contract.store.states import JobState
 # Simulated GPUs: their leases and locks are real, but the ranks run on the CPU.
 GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# The seconds after which a killed job may have no living process and hold no GPU.
+# The seconds within which all processes of a killed job must end and its GPUs must be released.
 GONE_AFTER_S = 15.0
 # Log every step, since a run that is stopped within a log interval records averages over other steps.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
