@@ -11,7 +11,7 @@ import pytest
 
 from trainer.contract import exits
 
-# This starts sae-train like its console script.
+# The arguments with which Python starts sae-train like its console script.
 SAE_TRAIN = ["-c", "import sys; from sae_tui.own_trainer import sae_train; sys.exit(sae_train())"]
 
 

@@ -1,4 +1,4 @@
-"""Tests for launching in a real terminal: jobs that can never run are rejected, and jobs that must wait confirmed."""
+"""Tests for launching in a real terminal: a job that can never run is rejected, and one that must wait is confirmed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def fewer(text: str) -> str:
 
 
 def here(argv: list[str], folder: Path, env: dict[str, str]) -> list[str]:
-    """Return the command for this Python. It waits for jobs, uses a latent that fires, and has no `--model`.
+    """Change a command so that it runs this Python, waits for jobs, uses a latent that fires, and has no `--model`.
 
     An evaluation with the model takes minutes; `test_real_chain` tests it with fewer tokens.
     """

@@ -213,7 +213,7 @@ class Clock:
             file.write(lines)
 
     def say(self, box: Box) -> None:
-        """Run a command with this clock. Like every command about jobs, it checks whether jobs are lost."""
+        """Run the command `jobs` with this clock. Like all commands about jobs, it checks whether jobs are lost."""
         command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
         done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

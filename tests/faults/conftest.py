@@ -29,7 +29,7 @@ LOG_EVERY = 5
 
 
 class Training:
-    """A job on CPU ranks that trains until it is stopped. Its progress is read from the log of rank 0."""
+    """A job on CPU ranks that trains until it is stopped. The job's progress is read from the log of rank 0."""
 
     def __init__(
         self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object

@@ -76,7 +76,7 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 
 
 def made_again(root: Path, dice: random.Random) -> float:
-    """Recreate a container on the same volume. Its name and boot id change, and all its processes are gone.
+    """Recreate a container on the same volume, with another name and boot id and without its processes.
 
     No command may report something that it did not do. `repair` must end the jobs of the old container, which can then
     be resumed in the new container. Return the seconds that `repair` takes.

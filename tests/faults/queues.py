@@ -87,7 +87,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
 
 
 def gpu_hangs(root: Path, dice: random.Random) -> float:
-    """Make all calls for one of two GPUs hang. This must be reported soon, and the queue must use the other GPU.
+    """Make all calls for one of two GPUs hang. The fault must be reported soon, and the queue must use the other GPU.
 
     Return the seconds that the `gpus` command takes.
     """

@@ -44,7 +44,7 @@ def cuda_problem(vendors=()):
 
 
 class RealHost:
-    """A host on which commands start and change jobs. Its jobs train with `jobs/fake_rank.py`, without torch.
+    """A host on which commands start and change jobs. The jobs train with `jobs/fake_rank.py`, without torch.
 
     A fake of NVIDIA's library provides the GPUs; `number` gives them different UUIDs on each host.
     """

@@ -36,7 +36,7 @@ def saved_steps(training: Training) -> list[int]:
 
 
 def newest_step(training: Training) -> int:
-    """Return the step of the latest checkpoint. It is taken from the name, since the job may be deleting files."""
+    """Return the step of the latest checkpoint from its name, since the job may be deleting files."""
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 
 

@@ -73,5 +73,5 @@ def test_an_old_job_that_was_just_resumed_has_time_to_get_its_supervisor(box) ->
     box.control.transition(job_id, JobState.QUEUED)
     assert reconcile(box.data) == []
     box.control.update(job_id, queued=time.time() + 3600)
-    # This time passes only if the clock was changed.
+    # The job was queued an hour in the future, which is possible only if the clock was set back.
     assert reconcile(box.data) == [job_id]

@@ -493,7 +493,7 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
     monkeypatch.setattr(upkeep, "BATCH_PAGES", 10)
     filled(data_dir, 8)
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
-        db.execute("PRAGMA wal_autocheckpoint=20")  # instead of 1000 pages for the file of a week
+        db.execute("PRAGMA wal_autocheckpoint=20")  # 1000 pages for the file of a week
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
@@ -513,7 +513,7 @@ def test_a_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
 ) -> None:
     monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=space))
     filled(data_dir, 3)
-    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as in the earlier version
+    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as the earlier version did
         db.execute("PRAGMA journal_mode=delete")
         db.execute("PRAGMA auto_vacuum=NONE")
         db.execute("VACUUM")

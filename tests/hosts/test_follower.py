@@ -76,7 +76,7 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
 
 
 def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: Path) -> None:
-    """While the app is stopped, it cuts the connection so that the host closes its GPU driver."""
+    """An app that is stopped cuts its connections, so that the hosts close their GPU drivers."""
     hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
     hosts.start(lambda: None)
     for n_runs in (1, 2):

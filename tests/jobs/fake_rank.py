@@ -1,4 +1,4 @@
-"""Replaces a training rank. It writes the same files and has the same exit codes, and the job's name controls it.
+"""Replaces a training rank: writes the same files and has the same exit codes. The job's name controls its behaviour.
 
 The name consists of words. `crash=1@5` kills rank 1 at its step 5, and `crash=1@5#2` only in attempt 2. The same syntax
 works for `fail` (raises an error), `oom`, `hang` (halts the process, so that its peers wait) and `idle` (waits for

@@ -99,7 +99,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
         assert (row.mode, row.memory_bytes) == (look.mode, look.needs_bytes)
         assert (row.fits, row.fits_now) == (not look.excess, not look.lack)
 
-    # The check, and the launch.
+    # The checks of a job and its launch.
     smallest, fullest = min(total for total, _ in asked.gpus), min(free for _, free in asked.gpus)
     assert bool(look.excess) == (look.needs_bytes > smallest)
     assert bool(look.lack) == (look.needs_bytes > fullest)

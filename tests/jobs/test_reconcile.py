@@ -216,7 +216,7 @@ def test_a_process_that_only_a_row_names_does_not_keep_a_job_from_being_lost(box
 
 
 def test_a_run_whose_lock_is_held_can_be_neither_resumed_nor_deleted(box, orphan):
-    # This happens if an app in another PID namespace, which cannot see the processes, has marked the job as lost.
+    # An app in another PID namespace, which cannot see the processes, may have marked the job as lost.
     job_id = box.record(state=JobState.LOST, name="steps=1")
     for action in (lambda: box.resume(job_id), lambda: throw_away(box.data, job_id)):
         with pytest.raises(UserError, match=r"the run in .*/runs/1 is still running; stop it, wait until it has saved"):

@@ -72,7 +72,7 @@ def test_an_open_port_and_a_tcp_store_are_detected() -> None:
 
 @NODES
 def test_ranks_meet_through_a_private_file_and_listen_only_on_loopback(submission, monkeypatch, launch) -> None:
-    # The fixture sets this variable, since both nodes are on one host.
+    # The fixture sets GLOO_SOCKET_IFNAME, since both nodes are on one host.
     if launch["nodes"] == 1:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     one = submission(**launch)

@@ -60,7 +60,7 @@ def stand_in(folder: Path, script: str, name: str = "python") -> Path:
 def answering(folder: Path, told: object = None) -> Path:
     """Write a script in place of a Python that replies immediately; return its path.
 
-    It appends a line to the file `asked` next to it.
+    The script appends a line to the file `asked` next to it.
     """
     text = json.dumps(answer() if told is None else told)
     (folder / "bin").mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Extractions that are killed and restarted, in processes forked from this one, which has transformers loaded.
 
-`killed_extractions.py JOB.toml DIR SEED N` runs one extraction undisturbed, to DIR/whole. Then it runs N extractions,
-each in its own folder. Each is killed at an interpreter event, such as opening or replacing a file, then restarted and
-killed after a random time, and then restarted and run to the end. One more run, in DIR/interrupted, gets SIGINT after
-its first shard. Prints the exit codes of each run as JSON; a negative code is a signal.
+`killed_extractions.py JOB.toml DIR SEED N` runs one extraction undisturbed, to DIR/whole, and then N extractions, each
+in its own folder. Each of the N is killed at an interpreter event, such as opening or replacing a file, then restarted
+and killed after a random time, and then restarted and run to the end. One more run, in DIR/interrupted, gets SIGINT
+after its first shard. Prints the exit codes of each run as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Extractions by several ranks, one of them killed, in processes forked from this one, which has all modules loaded.
 
-`killed_ranks.py JOB.toml DIR SEED N SIZE` runs one extraction undisturbed, to DIR/whole. Then it runs N extractions,
-each in its own folder. A rank is killed at an interpreter event, such as opening or replacing a file, and the other
-ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third start runs to
-the end. Prints the exit codes of the ranks at each start as JSON; a negative code is a signal.
+`killed_ranks.py JOB.toml DIR SEED N SIZE` runs one extraction undisturbed, to DIR/whole, and then N extractions, each
+in its own folder. In each of the N, a rank is killed at an interpreter event, such as opening or replacing a file, and
+the other ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third
+start runs to the end. Prints the exit codes of the ranks at each start as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ TRANSCODER = NEWEST | {"d_out": D_IN, "apply_b_dec_to_input": False}
 
 
 class Reference(NamedTuple):
-    """Computes an SAE in float64 as its tool defines it. `weights` uses the tensor names of SAELens.
+    """Computes the SAE of another tool in float64, as that tool defines it. `weights` uses the tensor names of SAELens.
 
     With `subtracts`, the encoder reads x − b_dec. With `by_norm`, latents are scaled by the norms of their decoder
     rows. Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.

@@ -59,7 +59,7 @@ WORDS = [
 ]
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
-# Terminal input other than keys, such as mouse reports and replies of the terminal. Random bytes are added to it.
+# Terminal input other than keys, such as mouse reports and replies of the terminal. The test adds random bytes.
 BYTES = [
     b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
     b"\xe2",
@@ -241,7 +241,7 @@ class Monkey:
             n = self._random.randint(1, 8)
             packet, stream = stream[:n], stream[n:]
             self.pressed.append(repr(packet)[2:-1] + " ")
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the app has just ended
                 self.terminal.send(packet)
             if self._random.random() < 0.6:
                 self._read(self._random.choice([0.002, 0.01, 0.03]))
@@ -343,7 +343,7 @@ class Monkey:
     def _leave_all(self) -> None:
         """Leave every open screen. Wait after each Escape, since Escape directly before a byte is a different key."""
         for _ in range(6):
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the app has just ended
                 self.terminal.send(b"\x1b")
             self.pressed.append("<Esc> ")
             self._read(0.15)
@@ -402,7 +402,7 @@ class Monkey:
         for _ in range(3):
             if self.terminal.process.poll() is None:
                 self._leave_all()
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # the app has just ended
                     self.terminal.send(b"q")
                 self._read(2)
         self.terminal.wait_for_exit(30)

@@ -1,4 +1,4 @@
-"""Ranks that share one GPU. They exchange tensors through host memory, since NCCL does not support this."""
+"""Ranks that share one GPU and exchange tensors through host memory, since NCCL does not support two ranks on a GPU."""
 
 from __future__ import annotations
 

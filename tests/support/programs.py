@@ -106,8 +106,8 @@ class _Mask(language.tensor):  # type: ignore[misc]
 def _mend_triton_3_2() -> None:
     """Correct three bugs of the interpreter in Triton 3.2.
 
-    It lacks a boolean type, ignores a mask whose only element is false, and stores sums, which NumPy computes in int64,
-    in int32 memory.
+    The interpreter has no boolean type, ignores a mask whose only element is false, and stores sums, which NumPy
+    computes in int64, in int32 memory.
     """
     builder, store = interpreter.InterpreterBuilder, language.semantic._store_legacy
     store_numbers = builder.create_masked_store

@@ -23,7 +23,7 @@ PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, to
 FP32_UNITS = 60e12
 PROCESSORS = 132
 # The GPU seconds between the starts of two kernels, and the host seconds to launch a kernel, on an H200 in a virtual
-# machine with slow cores. A fast host needs a fifth of the host seconds.
+# machine with slow cores. A fast host launches a kernel in a fifth of this time.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
 # The host seconds to replay a step that was captured as a CUDA graph.
 HOST_RECORDED = 0.4e-3
@@ -36,7 +36,7 @@ _UNEVEN = 2
 _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
 # The number of rounds of the search for a bound: over the maxima of the groups, over the numbers of the chosen groups,
 # and over AuxK's rows with more than k positive numbers. For an SAE trained in bf16 on data/sample, the first two
-# searches took 8.4 and 2.6 rounds on average, and at most 10 and 8. For normal noise they took 10, and at most 15.
+# searches took 8.4 and 2.6 rounds on average, and at most 10 and 8. For normal noise, each took 10, and at most 15.
 _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
 # The seconds of one round of programs that share a search, and the seconds of Adam per weight of a small tensor.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
@@ -45,9 +45,9 @@ _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # The bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A
 # multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
 # since each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are
-# 6 * 136 instructions in 16 warps, and 4 warps advance per cycle. This takes 1.9 us, less than reading the bytes. The
-# remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses, a search
-# of up to 31 rounds of about 1 us follows, which is not included.
+# 6 * 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
+# bytes. The remaining 270 instructions take 0.6 us, and there are 15 barriers. The seconds do not include the search of
+# up to 31 rounds of about 1 us that follows if more latents are dead than AuxK uses.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
 # The number of programs that a gathering kernel needs to fill a GPU, and the bytes/s that fewer programs achieve.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
@@ -117,7 +117,7 @@ def _bytes(operands: Iterable[Operand]) -> int:
 
 
 def _pass(op: Op) -> Cost:
-    """Return the cost of an element-wise pass or reduction. It is higher if matrices have different memory layouts."""
+    """Return the cost of an element-wise pass or reduction. Matrices with different memory layouts cost more."""
     large = [one for one in (*op.reads, *op.writes) if len(one.shape) == 2 and one.numel > _LARGE]
     layouts = {one.stride[0] == 1 and one.stride[1] > 1 for one in large if 0 not in one.stride}
     kinds = {(one.shape, one.dtype) for one in (*op.reads, *op.writes) if one.numel > 1}

@@ -109,7 +109,7 @@ def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, 
 def made(
     kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0, *, skip: bool = False
 ) -> Sae:
-    """Create an SAE from 32 dimensions to 128 latents with random weights; `skip` adds a skip connection."""
+    """Create an SAE with 32 input dimensions, 128 latents and random weights; `skip` adds a skip connection."""
     torch.manual_seed(0)
     kind_class, settings, _ = KINDS[kind]
     sae: Sae = new_sae(kind_class, 32, 128, d_out, has_skip=skip, **settings)

@@ -2,8 +2,8 @@
 
 RANK=0 python -m support.staged_rank FOLDER N_RANKS FAULT
 
-Only rank 1 has the fault. With FAULT "hangs", it hangs until transfers go through host memory. With "always", it still
-hangs then.
+Only rank 1 has the fault. With FAULT "hangs", rank 1 hangs until transfers go through host memory. With "always",
+transfers through host memory hang too.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class Op:
 class Exchange:
     """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the function that requests it.
 
-    The collective starts before operation number `begins` of its step. Operations from number `ends` on wait for it. If
-    `ends_later` is set, these are operations of the next step.
+    The collective starts before operation number `begins` of its step. Operations from number `ends` on wait for the
+    collective; if `ends_later` is set, these are operations of the next step.
     """
 
     group: str
@@ -171,8 +171,8 @@ class OpLog(TorchDispatchMode):
     def questions(self) -> Iterator[None]:
         """Within the context, record reads of a tensor's values that a fake tensor answers without an operation.
 
-        This includes reads of numbers that the step copied to the host, and tensors that the host creates on a device
-        from numbers.
+        Reads of numbers that the step copied to the host are recorded too, as are tensors that the host creates on a
+        device from numbers.
         """
 
         def noted(name: str) -> Any:
@@ -276,7 +276,7 @@ def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:
-        # An operation returns the tensors that it changes in place. If it returns nothing, it changes its arguments.
+        # An operation returns the tensors that it changes in place. If it returns nothing, its arguments are changed.
         writes = writes or _mutated(func, arguments)
     return Op(name, reads, writes, _place())
 

@@ -14,7 +14,7 @@ from trainer.contract.settings.catalog import SourceEntry
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.sources import DataShape, StreamSettings, SyntheticSettings
 
-# The number of rows per chunk. No batch size is a multiple of it.
+# The number of rows per chunk. No batch size is a multiple of this number.
 CHUNK = 37
 
 

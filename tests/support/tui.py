@@ -32,7 +32,7 @@ NOW = 1_700_000_000.0
 
 
 class StillMonitor:
-    """Replaces `Monitor`. It samples its source only when the test requests it."""
+    """Replaces `Monitor`, and samples its source only when the test requests a sample."""
 
     source_name = "simulated"
     interval_s = 1.0

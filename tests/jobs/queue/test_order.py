@@ -295,7 +295,7 @@ def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
 class Cluster:
     """Simulates a machine: jobs arrive and end, and the queue is planned after every change.
 
-    Jobs run for `late` times their expected duration. They report their remaining time unless `silent` is set.
+    Jobs run for `late` times their expected duration, and report their remaining time unless `silent` is set.
     """
 
     def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:

@@ -96,7 +96,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     assert second.try_start()
     assert not third.try_start()
     assert len(box.control.events(first)) == 1
-    # The supervisor continues. It finds the GPU leased, and its job is first in the queue again.
+    # The supervisor continues and finds the GPU leased, and its job is first in the queue again.
     assert not line(box, first).try_start()
     assert "GPU 0 is held by job" in box.job(first).waits_for
     second.locks.release()
