@@ -149,7 +149,7 @@ print(sorted({"torch._dynamo", "torch._inductor", "triton", "pandas", "sqlite_ut
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_the_walk_finds_every_module() -> None:
+def test_modules_below_finds_every_module_of_a_package() -> None:
     files = {
         file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for package in ("trainer", "sae_tui")

@@ -11,7 +11,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     return file
 
 
-def test_markers_in_comments_docstrings_and_messages_count_and_code_does_not(tmp_path: Path) -> None:
+def test_markers_are_found_in_comments_docstrings_and_messages_but_not_in_code(tmp_path: Path) -> None:
     lines = ('"""Tell nobody about it."""', "# Whoever asks.", 'raise_error("it is told anew")', "")
     prose = written(tmp_path, "prose.py", "\n".join(lines))
     assert per_10_000([prose]) == 1e4 * 5 / 10

@@ -316,7 +316,7 @@ def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
     assert sorted(gone) == ["GPU 3: held and idle (cleared)", "GPU 3: unreadable (cleared)"]
 
 
-def test_a_script_learns_the_gpu_and_the_job_and_whether_the_alert_begins():
+def test_a_script_gets_the_gpu_the_job_and_whether_the_alert_begins():
     days = Days()
     days.last(10, gpus(replace(FINE, temperature_c=88)))
     (begun,) = days.alerts.turn(gpus(replace(FINE, temperature_c=88)))

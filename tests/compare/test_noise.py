@@ -89,7 +89,7 @@ def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
     assert three(0.003).best == {0}
 
 
-def test_a_difference_below_one_percent_counts_as_noise_of_the_seed() -> None:
+def test_a_difference_below_one_percent_is_treated_as_noise_of_the_seed() -> None:
     line = line_of(run(1, 0.1000, 1e-6), run(2, 0.1009, 1e-6))
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which another seed can cause (compare 3 seeds to measure it)" in line.why

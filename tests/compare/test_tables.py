@@ -117,7 +117,7 @@ def test_training_batch_values_never_have_a_best() -> None:
     assert lines["held-out FVU"] == ["0.35 same", "0.36 same"]
 
 
-def test_a_quality_star_shows_its_tokens_if_token_counts_differ() -> None:
+def test_a_star_shows_the_number_of_tokens_if_runs_differ_in_it() -> None:
     def run(number: int, fvu: float, tokens: int) -> ComparedSae:
         latest = {"heldout_fvu": fvu, "tokens_per_s": 1000.0 / number}
         return sae(number, latest=latest, tokens=tokens, started=0.0, ended=100.0)

@@ -37,7 +37,7 @@ def test_gpus_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
     assert "although the PCI bus has 2 NVIDIA GPUs" in finding.sentence
 
 
-def test_integrated_graphics_do_not_count_as_gpus_without_a_driver(sandbox) -> None:
+def test_integrated_graphics_are_not_reported_as_gpus_without_a_driver(sandbox) -> None:
     for place, memory in (("05:00.0", 512 << 20), ("06:00.0", 16 << 30)):
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/vendor", "0x1002\n")
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/class", "0x030000\n")

@@ -117,7 +117,7 @@ def test_without_a_gpu_the_cpu_is_tested_and_the_finding_says_so(source, tested,
     assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json - -"
 
 
-def test_a_gpu_without_a_driver_does_not_count_as_no_gpu(tested, sandbox, tmp_path) -> None:
+def test_a_gpu_without_a_driver_is_not_treated_as_a_machine_without_a_gpu(tested, sandbox, tmp_path) -> None:
     sandbox.file("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
     sandbox.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
     (finding,) = check_training(tested(Unreachable(0)))

@@ -251,7 +251,7 @@ def test_ctrl_z_is_rejected_if_no_shell_could_continue_the_app(box: Box) -> None
     terminal.wait_for("Not suspended: there is no")
 
 
-def test_a_stopped_app_releases_the_terminal_and_takes_it_again(box: Box) -> None:
+def test_a_stopped_app_releases_the_terminal_and_later_takes_it_over_again(box: Box) -> None:
     terminal = box.app(80, 24, controlling=True)
     for number in (signal.SIGTSTP, signal.SIGSTOP, signal.SIGTSTP):
         terminal.process.send_signal(number)

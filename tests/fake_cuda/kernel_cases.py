@@ -60,7 +60,7 @@ def _name(op: Op) -> str:
     return f"{op.name} {types} {' '.join(f'{k}={v}' for k, v in op.arguments if not isinstance(v, Operand))}"
 
 
-def test_launches_have_all_types_and_entries_of_which_some_do_not_count() -> None:
+def test_the_launches_have_all_types_and_partly_filled_entries() -> None:
     called = [one for op in launches().values() for one in op.arguments]
     assert {torch.float32, torch.bfloat16, torch.float16} <= {
         one.dtype for _, one in called if isinstance(one, Operand)

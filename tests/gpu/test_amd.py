@@ -206,7 +206,7 @@ def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(
     [(amd_shapes.ROCM_6_0, 1700, None), (amd_shapes.ROCM_6_2, 1700, None), (amd_shapes.ROCM_7_0, 1700, None)],
     ids=["6.0", "6.2", "7.0"],
 )
-def test_answers_of_every_rocm_version_are_read_alike(
+def test_values_of_every_rocm_version_are_read_in_the_same_way(
     shapes: dict[str, Any], clock: int, bandwidth: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(**shapes))

@@ -46,7 +46,7 @@ def test_the_integral_of_power_equals_that_of_a_plain_loop(seed):
     assert used.counted_s == 0
 
 
-def test_repeated_readings_of_a_counter_count_once():
+def test_repeated_readings_of_a_counter_are_used_once():
     meter = GpuMeter(BEGIN)
     readings = [EnergyReading(BEGIN + second, None, 100.0 * second) for second in range(0, 91, 30)]
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_the_counter_replaces_samples_and_bridges_a_gap():
     assert metered(readings, BEGIN, BEGIN + 65) == pytest.approx((110 * 63 + 200, 65, 65, 63))
 
 
-def test_samples_between_two_counter_readings_count_once():
+def test_samples_between_two_counter_readings_are_used_once():
     counters = {0: 0.0, 3: 330.0, 6: 660.0}
     readings = [EnergyReading(BEGIN + second, 100.0, counters.get(second)) for second in range(8)]
     assert metered(readings, BEGIN, BEGIN + 7) == pytest.approx((760, 7, 7, 6))

@@ -351,7 +351,7 @@ def calls_in(folder: Path) -> dict[str, int]:
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 
 
-def test_free_memory_is_the_drivers_own_figure_with_old_and_new_calls(read_all: Read) -> None:
+def test_free_memory_is_the_value_of_the_driver_with_old_and_new_calls(read_all: Read) -> None:
     for driver in ("new", "old"):
         (sample,) = read_all(driver=driver, GPUS=1)
         in_use = sample["memory_total_bytes"] - sample["memory_free_bytes"]

@@ -130,7 +130,7 @@ def test_stopping_ends_the_ssh_process(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_silent_host_is_reported_without_values_and_reconnected(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
     halted = GOOD.replace("stay()", "import os; os.kill(os.getpid(), 19)")
     speaks = GOOD.replace("stay()", "[(say({'type': 'log'}), time.sleep(0.01)) for _ in iter(int, 1)]")

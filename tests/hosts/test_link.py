@@ -54,7 +54,7 @@ def test_after_the_burst_a_reader_waits_according_to_the_rate_limit() -> None:
     assert allowance.take(2) == pytest.approx(2e6, rel=1e-3)
 
 
-def test_each_part_of_a_long_line_counts_as_a_sign_of_life(tmp_path: Path) -> None:
+def test_each_piece_of_a_long_line_shows_that_the_host_is_alive(tmp_path: Path) -> None:
     arrived = tmp_path / "arrived"
     waits = f"while not os.path.exists({str(arrived)!r}): time.sleep(0.01)"
     program = f"import os, time; os.write(1, b'half')\n{waits}\nos.write(1, b' a line\\n')"

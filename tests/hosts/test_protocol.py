@@ -156,7 +156,7 @@ def job(number: int, **fields) -> JobView:
     return JobView(id=number, progress=1.01, **(usual | {"state": JobState.FINISHED} | fields))
 
 
-def test_of_many_jobs_the_newest_and_the_running_ones_are_sent() -> None:
+def test_only_the_newest_jobs_and_all_running_jobs_are_sent() -> None:
     jobs = [job(number) for number in range(MOST_JOBS + 5, 1, -1)] + [job(1, state=JobState.RUNNING)]
     message = decode(line_of(jobs_message(jobs, "")))
     assert isinstance(message, Jobs)

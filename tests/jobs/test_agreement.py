@@ -76,7 +76,7 @@ def asked(draw) -> Asked:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(asked())
-def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
+def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: Asked) -> None:
     job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.gpus)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
     look = look_of(job, shape, here)

@@ -43,7 +43,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_supervisor_starts_in_its_own_scope_or_without_one_if_systemd_refuses(box, session, refuses):
+def test_a_supervisor_starts_in_its_own_systemd_scope_if_systemd_allows_it(box, session, refuses):
     log = session(refuses)
     job_id = box.launch("steps=1")
     assert box.wait_ended(job_id).state == JobState.FINISHED

@@ -36,7 +36,7 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("elsewhere") / "env")
 
 
-def test_an_environment_reports_its_versions_and_is_asked_only_once(
+def test_an_environment_reports_its_versions_and_is_read_only_once(
     trains: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With this variable, the other Python would not start.
@@ -71,7 +71,7 @@ def test_neither_a_local_trainer_folder_nor_the_apps_packages_are_imported(
     assert named_python.variables("")["PYTHONPATH"] == str(tmp_path)
 
 
-def test_an_environment_is_asked_again_after_it_or_a_package_folder_has_changed(tmp_path: Path) -> None:
+def test_an_environment_is_read_again_if_it_or_a_package_folder_has_changed(tmp_path: Path) -> None:
     (packages := tmp_path / "packages").mkdir()
     python = answering(tmp_path, answer(paths=[str(packages)], trainer=None))
     assert "has no trainer" in look(str(python)).lack()
@@ -179,7 +179,7 @@ def test_a_python_that_others_may_change_is_not_run(tmp_path: Path, exposed: str
     assert look(str(named)).lack() == ""
 
 
-def test_a_glance_does_not_wait_and_notifies_once_the_answer_arrives(tmp_path: Path) -> None:
+def test_an_environment_is_read_in_the_background_and_the_caller_is_notified(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")
     (tmp_path / "answer.json").write_bytes(msgspec.json.encode(answer()))

@@ -224,7 +224,7 @@ def test_a_run_whose_lock_is_held_can_be_neither_resumed_nor_deleted(box, orphan
     assert box.job(job_id).state == JobState.LOST
 
 
-def test_an_end_that_did_not_reach_the_store_is_read_from_its_file(box):
+def test_the_end_of_a_job_is_read_from_its_file_if_the_store_lacks_it(box):
     job_id = started(box, gone_process())
     ending = JobEnding(JobState.FINISHED, 1234.5, output_path="/saes/1")
     write_ending(box.data.run(job_id).exit_file, ending)

@@ -133,7 +133,7 @@ def test_the_python_that_a_job_names_reads_the_headers(tmp_path: Path, shards: P
     assert (tmp_path / "asked").read_text() == f"-P -m trainer inspect --headers --json -- {shards}\n"
 
 
-def test_only_a_wait_is_announced(tmp_path: Path, shards: Path) -> None:
+def test_headers_that_are_already_stored_are_read_without_an_announcement(tmp_path: Path, shards: Path) -> None:
     places: list[Path] = []
     headers = ShardHeaders(DataDir(tmp_path / "data"), answering(tmp_path, shards))
     with announcing(places.append):
@@ -142,7 +142,7 @@ def test_only_a_wait_is_announced(tmp_path: Path, shards: Path) -> None:
     assert places == [shards]
 
 
-def test_a_folder_that_cannot_be_written_to_costs_only_the_record(tmp_path: Path, shards: Path) -> None:
+def test_headers_are_read_even_if_the_result_cannot_be_stored(tmp_path: Path, shards: Path) -> None:
     (tmp_path / "data").touch()
     headers = ShardHeaders(DataDir(tmp_path / "data"), answering(tmp_path, shards))
     assert read(headers, shards).n_tokens == 20

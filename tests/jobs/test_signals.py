@@ -24,7 +24,7 @@ def test_a_failed_job_is_recorded_as_failed_even_if_sigchld_was_ignored(box):
     assert box.wait_ended(other).state == JobState.STOPPED
 
 
-def test_a_job_without_stored_metrics_counts_as_failed(box):
+def test_a_job_without_stored_metrics_is_recorded_as_failed(box):
     job = box.wait_ended(box.launch("steps=10 mute"))
     assert job.state == JobState.FAILED
     assert job.error.startswith("its SAE was trained, but none of its metrics could be stored")

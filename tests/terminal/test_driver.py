@@ -59,7 +59,7 @@ print("resumed", app.n_resumed)
 
 
 @pytest.mark.parametrize(("stops_in", "n_stops"), [("pause", 1), ("resume", 2)])
-def test_ctrl_z_during_a_pause_is_part_of_it_and_during_a_resume_stops_again(stops_in: str, n_stops: int) -> None:
+def test_a_second_ctrl_z_is_ignored_in_a_pause_and_stops_an_app_that_resumes(stops_in: str, n_stops: int) -> None:
     command = [sys.executable, "-c", STOPPED_AGAIN, stops_in]
     # Use a new process group, not a new session, in which the kernel would discard the signal.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:

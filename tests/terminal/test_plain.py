@@ -54,7 +54,7 @@ def test_bars_histories_and_states_are_distinguishable() -> None:
     assert len({to_ascii(one) for one in GLYPHS[:8]}) == 8
 
 
-def test_letters_of_names_are_kept_if_the_terminal_can_show_them() -> None:
+def test_letters_in_names_are_not_replaced_if_the_terminal_can_show_them() -> None:
     assert to_ascii("Lämb 天气 ✓") == "Lämb 天气 +"
     assert to_ascii("Lämb 天气 ✓", letters=False) == "L?mb ???? +"
 

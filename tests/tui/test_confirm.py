@@ -21,7 +21,7 @@ class Recorded(App[None]):
         super()._display(screen, renderable)
 
 
-async def test_a_yes_typed_before_the_question_was_drawn_does_not_count() -> None:
+async def test_a_yes_typed_before_the_question_was_drawn_is_ignored() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -36,7 +36,7 @@ async def test_a_yes_typed_before_the_question_was_drawn_does_not_count() -> Non
         assert answers == [True]
 
 
-async def test_a_yes_does_not_count_before_the_question_is_redrawn_after_another_dialog() -> None:
+async def test_a_yes_is_ignored_until_the_question_is_redrawn_after_another_dialog() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -54,7 +54,7 @@ async def test_a_yes_does_not_count_before_the_question_is_redrawn_after_another
         assert answers == [True]
 
 
-async def test_a_yes_does_not_count_while_the_app_draws_nothing() -> None:
+async def test_a_yes_is_ignored_while_the_app_draws_nothing() -> None:
     answers: list[bool | None] = []
     app = Recorded()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -70,7 +70,7 @@ async def test_a_yes_does_not_count_while_the_app_draws_nothing() -> None:
         assert answers == [True]
 
 
-async def test_an_answer_counts_only_once_if_its_key_is_pressed_repeatedly() -> None:
+async def test_an_answer_is_used_only_once_if_its_key_is_pressed_repeatedly() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -85,7 +85,7 @@ async def test_an_answer_counts_only_once_if_its_key_is_pressed_repeatedly() -> 
         assert not isinstance(app.screen, Confirm)
 
 
-async def test_a_no_counts_at_once() -> None:
+async def test_a_no_is_accepted_at_once() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -96,7 +96,7 @@ async def test_a_no_counts_at_once() -> None:
         assert answers == [False]
 
 
-async def test_a_yes_does_not_count_in_a_window_too_small_for_the_question() -> None:
+async def test_a_yes_is_ignored_in_a_window_too_small_for_the_question() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(10, 3)) as pilot:

@@ -148,7 +148,7 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
         assert "reboot is needed" in gpu
 
 
-async def test_held_and_queued_jobs_count_as_waiting_and_a_silent_gpu_is_not_lost(make_app, data) -> None:
+async def test_held_and_queued_jobs_are_shown_as_waiting_and_a_silent_gpu_is_not_lost(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING)
     record_job(data, "minilm", JobState.FINISHED)
     record_job(data, "minilm", JobState.QUEUED, host="elsewhere")

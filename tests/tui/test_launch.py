@@ -309,7 +309,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
         await wait_until(pilot, lambda: not left.exists())
 
 
-async def test_a_gpu_that_a_job_takes_meanwhile_is_shown_as_busy(make_app, data) -> None:
+async def test_a_gpu_that_another_job_has_taken_in_the_meantime_is_shown_as_busy(make_app, data) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -954,7 +954,7 @@ async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(m
             await reviewed(pilot, screen, "needs ")
 
 
-async def test_another_python_is_asked_in_the_background_and_its_answer_is_reviewed(make_app, tmp_path) -> None:
+async def test_another_python_is_read_in_the_background_and_then_reviewed(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")
     (tmp_path / "answer.json").write_text(json.dumps(answer_of_python()))

@@ -116,7 +116,7 @@ def test_a_failure_is_recorded_in_one_sentence(box: Box, job_id: int, monkeypatc
     assert box.messages(job_id, FAILED) == [message.removeprefix(f"job {job_id} ")]
 
 
-def test_a_job_has_one_evaluation_at_a_time_which_dies_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_job_has_one_evaluation_at_a_time_and_it_ends_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
     evaluate(box, monkeypatch, job_id, "echo $$ $PPID; exec sleep 600")
     log = box.data.run(job_id).evaluation_log
     wait_for(lambda: len(log.read_text().split()) == 2, "the evaluation")
@@ -165,7 +165,7 @@ def test_a_killed_evaluation_is_not_recorded_for_the_next_one_or_through_a_link(
     assert len(box.messages(job_id, FAILED)) == 1
 
 
-def test_an_earlier_success_does_not_count_for_an_evaluation_without_an_event(
+def test_an_earlier_success_is_not_the_result_of_an_evaluation_without_an_event(
     box: Box, job_id: int, monkeypatch
 ) -> None:
     write_card(box.data.sae(job_id))

@@ -130,7 +130,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return jobs
 
 
-def test_a_review_counts_the_devices_of_a_job_once(box, tmp_path, capsys, monkeypatch) -> None:
+def test_a_review_determines_the_devices_of_a_job_only_once(box, tmp_path, capsys, monkeypatch) -> None:
     jobs = counted(monkeypatch)
     config = box.config(gpus="cpu:2")
     values = job_form.flatten(job_form.job_file.to_table(config))

@@ -85,7 +85,7 @@ def test_a_gpu_is_busy_if_another_users_process_holds_much_memory(process, reaso
     assert (gpu.state, gpu.reason) == ("busy" if reason else "available", reason)
 
 
-def test_our_own_ended_process_does_not_hold_a_gpu_until_the_next_reading():
+def test_a_gpu_is_free_as_soon_as_our_own_process_has_ended():
     ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GIB)
     (gpu,) = choices([sample(processes=(ended,))], holders([], [], []))
     assert gpu.state == "available"
@@ -120,7 +120,7 @@ def test_a_gpu_whose_processes_cannot_be_listed_is_never_reported_as_idle():
     assert blind.reason == "its use is unknown"
 
 
-def test_unattributed_use_is_counted_for_the_job_that_leased_the_gpu():
+def test_unattributed_use_is_attributed_to_the_job_that_leased_the_gpu():
     running = job(7, gpu_uuids=("GPU-0",))
     held = holders([running], [lease(0, 7)], [])
     used = sample(memory_used_bytes=20 * GIB, utilization=90)
@@ -145,7 +145,7 @@ def test_a_reading_from_before_our_job_ended_shows_no_other_user():
     assert [one.state for one in choices([old, new], held)] == ["available", "busy"]
 
 
-def test_on_a_leased_gpu_an_unnamed_process_of_another_user_counts():
+def test_memory_of_unnamed_processes_on_a_leased_gpu_is_not_free():
     mine = lease(0, 7)
     mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GIB)
     held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
@@ -415,7 +415,7 @@ def test_the_slowest_gpu_determines_the_speed_of_a_mix():
     assert slowest(["NVIDIA H100", "NVIDIA T4", "NVIDIA A100-SXM4-80GB"]) == "NVIDIA T4"
 
 
-def test_the_summary_of_a_job_without_gpus_counts_processes(box):
+def test_the_summary_of_a_job_without_gpus_states_the_number_of_processes(box):
     config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
     assert said(config, gpus=0).startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
     assert said(box.config(gpus="cpu"), gpus=0).startswith("1 CPU process, single · effective batch 64 ·")

@@ -195,7 +195,7 @@ def test_a_job_that_is_no_longer_queued_does_not_start_and_holds_no_lock(box):
     assert GpuLocks(box.data.locks, ["GPU-0"]).take()
 
 
-def test_a_locked_store_costs_a_job_one_attempt_but_not_its_place(box, locked_store):
+def test_a_locked_store_delays_a_job_that_keeps_its_place_in_the_queue(box, locked_store):
     job_id = queued(box)
     entry = line(box, job_id)
     with locked_store(box.data.control_db), pytest.raises(StoreError, match="is locked"):

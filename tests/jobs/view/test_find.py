@@ -90,7 +90,7 @@ def test_sorting_puts_low_values_of_finished_jobs_first_and_missing_values_last(
     assert ids(find(JOBS, by=by)) == found
 
 
-def test_batch_fvus_do_not_count_when_sorting_by_fvu() -> None:
+def test_sorting_by_fvu_ignores_batch_fvus() -> None:
     jobs = [job(1, fvu=0.01), job(2, fvu=0.05, heldout_fvu=0.3), job(3), job(4, fvu=0.2, heldout_fvu=0.25)]
     assert ids(find(jobs, by="fvu")) == [4, 2, 3, 1]
 

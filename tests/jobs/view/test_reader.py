@@ -310,7 +310,7 @@ def test_a_missing_log_has_no_lines(tmp_path):
     assert LogFollower(tmp_path / "none").new_lines() == []
 
 
-def test_a_follower_returns_each_line_once_and_restarts_if_the_log_is_truncated(tmp_path):
+def test_a_log_follower_returns_each_line_once_and_restarts_after_a_truncation(tmp_path):
     path = tmp_path / "log"
     follower = LogFollower(path)
     path.write_bytes(b"one\ntw")
