@@ -109,7 +109,7 @@ def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
         assert 1 <= sum(map(len, got)) <= 4
 
 
-# Two users of one machine.
+# Tests with two users of one machine.
 
 
 GIB = 2**30

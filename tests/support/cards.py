@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA machine, configured by the test."""
+"""Simulates a CUDA machine that the test configures."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ class Monkey:
         self.terminal.close()
 
     def _leave_all(self) -> None:
-        """Leave every open screen. Wait after each Escape, since Escape directly before a byte is a different key."""
+        """Leave every open screen. Wait after each Escape, since Escape and a following byte would be one key."""
         for _ in range(6):
             with suppress(OSError):  # the app has just ended
                 self.terminal.send(b"\x1b")

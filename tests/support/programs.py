@@ -125,7 +125,7 @@ def _mend_triton_3_2() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Cache the NumPy dtype of each Triton type. Otherwise every operation would create a dictionary for it."""
+    """Cache the NumPy dtype of each Triton type. Without the cache, every operation would create a dictionary."""
     dtype_of = functools.cache(interpreter._get_np_dtype)
 
     def of_scalar(dtype: Any) -> Any:

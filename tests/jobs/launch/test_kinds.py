@@ -33,7 +33,7 @@ from trainer.ranks.rank import RankWork
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> CommandJob:
-    """Register the kind of job of the example, and return a job of it."""
+    """Register the example of a kind of job, and return a job of this kind."""
     monkeypatch.setitem(KINDS, "command", toy_kind.ENTRY)
     return CommandJob(command=CommandSettings(line=["true"], times=3), launch=Launch(gpus="cpu"), name="make")
 
