@@ -206,7 +206,7 @@ class Clock:
         self.start: launching.Start = functools.partial(detach.start, command=["env", *names, *detach.SUPERVISOR])
 
     def set_to(self, seconds: int) -> None:
-        """Set the clock this many seconds ahead of the true one."""
+        """Set the clock this many seconds ahead of the true time."""
         with self._file.open("r+b") as file:
             lines = file.read().rstrip(b"\0") + f"{int(time.time())} {seconds}\n".encode()
             file.seek(0)

@@ -61,6 +61,6 @@ class TapeOnCpu(TorchDispatchMode):
 def _again(func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
     found = func(*args, **named)
     for before, now in zip(tree_leaves(result), tree_leaves(found), strict=True):
-        # Views and tensors changed in place share the same memory.
+        # A view, and a tensor that was changed in place, has the same memory as before and needs no copy.
         if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
             before.copy_(now)

@@ -116,7 +116,7 @@ def test_a_registered_kind_is_launched_and_listed(command: CommandJob, box, tmp_
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Count the calls of `wanted_devices` in all modules, and return the list of its jobs."""
+    """Record the calls of `wanted_devices` in all modules; return the list of jobs that it is called with."""
     jobs: list[Any] = []
     original = check_job.wanted_devices
 
