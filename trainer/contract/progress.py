@@ -19,7 +19,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The environment variable with the file descriptor to which a child process writes its progress.
+# The environment variable with the file descriptor that a child process writes its progress to.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
 # Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
@@ -43,7 +43,7 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def words_apart(self) -> tuple[str, str, str]:
-        """The completed share, the time left and the stage as texts, each of which is "" if unknown."""
+        """The completed share, the time left and the stage as texts; an unknown value is ""."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
         return share, left, self.stage

@@ -15,7 +15,7 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The SAELens version with which exported files were tested; SAELens uses this version to decide how to convert files.
+# Exported files were tested with this SAELens version; SAELens uses this version to decide how to convert files.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 # Models that are common for SAEs, under their hub names in TransformerLens, which does not know
@@ -134,7 +134,7 @@ def _is_in_transformer_lens(facts: dict[str, Any]) -> bool:
 
 
 def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata for loading the model with transformers, for which hooks are outputs of modules.
+    """Return metadata for loading the model with transformers, where a hook is the output of a module.
 
     The values that are replaced are kept under the key `ORIGINAL`.
     """

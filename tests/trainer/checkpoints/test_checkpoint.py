@@ -293,7 +293,7 @@ def test_an_older_checkpoint_is_deleted_for_space_but_never_the_last_good_one(tm
         (disk / "other").write_bytes(bytes(900_000))
         save_large(5, keep=1)
         (disk / "another").write_bytes(bytes(900_000))
-        with pytest.raises(UserError, match="it takes 1 MiB, and 0 MiB are free; free some space"):
+        with pytest.raises(UserError, match="it needs 1 MiB, but only 0 MiB are free; free some space"):
             save_large(6, keep=1)
         assert steps_in(disk / "c") == [5]
         assert damage(disk / "c" / "step-00000005") is None

@@ -13,14 +13,14 @@ from trainer.contract.settings.job import JobConfig, SaeSettings
 # 24,576 columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32; with 65,536 columns, groups of 64 were
 # slower again.
 GROUP = 32
-# Bytes per pre-activation of the two masks with which an evaluation counts pre-activations above a threshold.
+# Bytes per pre-activation of two masks; an evaluation counts pre-activations above a threshold with them.
 COUNTED_BYTES = 2
 # Candidates that a CPU rank sends per token, as a multiple of the values that are chosen from that rank on average. A
 # GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter more;
 # this quarter is not included.
 MARGIN_PER_TOKEN = 4
 
-# For architectures with a sparsity penalty: the rows from which the initial threshold is found, and the maximum number
+# For architectures with a sparsity penalty: the rows for finding the initial threshold, and the maximum number
 # of values in memory at once.
 START_ROWS, START_VALUES = 2048, 2**21
 # On a CPU, `topk` allocates 16 bytes per value in addition to the 4 bytes of the value itself.
@@ -82,7 +82,7 @@ def kept_copies(work: Workload, job: JobConfig) -> int:
 
 
 def exchanges_copies(work: Workload, job: JobConfig) -> bool:
-    """Return whether replicas exchange 16-bit copies of updated weights, and keep fp32 weights only of their own
+    """Return whether replicas exchange 16-bit copies of updated weights, and keep fp32 weights only for their own
     latents.
 
     Replicas exchange copies if their passes read only the copies.
@@ -196,8 +196,8 @@ class _SparseArchitecture(_StepSizes):
         # reconstruction of each token.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
-        # Indices and values of the active latents; each rank holds those of its shard. With BatchTopK on several GPUs,
-        # each rank allocates memory for all entries, since all of them could belong to its shard.
+        # Indices and values of the active latents; each rank holds the entries of its shard. With BatchTopK on several
+        # GPUs, each rank allocates memory for all entries, since all of them could belong to its shard.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0

@@ -35,7 +35,7 @@ WORKSPACE_BYTES = 2 * 2**25
 # all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685). Each of 4 A100 GPUs
 # used 0.54 to 0.69 GB without exchanges between pairs (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
-# The number of GPUs from which a group is connected by a switch; smaller groups have fewer channels.
+# Groups of at least this many GPUs are connected by a switch; smaller groups have fewer channels.
 _SWITCHED_FROM = 4
 # The bytes of one value of optimizer state; int8 also stores a scale for each block of values.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
@@ -66,7 +66,7 @@ class Memory(msgspec.Struct, frozen=True):
 def estimate(work: Workload) -> Memory:
     """Return the memory of the rank that needs the most.
 
-    All SAEs of a sweep keep their weights, gradients and optimizer state; activations are those of the largest SAE,
+    All SAEs of a sweep keep their weights, gradients and optimizer state; only the activations of the largest SAE are counted,
     since the SAEs run one after the other.
     """
     return _fullest(work, is_compiled=False)
@@ -213,7 +213,7 @@ def _sharing_steps(work: Workload, train: Train) -> int:
 
 
 def remedies(work: Workload, free_bytes: int) -> list[str]:
-    """Return changes of a single setting, such as `train.batch_size = 512`, each of which makes the job fit into
+    """Return changes of single settings, such as `train.batch_size = 512`. Each change alone makes the job fit into
     `free_bytes`.
     """
     halves = [work.micro_batch >> power for power in range(1, 8) if work.micro_batch >> power >= 64]

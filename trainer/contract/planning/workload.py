@@ -25,7 +25,7 @@ LEAST_STEPS = 500
 # The minimum number of tokens per step, over all ranks. Gradients of fewer tokens are mostly noise, and an optimizer
 # step takes as long.
 SMALLEST_STEP = 512
-# Batch sizes are multiples of this number of tokens, to which matrix products are padded anyway.
+# Batch sizes are multiples of this number of tokens, since matrix products are padded to it anyway.
 BATCH_UNIT = 64
 # The number of tokens per step below which the automatic learning rate is reduced, because gradients are noisier.
 FULL_LR_TOKENS = 1024
@@ -114,7 +114,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def chooses_latents(self) -> bool:
-        """Whether the architecture is a variant of TopK, for which the recipe for short runs was tuned.
+        """Whether the architecture is a variant of TopK; the recipe for short runs was tuned for these.
 
         Other architectures control their L0 with a penalty and need more steps at the full learning rate than a short
         run has. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
@@ -123,7 +123,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def lr_scale(self) -> float:
-        """The factor by which `lr_scaling` changes the learning rate for this number of tokens per step."""
+        """The factor that `lr_scaling` applies to the learning rate for this number of tokens per step."""
         train, tokens = self.job.train, self.tokens_per_step
         if train.lr_scaling == "auto":
             falls = train.lr == "auto" and self.chooses_latents
@@ -167,7 +167,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The largest batch size with which a run whose length is set in tokens has at least `LEAST_STEPS` steps."""
+        """The largest batch size that gives a run with a length in tokens at least `LEAST_STEPS` steps."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH

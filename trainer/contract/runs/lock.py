@@ -16,7 +16,7 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# Seconds for which a process retries to lock a file. A test of a lock holds the lock exclusively for a moment.
+# Seconds during which a process retries to lock a file. A test of a lock holds the lock exclusively for a moment.
 _ASKED_S = 0.2
 _LOOKS = 3
 
@@ -81,7 +81,7 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 def is_held(file: Path) -> bool | None:
     """Return whether a process in any PID namespace holds a lock on the file, or None if unknown."""
     for _ in range(_LOOKS):
-        # Check again, since another process may just be testing the lock, for which it holds the lock for a moment.
+        # Check again, since another process may just be testing the lock, which locks it for a moment.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)

@@ -179,7 +179,7 @@ class KindEntry(Entry, frozen=True):
     rank: str
     # The function that `sae-train estimate` calls with a job.
     estimate: str
-    # The `LaunchKind` class, with which the app describes, reviews and records a job.
+    # The `LaunchKind` class; the app uses it to describe, review and record a job.
     launch: str
     # How to run a job file of this kind, for error messages.
     run_by: str

@@ -64,7 +64,7 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
-    """Return the column to read among those that are lists of numbers (`fitting`): `name`, or the only one.
+    """Return the column to read among the columns of number lists (`fitting`): `name`, or the only one.
 
     Raise `NotRowsError` if there is no such column or the choice is ambiguous.
     """

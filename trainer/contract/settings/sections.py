@@ -1,4 +1,4 @@
-"""The settings of each section of a job file, including those of the registry entries that the section names."""
+"""The settings of each section of a job file, including settings of the registry entries that the section names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_sections() -> dict[str, type[msgspec.Struct]]:
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return the settings of a section, including those of the chosen registry entries (by default, of the default
+    """Return the settings of a section, including settings of the chosen registry entries (by default, of the default
     entry).
     """
     common = settings_of(all_sections()[section])

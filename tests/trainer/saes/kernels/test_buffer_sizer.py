@@ -84,7 +84,7 @@ def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
 
 
 def capacities(sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
-    """Return the capacity per token for each batch, or None for a batch of which all values are kept."""
+    """Return the capacity per token for each batch, or None for a batch if all its values are kept."""
     found = []
     for n in n_per_token:
         decided = sizer.decide(50, 400) if ahead else None
