@@ -66,8 +66,8 @@ class Memory(msgspec.Struct, frozen=True):
 def estimate(work: Workload) -> Memory:
     """Return the memory of the rank that needs the most.
 
-    All SAEs of a sweep keep their weights, gradients and optimizer state; only the activations of the largest SAE are counted,
-    since the SAEs run one after the other.
+    All SAEs of a sweep keep their weights, gradients and optimizer state. Only the activations of the largest SAE are
+    counted, since the SAEs run one after the other.
     """
     return _fullest(work, is_compiled=False)
 
