@@ -344,7 +344,7 @@ def peer_words(answer: dict[str, Any]) -> str:
 def rank_words(answer: dict[str, Any]) -> str:
     one = answer["fvu"]["one"]
     off = max(abs(fvu / one[kind] - 1) for of_kind in answer["fvu"].values() for kind, fvu in of_kind.items())
-    n_waits = sum(sum(places.values()) for places in answer["waits"].values())
+    n_waits = sum(sum(indices.values()) for indices in answer["waits"].values())
     return f"FVU differs by {off:.0e} from one GPU; {n_waits} host waits in a step of {len(answer['waits'])} modes"
 
 

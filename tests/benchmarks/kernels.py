@@ -34,7 +34,7 @@ from trainer.saes.kernels import sparse
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_token
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
 # The number of calls between two clock readings on a GPU, so that launches overlap with computation as in a step.
 CALLS = 10
@@ -105,9 +105,9 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     # rarely.
     b_enc = d_in**0.5 * torch.randn(d_sae, device=options.device).to(narrow)
     pre_acts = PreActs(torch.addmm(b_enc, x, W_enc))
-    places, _ = k_per_token(pre_acts, k)
-    acts = SparseActs(torch.rand(n, device=options.device), places, d_sae)
-    acts_matrix, n_used = acts.dense().to(narrow), len(places.latents.unique())
+    indices, _ = k_per_token(pre_acts, k)
+    acts = SparseActs(torch.rand(n, device=options.device), indices, d_sae)
+    acts_matrix, n_used = acts.dense().to(narrow), len(indices.latents.unique())
     entries, rows, tokens = n * (8 + 4), n_used * d_in * width, n_tokens * d_in
     flops = 2 * n * d_in
 
@@ -121,14 +121,14 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     yield Kernel("k largest", lambda: k_per_token(pre_acts, k), bytes=pre_acts.matrix.nbytes + 8 * n, has_triton=False)
     yield Kernel(
         "decode",
-        lambda: sparse.bag_sums(acts.values, places.latents, places.starts, W_dec),
+        lambda: sparse.bag_sums(acts.values, indices.latents, indices.starts, W_dec),
         flops,
         entries + rows + 4 * tokens,
         lambda: acts_matrix @ W_dec,
     )
     yield Kernel(
         "gradient of activations",
-        lambda: sparse.row_products(x, W_dec, places),
+        lambda: sparse.row_products(x, W_dec, indices),
         flops,
         entries + rows + width * tokens,
         lambda: x @ W_dec.T,
@@ -140,8 +140,8 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
         entries + rows + width * tokens + 4 * d_sae * d_in,
         lambda: (x @ W_dec.T, acts_matrix.T @ x),
     )
-    yield Kernel("sort by latent", lambda: fresh(places).by_latent(d_sae), bytes=16 * n + 8 * d_sae, has_triton=False)
-    for deterministic in (False, True) if places.latents.is_cuda else (False,):
+    yield Kernel("sort by latent", lambda: fresh(indices).by_latent(d_sae), bytes=16 * n + 8 * d_sae, has_triton=False)
+    for deterministic in (False, True) if indices.latents.is_cuda else (False,):
         yield Kernel(
             "gradient of a weight" + ", deterministic" * deterministic,
             lambda: sparse.transposed_product(acts, x),
@@ -150,15 +150,15 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
             lambda: acts_matrix.T @ x,
             deterministic,
         )
-    yield whole_pass(options, flops, places)
+    yield whole_pass(options, flops, indices)
 
 
-def fresh(places: Places) -> Places:
+def fresh(indices: SparseIndices) -> SparseIndices:
     """Return the same indices as a new object that is not sorted yet."""
-    return Places(places.latents, places.tokens, places.starts)
+    return SparseIndices(indices.latents, indices.tokens, indices.starts)
 
 
-def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Kernel:
+def whole_pass(options: argparse.Namespace, flops: float, indices: SparseIndices) -> Kernel:
     """Return a forward and backward pass with given active latents.
 
     The dense counterpart is five products with plain autograd.
@@ -169,7 +169,7 @@ def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Ker
     W_enc, b_enc, W_dec, b_dec = weights.values()
     x = torch.randn(n_tokens, d_in, device=options.device)
     mask = torch.zeros(n_tokens, d_sae, dtype=torch.bool, device=options.device)
-    mask[places.tokens, places.latents] = True
+    mask[indices.tokens, indices.latents] = True
     dtype = torch.bfloat16 if options.precision == "bf16" else None
 
     def arithmetic() -> contextlib.AbstractContextManager[object]:
@@ -178,8 +178,8 @@ def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Ker
     def learn(x_hat: Tensor) -> None:
         torch.autograd.grad((x_hat - x).square().sum(), list(weights.values()))
 
-    def choose(pre_acts: PreActs) -> tuple[Places, Tensor]:
-        return fresh(places), pre_acts.matrix[places.tokens, places.latents]
+    def choose(pre_acts: PreActs) -> tuple[SparseIndices, Tensor]:
+        return fresh(indices), pre_acts.matrix[indices.tokens, indices.latents]
 
     def run() -> None:
         with arithmetic():

@@ -141,9 +141,9 @@ def wait_of_training(folder: Path) -> float:
     assert job is not None, problems
     shares = Waits()
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
-        places = {"checkpoints": Path(out) / "checkpoints", "output": Path(out) / "sae"}
+        indices = {"checkpoints": Path(out) / "checkpoints", "output": Path(out) / "sae"}
         source, parallel = Shards(path=str(folder)), Parallel(torch.device("cpu"))
-        Trainer(job, source=source, parallel=parallel, progress=shares, stop=threading.Event(), **places).run()
+        Trainer(job, source=source, parallel=parallel, progress=shares, stop=threading.Event(), **indices).run()
     return shares.last
 
 

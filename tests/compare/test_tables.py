@@ -46,8 +46,8 @@ def test_runs_of_different_lengths_differ_in_tokens_per_automatic_batch() -> Non
         ([], "lower", set()),
     ],
 )
-def test_the_best_is_the_lowest_or_highest_of_different_values(values, better, places) -> None:
-    assert best(values, better) == places
+def test_the_best_is_the_lowest_or_highest_of_different_values(values, better, indices) -> None:
+    assert best(values, better) == indices
 
 
 def test_a_restarted_job_has_a_duration_and_a_resumed_one_has_none() -> None:

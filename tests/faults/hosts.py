@@ -27,7 +27,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
         host.trains(first)
         plain, after = *host.launch(QUICK), *host.launch(QUICK, after=first)
         (held,), (urgent,) = host.launch(QUICK, hold=True), host.launch(QUICK, priority=5)
-        places = {job_id: _place(box, job_id) for job_id in (plain, after, held, urgent)}
+        indices = {job_id: _place(box, job_id) for job_id in (plain, after, held, urgent)}
         time.sleep(dice.uniform(0, 1.5))
         host.power_off()
         step = box.job(first).step or 0
@@ -40,7 +40,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
         require_order(*host.ended(urgent, plain))
         host.require(JobState.QUEUED, after, held)
         assert f"comes after job {first}, which was lost; resume job {first}" in (box.job(after).waits_for or "")
-        assert {job_id: _place(box, job_id) for job_id in places} == places, "the order of the queue has changed"
+        assert {job_id: _place(box, job_id) for job_id in indices} == indices, "the order of the queue has changed"
         _go_on(host, first, step)
         require_order(*host.ended(first, after))
         host.require(JobState.QUEUED, held)

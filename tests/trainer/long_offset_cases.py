@@ -20,7 +20,7 @@ from trainer.optimizers.tiled import Betas
 from trainer.optimizers.triton_update import Constants, Matrix
 from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.losses import Sums
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
 # The shapes of a matrix and of a tensor with levels. The offset of the last row of each needs 64 bits.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
@@ -80,18 +80,20 @@ def test_the_largest_values_of_rows_are_marked() -> None:
 
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
     """Return three activations, which all belong to the last latent and the last bag."""
-    places = Places(torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64))
-    return SparseActs(numbers(3, seed=3), places, d_sae)
+    indices = SparseIndices(
+        torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64)
+    )
+    return SparseActs(numbers(3, seed=3), indices, d_sae)
 
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
 def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     acts = last_active(n_rows, n_rows)
-    places, rows = acts.places, below(n_rows, row)
-    sums = triton_sparse.bag_sums(acts.values, places.latents, places.starts, rows)
+    indices, rows = acts.indices, below(n_rows, row)
+    sums = triton_sparse.bag_sums(acts.values, indices.latents, indices.starts, rows)
     torch.testing.assert_close(sums[-1], acts.values.sum() * row[0].float(), rtol=1e-5, atol=1e-5)
-    products = triton_sparse.row_products(below(n_rows, dense), rows, places.latents, places.starts)
+    products = triton_sparse.row_products(below(n_rows, dense), rows, indices.latents, indices.starts)
     torch.testing.assert_close(products, (dense.float() @ row.float().T)[0].expand(3), rtol=1e-5, atol=1e-3)
 
 

@@ -51,7 +51,7 @@ class SparseKernels:
     def sum_by_latent(
         acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *_: Any, **others: Any
     ) -> triton_sparse.Summed:
-        acts.places.tokens_by_latent(acts.d_sae)
+        acts.indices.tokens_by_latent(acts.d_sae)
         products = None if rows is None else acts.values.new_empty(len(acts.values))
         sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
         totals = sums.new_empty(acts.d_sae) if rows is None else None

@@ -177,11 +177,11 @@ def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outlie
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):
         x = rows[first : first + _AT_ONCE].float()
-        places = torch.nonzero(outliers.ordinary(x, x)).flatten()
-        n_rows += len(places)
-        if len(places):
-            latents, tokens, values = _active(acts_of(x[places]))
-            parts.append((latents, places[tokens] + first, values))
+        indices = torch.nonzero(outliers.ordinary(x, x)).flatten()
+        n_rows += len(indices)
+        if len(indices):
+            latents, tokens, values = _active(acts_of(x[indices]))
+            parts.append((latents, indices[tokens] + first, values))
     latents, numbers, values = (torch.cat(column) for column in zip(*parts, strict=True))
     order = (latents * len(rows) + numbers).argsort()
     return ActivationEntries(latents[order], numbers[order], values[order], n_rows)
@@ -191,7 +191,7 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
     """Return the latent, token and value of each activation above 0, on the CPU."""
     if isinstance(acts, SparseActs):
         fires = acts.values > 0
-        parts = acts.places.latents[fires], acts.places.tokens[fires], acts.values[fires]
+        parts = acts.indices.latents[fires], acts.indices.tokens[fires], acts.values[fires]
     else:
         tokens, latents = torch.nonzero(acts.values > 0, as_tuple=True)
         parts = latents, tokens, acts.values[tokens, latents]
@@ -356,6 +356,6 @@ def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
     length = min(CACHE_CONTEXT, n_rows)
     n_kept = n_rows // length * length
     place = torch.cat(rows)
-    places = torch.stack([place // length, place % length, torch.cat(latents)], 1)
+    indices = torch.stack([place // length, place % length, torch.cat(latents)], 1)
     is_kept = place < n_kept
-    return Firings(torch.cat(tokens)[:n_kept].reshape(-1, length), places[is_kept], torch.cat(activations)[is_kept])
+    return Firings(torch.cat(tokens)[:n_kept].reshape(-1, length), indices[is_kept], torch.cat(activations)[is_kept])

@@ -171,9 +171,9 @@ def _figures(rows: RowFigures, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: 
 
 def by_label(labels: Indices, values: Tensor) -> Tensor:
     """Return the sum of the values [n] for each label, float64 [n_labels], in the order of the labels."""
-    _, places = torch.from_numpy(labels).unique(return_inverse=True)
-    sums = torch.zeros(int(places.max()) + 1 if len(places) else 0, dtype=torch.float64)
-    return sums.index_add(0, places, values.double().cpu())
+    _, indices = torch.from_numpy(labels).unique(return_inverse=True)
+    sums = torch.zeros(int(indices.max()) + 1 if len(indices) else 0, dtype=torch.float64)
+    return sums.index_add(0, indices, values.double().cpu())
 
 
 def ratio_error(numerators: Tensor, denominators: Tensor) -> float:

@@ -178,14 +178,14 @@ def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tenso
     The tokenizer's special tokens surround each text, but the row belongs to the last token of the text itself. A text
     of more than `context` tokens is truncated at its beginning.
     """
-    pieces, places = _pieces(model.tokenizer, texts, context)
+    pieces, indices = _pieces(model.tokenizer, texts, context)
     # Batches of texts with equal length need no padding, which would change the rows of some models.
     groups = list(_of_one_length(pieces))
     rows: dict[int, Tensor] = {}
     for numbers in groups:
         batch = _batch([pieces[number] for number in numbers])
         length = batch.ids.shape[1]
-        flat = torch.tensor([at * length + places[number] for at, number in enumerate(numbers)])
+        flat = torch.tensor([at * length + indices[number] for at, number in enumerate(numbers)])
         rows |= dict(zip(numbers, model.rows(batch, flat)[0].float().cpu(), strict=True))
         advance(len(numbers))
     return torch.stack([rows[number] for number in range(len(texts))])
@@ -193,7 +193,7 @@ def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tenso
 
 def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[list[list[int]], list[int]]:
     """Return the tokens of each text, and the index of the last token of the text itself."""
-    pieces, places = [], []
+    pieces, indices = [], []
     for text, (ids, before, after) in zip(texts, tokenizer.tokens(texts), strict=True):
         if not ids:
             raise UserError(
@@ -201,8 +201,8 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
             )
         kept = ids[-(context - len(before) - len(after)) :]
         pieces.append(before + kept + after)
-        places.append(len(before) + len(kept) - 1)
-    return pieces, places
+        indices.append(len(before) + len(kept) - 1)
+    return pieces, indices
 
 
 def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -131,8 +131,8 @@ class EvaluationRows:
         # Hash the labels after renumbering them from 0, so that the hash does not depend on text numbers.
         self._digest.update(labels.astype(np.int64).tobytes())
         of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
-        places = np.arange(len(of_texts.error))
-        fewer = places * MOST_CLUSTERS // max(MOST_CLUSTERS, len(places))
+        indices = np.arange(len(of_texts.error))
+        fewer = indices * MOST_CLUSTERS // max(MOST_CLUSTERS, len(indices))
         few = [by_label(fewer, one).tolist() for one in (of_texts.error, of_texts.spread)]
         self.sums = RowSums(self._digest.hexdigest(), *few)
         return of_texts

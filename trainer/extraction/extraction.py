@@ -22,7 +22,7 @@ from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.tokens_of_data import META
 from trainer.contract.wording import distinct_sizes, plural
-from trainer.extraction.kept_rows import KeptPlaces, kept_places
+from trainer.extraction.kept_rows import KeptPositions, kept_positions
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import facts_of_all, facts_of_hook
 from trainer.extraction.packing import ContextBatch, batches, pack, separate
@@ -66,7 +66,7 @@ class BatchToRead(NamedTuple):
 
     number: int
     batch: ContextBatch
-    kept: KeptPlaces
+    kept: KeptPositions
     origin: RowOrigin
 
 
@@ -243,7 +243,7 @@ class Extraction:
 
     def _begin(self, asked: BatchToRead) -> RowsInTransfer:
         """Start the model's forward pass on a batch."""
-        rows = self._rows(asked.batch, asked.kept.places)
+        rows = self._rows(asked.batch, asked.kept.indices)
         return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: RowsInTransfer) -> None:
@@ -271,8 +271,8 @@ class Extraction:
         """Yield this process's batches, starting at the saved position; every call yields the same batches."""
         own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
         for number, batch in itertools.islice(own, self._first[0], None):
-            kept = kept_places(batch, self.model.tokenizer.special, self._job.extract)
-            origin = RowOrigin(*(torch.from_numpy(one).flatten()[kept.places].int() for one in batch))
+            kept = kept_positions(batch, self.model.tokenizer.special, self._job.extract)
+            origin = RowOrigin(*(torch.from_numpy(one).flatten()[kept.indices].int() for one in batch))
             yield BatchToRead(number, batch, kept, origin)
 
     def _all_batches(self, rank: int = 0, size: int = 1) -> Iterator[ContextBatch]:
@@ -288,8 +288,8 @@ class Extraction:
         at = torch.nonzero(fits).flatten()
         return KeptRows(rows, at, RowOrigin(*(one[at] for one in coming.asked.origin))), n_outliers
 
-    def _rows(self, batch: ContextBatch, places: Tensor) -> list[Tensor]:
-        return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
+    def _rows(self, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
+        return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, indices)]
 
     def _within_limits(self, norms: list[Tensor]) -> Tensor:
         """Return a mask [n] of the rows whose norms are finite and within the limit at every hook.
@@ -308,9 +308,9 @@ class Extraction:
     def _first_norms(self) -> list[Tensor]:
         """Return the norms in the first batch of the entire text, so that all processes set the same limits."""
         for batch in self._all_batches():
-            places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
-            if len(places):
-                return [one.cpu() for one in _norms(self._rows(batch, places))]
+            indices = kept_positions(batch, self.model.tokenizer.special, self._job.extract).indices
+            if len(indices):
+                return [one.cpu() for one in _norms(self._rows(batch, indices))]
         raise AssertionError("a process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:

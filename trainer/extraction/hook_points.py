@@ -206,8 +206,8 @@ def _examples(model: nn.Module) -> str:
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def rows_of(tensor: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a copy of the rows [n, d] of a tensor at `places`, which are indices into the flattened batch.
+def rows_of(tensor: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a copy of the rows [n, d] of a tensor at `indices`, which are indices into the flattened batch.
 
     `shape` is (n_contexts, n_tokens). Raise `ValueError` unless the tensor has the shape [n_contexts, n_tokens, ...] or
     [n_contexts * n_tokens, d].
@@ -215,4 +215,4 @@ def rows_of(tensor: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     n = shape[0] * shape[1]
     if tensor.shape[:2] != shape and (tensor.ndim != 2 or len(tensor) != n):
         raise ValueError(f"outputs a tensor of shape {list(tensor.shape)} for {list(shape)} tokens")
-    return torch.index_select(tensor.reshape(n, -1), 0, places.to(tensor.device))
+    return torch.index_select(tensor.reshape(n, -1), 0, indices.to(tensor.device))

@@ -12,20 +12,20 @@ from trainer.contract.settings.extract import Extract
 from trainer.extraction.packing import PADDING, ContextBatch
 
 
-class KeptPlaces(NamedTuple):
+class KeptPositions(NamedTuple):
     """The indices, int64 [n], of the kept tokens in the flattened batch, and the numbers of excluded tokens."""
 
-    places: Tensor
+    indices: Tensor
     n_special: int
     n_first: int
 
 
-def kept_places(batch: ContextBatch, special_ids: Sequence[int], settings: Extract) -> KeptPlaces:
+def kept_positions(batch: ContextBatch, special_ids: Sequence[int], settings: Extract) -> KeptPositions:
     """Select the tokens of a batch according to the settings `skip_first` and `keep_special`."""
     ids, positions = (torch.from_numpy(one).flatten() for one in batch[:2])
     is_token = positions != PADDING
     special = is_token & torch.isin(ids, torch.tensor(special_ids, dtype=torch.int64))
     is_special = special & (not settings.keep_special)
     is_first = is_token & ~special & (positions < settings.skip_first)
-    places = torch.nonzero(is_token & ~is_special & ~is_first).flatten()
-    return KeptPlaces(places, int(is_special.sum()), int(is_first.sum()))
+    indices = torch.nonzero(is_token & ~is_special & ~is_first).flatten()
+    return KeptPositions(indices, int(is_special.sum()), int(is_first.sum()))

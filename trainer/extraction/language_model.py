@@ -125,20 +125,20 @@ class LanguageModel:
         return ContextBatch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
 
     @torch.inference_mode()
-    def rows(self, batch: ContextBatch, places: Tensor) -> list[Tensor]:
-        """Run the model on a batch; return each hook's rows [n, d] at `places`, which index into the flattened batch.
+    def rows(self, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
+        """Run the model on a batch; return each hook's rows [n, d] at `indices`, which index into the flattened batch.
 
         Raise `UserError` if the model does not know a token id, or if a hook does not have one row per token.
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
         # Copy the indices to the device once, rather than once for each hook.
-        places = queued_copy(places, self.device)
+        indices = queued_copy(indices, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
             # `rows_of` copies the rows, since the model may overwrite the tensor.
             try:
-                taken[number] = rows_of(tensor, places, batch.ids.shape)
+                taken[number] = rows_of(tensor, indices, batch.ids.shape)
             except ValueError as error:
                 raise UserError(f"model.hooks: {self.points[number].path} {error}; choose another module") from None
             if self._is_whole and len(taken) == len(self.points):
@@ -389,10 +389,10 @@ def spread(model: Any) -> Any:
     from accelerate import dispatch_model
     from accelerate.utils import get_max_memory
 
-    return dispatch_model(model, places(model, get_max_memory()), force_hooks=True)
+    return dispatch_model(model, indices(model, get_max_memory()), force_hooks=True)
 
 
-def places(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
+def indices(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
     """Return a dict that maps each module to its GPU; `capacity` maps each device to its free bytes."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory

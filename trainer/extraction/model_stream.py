@@ -19,7 +19,7 @@ from trainer.contract.settings.hooks import ends_of, parse_hook
 from trainer.contract.settings.language import Model, TextSettings
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.extraction.extraction import contexts_at_once, contexts_of
-from trainer.extraction.kept_rows import kept_places
+from trainer.extraction.kept_rows import kept_positions
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import ContextBatch, batches
 from trainer.extraction.read_ahead import ReadAhead
@@ -166,8 +166,8 @@ class ModelStream(StreamSource):
     def _noting_documents(self, batches: Iterator[ContextBatch]) -> Iterator[ContextBatch]:
         """Yield the batches, and record the document numbers of their kept rows."""
         for batch in batches:
-            places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
-            self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])
+            indices = kept_positions(batch, self._model.tokenizer.special, self._job.extract).indices
+            self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[indices])
             yield batch
 
     def _all_batches(self) -> Iterator[ContextBatch]:
@@ -203,8 +203,8 @@ class _BatchReader(NamedTuple):
     has_targets: bool
 
     def rows_of(self, batch: ContextBatch) -> Pair:
-        places = kept_places(batch, self.model.tokenizer.special, self.job.extract).places
-        of_hooks = self.model.rows(batch, places)
+        indices = kept_positions(batch, self.model.tokenizer.special, self.job.extract).indices
+        of_hooks = self.model.rows(batch, indices)
         for hook, rows in zip(self.job.model.hooks, of_hooks, strict=True):
             if rows.shape[1] != self.d_in:
                 raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")

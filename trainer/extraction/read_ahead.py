@@ -58,10 +58,10 @@ class ReadAhead(Generic[T]):
 
 
 def _make(
-    items: Iterator[T], ready: queue.SimpleQueue[_Item[T]], places: threading.Semaphore, closed: threading.Event
+    items: Iterator[T], ready: queue.SimpleQueue[_Item[T]], indices: threading.Semaphore, closed: threading.Event
 ) -> None:
     try:
-        while places.acquire() and not closed.is_set():
+        while indices.acquire() and not closed.is_set():
             ready.put((next(items), None))
     except BaseException as error:
         ready.put((None, error))

@@ -144,10 +144,10 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     # sorting takes 19 GPU kernels and counting takes 4. `sum` would copy a bool tensor to 64 bits.
     is_before = own.bias.new_empty(len(order), len(gathered), dtype=torch.bfloat16)
     torch.lt(gathered, order[:, None], out=is_before)
-    places = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
-    latents = order.new_full((n + 1,), -1).scatter_(0, places, own.latents)[:n]
+    indices = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
+    latents = order.new_full((n + 1,), -1).scatter_(0, indices, own.latents)[:n]
     packed = dead_latents.rows(sae.W_enc, sae.W_dec, latents, dtype)
-    packed.weights.b_enc.copy_(own.bias.new_zeros(n + 1).scatter_(0, places, own.bias)[:n])
+    packed.weights.b_enc.copy_(own.bias.new_zeros(n + 1).scatter_(0, indices, own.bias)[:n])
     transfers = group.start_sums([packed.flat])
     return DeadCandidates(latents, packed.weights, is_dead.any() / variance, min(n, n_chosen), transfers)
 

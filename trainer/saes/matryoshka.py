@@ -86,9 +86,9 @@ class MatryoshkaBatchTopK(BatchTopK):
 
         The entries of a token are ordered by latent, and therefore by level.
         """
-        n_levels, n_tokens = len(self.widths), len(acts.places.starts)
-        bags = torch.add(acts.at(self.level_of), acts.places.tokens, alpha=n_levels)
-        return acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels))
+        n_levels, n_tokens = len(self.widths), len(acts.indices.starts)
+        bags = torch.add(acts.at(self.level_of), acts.indices.tokens, alpha=n_levels)
+        return acts._replace(indices=acts.indices.regroup(bags, n_tokens * n_levels))
 
     def _dense_parts(self, acts: DenseActs) -> Tensor:
         sizes = self.level_of.bincount(minlength=len(self.widths)).tolist()

@@ -29,7 +29,7 @@ class Filled(NamedTuple):
     expected: int
 
 
-class Places:
+class SparseIndices:
     """The positions of sparse activations: a flat list of entries, ordered by token.
 
     Entry i belongs to latent `latents[i]` and token `tokens[i]`; the entries of token t start at `starts[t]`. If the
@@ -71,7 +71,7 @@ class Places:
         """Return the latent of the first entry in each window of `longest` entries that are sorted by latent."""
         return self._sorted.latents_of_windows(d_sae, longest)
 
-    def regroup(self, tokens: Tensor, n_tokens: int) -> Places:
+    def regroup(self, tokens: Tensor, n_tokens: int) -> SparseIndices:
         """Return entries with the same latents, in the same order, and with other ascending `tokens` [n].
 
         Both objects share one sort by latent.
@@ -79,9 +79,9 @@ class Places:
         if self.filled is not None:
             tokens = fill_rest(tokens, self.filled, n_tokens - 1)
         starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=tokens.device))
-        places = Places(self.latents, tokens, starts, self.filled)
-        places._sorted = self._sorted
-        return places
+        indices = SparseIndices(self.latents, tokens, starts, self.filled)
+        indices._sorted = self._sorted
+        return indices
 
 
 def fill_rest(numbers: Tensor, filled: Filled, number: int) -> Tensor:
@@ -124,15 +124,15 @@ def _sorted_by_latent(latents: Tensor, filled: Filled | None, d_sae: int) -> ByL
 
 
 class SparseActs(NamedTuple):
-    """Activations `values` [n] at `places`; a value of 0 is inactive."""
+    """Activations `values` [n] at `indices`; a value of 0 is inactive."""
 
     values: Tensor
-    places: Places
+    indices: SparseIndices
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
         """Return, for each entry, the element of a vector [d_sae] that belongs to its latent: [n]."""
-        return per_latent.index_select(0, self.places.latents)
+        return per_latent.index_select(0, self.indices.latents)
 
     def total(self, weights: Tensor) -> Tensor:
         """Return the sum of all activations, each weighted by its latent's element of `weights` [d_sae], 0-dim."""
@@ -143,16 +143,16 @@ class SparseActs(NamedTuple):
 
     def count_by_latent(self, is_counted: Tensor) -> Tensor:
         """Return the number of each latent's entries that are marked in a bool mask [n]: float [d_sae]."""
-        return _per(self.places.latents, is_counted, self.d_sae)
+        return _per(self.indices.latents, is_counted, self.d_sae)
 
     def per_token(self, values: Tensor) -> Tensor:
         """Return the sum of `values` [n] over the entries of each token, [n_tokens]."""
-        return _per(self.places.tokens, values, len(self.places.starts))
+        return _per(self.indices.tokens, values, len(self.indices.starts))
 
     def dense(self) -> Tensor:
         """Return the same activations as a matrix [n_tokens, d_sae]."""
-        whole = self.values.new_zeros(len(self.places.starts), self.d_sae)
-        return whole.index_put((self.places.tokens, self.places.latents), self.values)
+        whole = self.values.new_zeros(len(self.indices.starts), self.d_sae)
+        return whole.index_put((self.indices.tokens, self.indices.latents), self.values)
 
 
 class DenseActs(NamedTuple):

@@ -84,9 +84,9 @@ def _read_later(device: torch.device) -> Check:
         parts = learner.sums() | {"state": learner.take_state()}
         ended.append((Totals(parts, Group()), torch.cat([part.double() for part in parts.values()])))
 
-    places = waits_of(device, end)
+    indices = waits_of(device, end)
     take(learner, 1, x)
     ((totals, expected),) = ended
     is_same, took_s = torch.equal(torch.cat([*totals.read().values()]), expected.cpu()), watch.seconds()
-    found = {"is_same": is_same, "seconds": took_s, "waits": dict(places)}
-    return Check("feeding", "a log interval", is_same and took_s > 0 and not places, found)
+    found = {"is_same": is_same, "seconds": took_s, "waits": dict(indices)}
+    return Check("feeding", "a log interval", is_same and took_s > 0 and not indices, found)

@@ -144,8 +144,8 @@ def check_waits(device: torch.device) -> Iterator[Check]:
         let_some_die(learner)
         for number in range(3):
             take(learner, number, x)
-        places = waits_of(device, partial(take, learner, 3, x))
-        yield Check("waits", _name(sae, train), not places, {"places": dict(places)})
+        indices = waits_of(device, partial(take, learner, 3, x))
+        yield Check("waits", _name(sae, train), not indices, {"places": dict(indices)})
 
 
 def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:

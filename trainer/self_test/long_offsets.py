@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.saes.kernels import sparse, top_k
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import SparseActs, SparseIndices
 from trainer.self_test.base import Check
 from trainer.self_test.products import TOLERANCE, share_off
 
@@ -41,7 +41,9 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
     last, dense = (torch.randn(n, width, generator=generator).to(dtype) for n in (N_LAST, 2))
     values, entries = torch.randn(N_LAST, generator=generator), torch.arange(N_LAST)
     latents, tokens, starts = n_rows - N_LAST + entries, 2 * entries // N_LAST, torch.tensor([0, N_LAST // 2])
-    acts = SparseActs(values.to(device), Places(latents.to(device), tokens.to(device), starts.to(device)), n_rows)
+    acts = SparseActs(
+        values.to(device), SparseIndices(latents.to(device), tokens.to(device), starts.to(device)), n_rows
+    )
     exact = torch.zeros(2, N_LAST, dtype=torch.float64).index_put((tokens, entries), values.double())
     rows = _ending_with(last, n_rows, device)
     with torch.no_grad():

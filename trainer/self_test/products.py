@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse, top_k
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import SparseActs, SparseIndices
 from trainer.self_test.base import CPU, Check
 
 PART = "products"
@@ -54,8 +54,8 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
     tokens, starts = torch.arange(len(counts)).repeat_interleave(per_token), per_token.cumsum(0) - per_token
     values = torch.randn(n, generator=generator)
     rows, dense = (torch.randn(length, d, generator=generator).to(dtype) for length in (d_sae, len(counts)))
-    places = Places(latents.to(device), tokens.to(device), starts.to(device))
-    acts = SparseActs(values.to(device), places, d_sae)
+    indices = SparseIndices(latents.to(device), tokens.to(device), starts.to(device))
+    acts = SparseActs(values.to(device), indices, d_sae)
     exact = torch.zeros(len(counts), d_sae, dtype=torch.float64)
     exact.index_put_((tokens, latents), values.double(), accumulate=True)
     on_device = rows.to(device), dense.to(device)
@@ -65,7 +65,7 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
         return {
             "decoding": share_off(sparse.decode(acts, on_device[0]), exact @ rows.double()),
             "gradient of weights": share_off(sparse.transposed_product(acts, on_device[1]), of_weights),
-            "gradient of activations": share_off(sparse.row_products(on_device[1], on_device[0], places), of_acts),
+            "gradient of activations": share_off(sparse.row_products(on_device[1], on_device[0], indices), of_acts),
             "both gradients": max(map(share_off, both, (of_weights, of_acts))),
         }
 

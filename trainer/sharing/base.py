@@ -35,14 +35,14 @@ _LONGEST_NAME = 60
 
 
 class Firings(NamedTuple):
-    """The nonzero activations on a text: tokens [n_contexts, length], `places` [n, 3] and activations [n].
+    """The nonzero activations on a text: tokens [n_contexts, length], `indices` [n, 3] and activations [n].
 
-    Each row of `places` contains the indices of the context, of the token in the context, and of the latent. All
+    Each row of `indices` contains the indices of the context, of the token in the context, and of the latent. All
     activations are positive.
     """
 
     tokens: Tensor
-    places: Tensor
+    indices: Tensor
     activations: Tensor
 
 

@@ -103,8 +103,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
-    places = {"hook_name": config.get("feature_input_hook"), "hook_name_out": config.get("feature_output_hook")}
-    named = {name: f"blocks.{layer}.{site}" for name, site in places.items() if isinstance(site, str) and site}
+    indices = {"hook_name": config.get("feature_input_hook"), "hook_name_out": config.get("feature_output_hook")}
+    named = {name: f"blocks.{layer}.{site}" for name, site in indices.items() if isinstance(site, str) and site}
     return origin_of({"model_name": config.get("model_name"), "hook_layer": layer, **named})
 
 

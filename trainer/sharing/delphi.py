@@ -55,7 +55,7 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
     Every file contains at least one latent that fires, because delphi cannot read a file without activations.
     """
-    latents = firings.places[:, 2].contiguous()
+    latents = firings.indices[:, 2].contiguous()
     for n_splits in range(min(MOST_SPLITS, d_sae), 1, -1):
         bounds = torch.linspace(0, d_sae, n_splits + 1).long()
         if torch.bucketize(latents, bounds[1:-1], right=True).unique().numel() == n_splits:
@@ -65,12 +65,12 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
 def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
     """Return the tensors of one file, in which the indices of latents start at 0."""
-    latents = firings.places[:, 2]
+    latents = firings.indices[:, 2]
     is_in = (latents >= first) & (latents <= last)
-    places, activations = firings.places[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]
-    fits = int(places.max()) < 2**16
+    indices, activations = firings.indices[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]
+    fits = int(indices.max()) < 2**16
     return {
-        "locations": places.to(torch.uint16 if fits else torch.uint32).contiguous(),
+        "locations": indices.to(torch.uint16 if fits else torch.uint32).contiguous(),
         "activations": activations.half() if float(activations.max()) <= _LARGEST_HALF else activations.float(),
         "tokens": firings.tokens.long().contiguous(),
     }

@@ -32,7 +32,7 @@ from trainer.evaluation.contexts import (
 )
 from trainer.extraction.shard_writer import RowOrigin
 from trainer.extraction.token_bytes import read_tokens
-from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs, SparseIndices
 
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
 
@@ -61,7 +61,7 @@ def sparse(x: Tensor) -> Acts:
     values = dense(x).dense()
     tokens, latents = torch.nonzero(values >= 0, as_tuple=True)
     starts = torch.arange(len(x)) * D_SAE
-    return SparseActs(values[tokens, latents], Places(latents, tokens, starts), D_SAE)
+    return SparseActs(values[tokens, latents], SparseIndices(latents, tokens, starts), D_SAE)
 
 
 def text(lengths: list[int], seed: int, first_document: int = 0) -> TokenRows:

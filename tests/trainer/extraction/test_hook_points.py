@@ -128,8 +128,8 @@ def test_hooks_accept_module_paths_and_transformer_lens_names(tiny, both) -> Non
 
 def test_only_the_requested_rows_are_returned(tiny, both) -> None:
     model = LanguageModel(extraction_job(tiny("llama"), Path("t"), Path("o"), hooks=["mlp_in.1"]), CPU)
-    places = torch.tensor([3, 25, 39])
-    assert torch.equal(model.rows(BATCH, places)[0], both("llama")[1]["mlp_in.1"][places])
+    indices = torch.tensor([3, 25, 39])
+    assert torch.equal(model.rows(BATCH, indices)[0], both("llama")[1]["mlp_in.1"][indices])
 
 
 class Mixed(nn.Module):

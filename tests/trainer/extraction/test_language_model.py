@@ -21,7 +21,7 @@ from support.tiny_models import BOS, CONTEXT, DECODERS, ENCODERS, FAMILIES, N_BL
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.extraction.language_model import LanguageModel, places
+from trainer.extraction.language_model import LanguageModel, indices
 from trainer.extraction.model_files import refuse_odd_config
 from trainer.extraction.packing import ContextBatch, batches, pack, separate
 
@@ -327,7 +327,7 @@ def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load_whole: Load, 
     model = load_whole(family)._model
     n_bytes = sum(parameter.nbytes for parameter in model.parameters())
     capacity = n_bytes * 9 // 10
-    chosen = places(model, {0: capacity, 1: capacity, "cpu": 10 * n_bytes})
+    chosen = indices(model, {0: capacity, 1: capacity, "cpu": 10 * n_bytes})
     gpus = {
         name: next(gpu for module, gpu in chosen.items() if f"{name}.".startswith(f"{module}."))
         for name, _ in model.named_parameters()
@@ -341,7 +341,7 @@ def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load_whole: Load, 
 
 def test_gpus_that_are_too_small_together_are_refused_in_a_sentence(load_whole: Load) -> None:
     with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; give more in launch.gpus$"):
-        places(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
+        indices(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

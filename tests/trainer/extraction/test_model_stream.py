@@ -157,9 +157,9 @@ def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
     n_read: Counter[LanguageModel] = Counter()
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
         n_read[self] += 1
-        return read(self, batch, places)
+        return read(self, batch, indices)
 
     monkeypatch.setattr(LanguageModel, "rows", counted)
     alone, *streams = (stream_of(make(), hook=hook) for _ in range(1 + size))
@@ -235,8 +235,8 @@ def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkey
     n_read, is_ahead = Counter[LanguageModel](), threading.Event()
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
-        rows = read(self, batch, places)
+    def counted(self: LanguageModel, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
+        rows = read(self, batch, indices)
         n_read[self] += 1
         if n_read.total() == 1 + n_devices * AHEAD:
             is_ahead.set()
@@ -265,8 +265,8 @@ def test_an_error_of_one_model_is_raised_once_after_the_rows_before_it(
     first_of_fourth = whole[3][0][0]
     read = LanguageModel.rows
 
-    def failing(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
-        rows = read(self, batch, places)
+    def failing(self: LanguageModel, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
+        rows = read(self, batch, indices)
         if torch.equal(rows[0][0], first_of_fourth):
             raise UserError("text.column: contains the token id 7")
         return rows
@@ -399,10 +399,10 @@ def test_a_sweep_reads_the_text_once(
     n_read = 0
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
         nonlocal n_read
         n_read += batch.ids.size
-        return read(self, batch, places)
+        return read(self, batch, indices)
 
     monkeypatch.setattr(LanguageModel, "rows", counted)
     table = table_of(make(), long_text)

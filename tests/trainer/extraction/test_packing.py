@@ -32,8 +32,8 @@ def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]
     for ids, positions, documents in contexts:
         rows = zip(documents[0].tolist(), ids[0].tolist(), positions[0].tolist(), strict=True)
         for number, group in itertools.groupby(rows, key=lambda row: row[0]):
-            places = list(group)
-            laid.append((number, [row[1] for row in places], [row[2] for row in places]))
+            indices = list(group)
+            laid.append((number, [row[1] for row in indices], [row[2] for row in indices]))
     return laid
 
 

@@ -99,9 +99,9 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     n_read = [0]
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: ContextBatch, places: torch.Tensor) -> list[torch.Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, indices: torch.Tensor) -> list[torch.Tensor]:
         n_read[0] += len(batch.ids)
-        return read(self, batch, places)
+        return read(self, batch, indices)
 
     def take() -> int:
         n, n_read[0] = n_read[0], 0
@@ -302,8 +302,8 @@ def test_an_outlier_at_one_hook_is_kept_at_the_other(
     assert of_first.shape == of_second.shape == (20 * 64, 16)
     assert of_first.norm(dim=1).max() < 100
     # Unless the row of the first hook was replaced, the two hooks' rows belong to the same token.
-    places = {tuple(row): place for place, row in enumerate(second.tolist())}
-    tokens = torch.tensor([places[tuple(row)] for row in of_second.tolist()])
+    indices = {tuple(row): place for place, row in enumerate(second.tolist())}
+    tokens = torch.tensor([indices[tuple(row)] for row in of_second.tolist()])
     own = torch.tensor([token % 40 != 0 for token in tokens.tolist()])
     assert torch.equal(of_first[own], first[tokens[own]])
     assert not own.all()

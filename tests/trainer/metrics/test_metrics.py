@@ -20,7 +20,7 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.latents import Latents
 from trainer.parallel.waiting import HostWaits
 from trainer.saes.losses import Moments, Sums
-from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs, SparseIndices
 
 D_SAE = 10
 
@@ -29,8 +29,8 @@ def as_sparse(dense: Tensor) -> SparseActs:
     """Return activations with an entry for every value, including inactive ones."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
-    places = Places(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
-    return SparseActs(dense.flatten(), places, d_sae)
+    indices = SparseIndices(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
+    return SparseActs(dense.flatten(), indices, d_sae)
 
 
 def three_active(n_tokens: int) -> Acts:

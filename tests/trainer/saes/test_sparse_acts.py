@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import torch
 
-from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import DenseActs, SparseActs, SparseIndices
 
 # Tokens 0 and 2 have two entries each, and token 1 has none. The last entry is inactive.
 DENSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
-PLACES = Places(torch.tensor([3, 1, 0, 2]), torch.tensor([0, 0, 2, 2]), torch.tensor([0, 2, 2]))
+PLACES = SparseIndices(torch.tensor([3, 1, 0, 2]), torch.tensor([0, 0, 2, 2]), torch.tensor([0, 2, 2]))
 SPARSE = SparseActs(torch.tensor([1.0, 2.0, 3.0, 0.0]), PLACES, 4)
 
 
@@ -22,7 +22,7 @@ def test_sparse_and_dense_activations_give_the_same_results() -> None:
 
 def test_activations_without_entries_are_zero() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    acts = SparseActs(torch.zeros(0), Places(nothing, nothing, torch.zeros(3, dtype=torch.int64)), 4)
+    acts = SparseActs(torch.zeros(0), SparseIndices(nothing, nothing, torch.zeros(3, dtype=torch.int64)), 4)
     assert torch.equal(acts.dense(), torch.zeros(3, 4))
     assert acts.count_by_latent(acts.values > 0).tolist() == [0] * 4
     assert acts.per_token(acts.values).tolist() == [0] * 3

@@ -135,8 +135,8 @@ WHICH = st.integers(0, len(SAES) - 1)
 def test_any_value_of_a_setting_is_read_or_refused(damaged: Any, which: int, place: int, value: Any) -> None:
     def damage(folder: Path) -> None:
         config = json.loads(config_of(folder).read_text())
-        places = [(table, key) for table in (config, *_tables(config)) for key in table]
-        table, key = places[place % len(places)]
+        indices = [(table, key) for table in (config, *_tables(config)) for key in table]
+        table, key = indices[place % len(indices)]
         table.pop(key) if value is ... else table.update({key: value})
         config_of(folder).write_text(json.dumps(config))
 
@@ -157,17 +157,17 @@ def test_settings_of_another_type_are_read_or_refused(damaged: Any, which: int, 
 @given(
     which=WHICH,
     of_weights=st.booleans(),
-    places=st.lists(st.integers(0, 10**6), max_size=4),
+    indices=st.lists(st.integers(0, 10**6), max_size=4),
     byte=st.integers(0, 255),
     cut=st.one_of(st.none(), st.integers(0, 10**6)),
 )
 def test_damaged_bytes_are_read_or_refused(
-    damaged: Any, which: int, of_weights: bool, places: list[int], byte: int, cut: int | None
+    damaged: Any, which: int, of_weights: bool, indices: list[int], byte: int, cut: int | None
 ) -> None:
     def damage(folder: Path) -> None:
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
-        for place in places:
+        for place in indices:
             # Change only the beginning and the end of the file, since most other bytes are numbers.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])

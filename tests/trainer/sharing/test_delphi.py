@@ -25,8 +25,8 @@ def firings(d_sae: int = D_SAE, largest: float = 3.0) -> Firings:
     generator = torch.Generator().manual_seed(0)
     acts = torch.rand(5, 64, d_sae, generator=generator) * largest
     acts[acts < 0.9 * largest] = 0
-    places = acts.nonzero()
-    return Firings(torch.randint(50_000, (5, 64), generator=generator), places, acts[tuple(places.T)])
+    indices = acts.nonzero()
+    return Firings(torch.randint(50_000, (5, 64), generator=generator), indices, acts[tuple(indices.T)])
 
 
 def write(of: Firings, folder: Path) -> list[str]:
@@ -50,7 +50,7 @@ def test_each_activation_is_in_the_file_of_its_latent_and_each_file_has_all_toke
     of = firings()
     notes = write(of, tmp_path / "sae")
     expected = torch.zeros(5, 64, D_SAE)
-    expected[tuple(of.places.T)] = of.activations
+    expected[tuple(of.indices.T)] = of.activations
     torch.testing.assert_close(dense(tmp_path / "sae"), expected, rtol=1e-3, atol=0)
     files = sorted((tmp_path / "sae").glob("*.safetensors"), key=lambda file: int(file.stem.split("_")[0]))
     ranges = [tuple(map(int, file.stem.split("_"))) for file in files]
@@ -113,13 +113,13 @@ def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatc
     for buffer in dataset.buffers:
         for data in buffer:
             read[data.latent.latent_index] = data.activation_data
-    assert sorted(read) == of.places[:, 2].unique().tolist()
+    assert sorted(read) == of.indices[:, 2].unique().tolist()
     for latent, data in read.items():
-        mine = of.places[:, 2] == latent
-        assert torch.equal(data.locations, of.places[mine])
+        mine = of.indices[:, 2] == latent
+        assert torch.equal(data.locations, of.indices[mine])
         torch.testing.assert_close(data.activations.float(), of.activations[mine], rtol=1e-3, atol=0)
     records = list(dataset)
     assert len(records) > D_SAE // 2
     for record in records:
-        n_fired = int((of.places[:, 2] == record.latent.latent_index).sum())
+        n_fired = int((of.indices[:, 2] == record.latent.latent_index).sum())
         assert record.per_token_frequency == pytest.approx(n_fired / of.tokens.numel())

@@ -100,7 +100,7 @@ def test_sparsify_computes_the_same_as_the_trainer(
     top = coder.encode(expected.x)
     acts = torch.zeros_like(expected.acts).scatter(1, top.top_indices, top.top_acts)
     # If Triton is installed, sparsify's decoder uses a kernel that only runs on GPUs.
-    monkeypatch.setattr(sparsify, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
+    monkeypatch.setattr(sparsify, "decoder_impl", lambda indices, values, rows: acts @ rows.mT)
     assert_computes(acts, coder(expected.x).sae_out, expected)
 
 

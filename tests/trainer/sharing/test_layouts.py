@@ -81,7 +81,7 @@ def _of_sparsify(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, _: str
     top = coder.encode(x)
     acts = torch.zeros(len(x), D_SAE).scatter(1, top.top_indices, top.top_acts)
     # If Triton is installed, sparsify's decoder uses a kernel that only runs on GPUs.
-    monkeypatch.setattr(module, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
+    monkeypatch.setattr(module, "decoder_impl", lambda indices, values, rows: acts @ rows.mT)
     return acts, coder(x).sae_out
 
 

@@ -484,10 +484,10 @@ def test_a_resumed_run_reports_its_position_before_its_first_step(
 ) -> None:
     job = make_job(train={"checkpoint_every": 10})
     make_trainer(job).run()
-    places: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(kept, "heartbeat", lambda *place: places.append(place))
+    indices: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(kept, "heartbeat", lambda *place: indices.append(place))
     make_trainer(job, kept, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
-    assert places == [("preparing", 10, 1280)]
+    assert indices == [("preparing", 10, 1280)]
 
 
 @pytest.mark.parametrize("at_once", [60, evaluate.MOST_TOKENS])

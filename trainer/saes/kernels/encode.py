@@ -20,7 +20,7 @@ from trainer.runtime.triton_kernels import ENCODER_INPUTS
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
-from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs, SparseIndices
 
 # A function that returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. It
 # must not keep a reference to the matrix: unless it returns None, the next batch's product overwrites the matrix.
@@ -47,35 +47,35 @@ def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, ch
     gradient of `input_bias`.
     """
     with phase(ENCODER):
-        values, places = _Encode.apply(centred, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
-    return DenseActs(values) if places is None else SparseActs(values, places, W_enc.shape[1])
+        values, indices = _Encode.apply(centred, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
+    return DenseActs(values) if indices is None else SparseActs(values, indices, W_enc.shape[1])
 
 
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose
-    ) -> tuple[Tensor, Places | None]:
+    ) -> tuple[Tensor, SparseIndices | None]:
         pre_acts = Product(centred, kept_or_own(W_enc, centred.dtype), b_enc)
         chosen = choose(pre_acts)
         ctx.save_for_backward(centred, W_enc)
         if chosen is None:
-            ctx.places = None
+            ctx.indices = None
             return pre_acts.matrix.to(b_enc.dtype), None
-        ctx.places, values = chosen
+        ctx.indices, values = chosen
         pre_acts.let_go()
-        return values.to(b_enc.dtype), ctx.places
+        return values.to(b_enc.dtype), ctx.indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         centred, W_enc = ctx.saved_tensors
-        if ctx.places is None:
+        if ctx.indices is None:
             # Compute the gradient in the memory layout of W_enc; otherwise it would be copied into that layout.
             grad_W_enc = (grad.to(centred.dtype).T @ centred).T
             grad_b_enc = grad.sum(dim=0)
         else:
-            acts = SparseActs(grad, ctx.places, W_enc.shape[1])
+            acts = SparseActs(grad, ctx.indices, W_enc.shape[1])
             of_latents, grad_b_enc = by_latent(acts, centred, W_enc)
             grad_W_enc = of_latents.T
         grad_input_bias = None

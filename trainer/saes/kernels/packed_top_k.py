@@ -74,10 +74,12 @@ def _among_levels(*levels: np.ndarray, k: int, kind: type, shift: int) -> np.nda
     found = _largest_of(_keys(top, np.arange(top.shape[1], dtype=kind), kind, shift), k)
     for bits in reversed(lower):
         groups = found & kind((1 << shift) - 1)
-        flat, places = bits.reshape(-1), groups + np.arange(0, bits.size, bits.shape[1])[:, None]
+        flat, indices = bits.reshape(-1), groups + np.arange(0, bits.size, bits.shape[1])[:, None]
         starts = range(0, bits.shape[1], top.shape[1])
         # All positions are valid; with "clip" numpy does not check them again.
-        fetched = (_keys(flat[start:].take(places, mode="clip"), groups + kind(start), kind, shift) for start in starts)
+        fetched = (
+            _keys(flat[start:].take(indices, mode="clip"), groups + kind(start), kind, shift) for start in starts
+        )
         found, top = _largest_of(np.concatenate(list(fetched), axis=1), k), bits
     return found
 

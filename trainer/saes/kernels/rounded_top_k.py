@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.contract.planning import first_look
 from trainer.saes.kernels import packed_top_k, reused_buffer, top_k
 from trainer.saes.kernels.sparse import product_dtype, row_products
-from trainer.saes.sparse_acts import Places
+from trainer.saes.sparse_acts import SparseIndices
 
 # The number of rows per chunk, small enough that a chunk stays in the cache.
 PART = 512
@@ -42,7 +42,7 @@ class Factors(NamedTuple):
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
         """Return the exact values at the given positions [n]."""
-        products = row_products(self.x, self.W_enc.T, Places(columns, tokens, starts))
+        products = row_products(self.x, self.W_enc.T, SparseIndices(columns, tokens, starts))
         return products.add_(self.b_enc.index_select(0, columns))
 
 

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from trainer.saes.kernels.pre_acts import PreActs
-from trainer.saes.sparse_acts import Places, marked_in_columns
+from trainer.saes.sparse_acts import SparseIndices, marked_in_columns
 
 # Positions in the matrix of pre-activations, and the values [n] at these positions.
-Chosen = tuple[Places, Tensor]
+Chosen = tuple[SparseIndices, Tensor]
 
 
 def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
     """Choose the k largest pre-activations of each token."""
     columns, values = pre_acts.largest(k)
     starts = torch.arange(0, columns.numel(), k, device=columns.device)
-    return Places(columns.flatten(), None, starts), values.flatten()
+    return SparseIndices(columns.flatten(), None, starts), values.flatten()
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
@@ -41,8 +41,8 @@ def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
         # Torch would round the bound to the nearest number. An fp32 copy of the matrix would take twice the memory of
         # the matrix.
         bound = rounded_down(bound, matrix.dtype)
-    places = where(~(matrix <= bound))
-    return None if places is None else (places, _at(matrix, places))
+    indices = where(~(matrix <= bound))
+    return None if indices is None else (indices, _at(matrix, indices))
 
 
 def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 
 
-def where(mask: Tensor) -> Places | None:
+def where(mask: Tensor) -> SparseIndices | None:
     """Return the positions marked in a bool mask [n_tokens, d_sae], or None if a dense product is faster.
 
     On a CPU, a product takes about 16 times as long for a sparse entry as for a dense one.
@@ -79,13 +79,13 @@ def numbers(mask: Tensor) -> Tensor:
     return mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
-def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> Places:
-    """Convert ascending indices into the flattened [n_tokens, d_sae] matrix to `Places`."""
+def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> SparseIndices:
+    """Convert ascending indices into the flattened [n_tokens, d_sae] matrix to `SparseIndices`."""
     tokens = flat // d_sae
     starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=flat.device))
-    return Places(torch.sub(flat, tokens, alpha=d_sae), tokens, starts)
+    return SparseIndices(torch.sub(flat, tokens, alpha=d_sae), tokens, starts)
 
 
-def _at(matrix: Tensor, places: Places) -> Tensor:
+def _at(matrix: Tensor, indices: SparseIndices) -> Tensor:
     # Indexing with two tensors takes five times as long on a CPU.
-    return matrix.flatten().index_select(0, places.tokens * matrix.shape[1] + places.latents)
+    return matrix.flatten().index_select(0, indices.tokens * matrix.shape[1] + indices.latents)

@@ -22,7 +22,7 @@ from trainer.parallel.group import Group, all_gather, reduce_scatter
 from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
-from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, Filled, SparseActs, SparseIndices
 
 # A function that computes gradients in a given dtype from saved tensors and the gradients of the sums.
 MakeGradients = Callable[..., "Gradients"]
@@ -41,7 +41,7 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
     group = group or Group()
     if isinstance(acts, DenseActs):
         return reduce_scatter(acts.values @ W_dec, group, gradient_dtype(W_dec))
-    decoded: Tensor = _Decode.apply(acts.values, W_dec, acts.places, group, n_levels)  # type: ignore[no-untyped-call]
+    decoded: Tensor = _Decode.apply(acts.values, W_dec, acts.indices, group, n_levels)  # type: ignore[no-untyped-call]
     return decoded
 
 
@@ -66,13 +66,13 @@ class _Decode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places, group: Group, n_levels: int) -> Tensor:
+    def forward(ctx: Any, values: Tensor, W_dec: Tensor, indices: SparseIndices, group: Group, n_levels: int) -> Tensor:
         # Under autocast, 16-bit rows halve the bytes that a GPU gathers and fit its cache better. Sums are fp32 anyway.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
-        ctx.places, ctx.W_dec, ctx.group = places, W_dec, group
-        decoded = bag_sums(values, places.latents, places.starts, rows, places.filled)
+        ctx.indices, ctx.W_dec, ctx.group = indices, W_dec, group
+        decoded = bag_sums(values, indices.latents, indices.starts, rows, indices.filled)
         decoded = decoded.view(-1, n_levels, decoded.shape[1]) if n_levels else decoded
         ctx.n_tokens = len(decoded)
         if group.size == 1:
@@ -80,7 +80,7 @@ class _Decode(torch.autograd.Function):
         own, transfers = group.start_part_of_sum(decoded)
         if transfers and ctx.needs_input_grad[1]:
             # The gradients need this sort, and a GPU overlaps it with the transfer.
-            places.tokens_by_latent(len(rows))
+            indices.tokens_by_latent(len(rows))
         group.finish(transfers)
         return own
 
@@ -88,7 +88,7 @@ class _Decode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, rows = ctx.saved_tensors
-        acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
+        acts, needed = SparseActs(values, ctx.indices, len(rows)), ctx.needs_input_grad[:2]
         if ctx.group.size > 1:
             grad = all_gather(grad, ctx.n_tokens, ctx.group, rows.dtype if needed[1] else None)
         return *_gradients(acts, rows, ctx.W_dec, grad.flatten(end_dim=-2), needed), None, None, None
@@ -112,7 +112,7 @@ def _gradients(
         grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec, factor)
     else:
         grad = _times(grad, factor)
-        grad_values = row_products(grad, rows, acts.places) if needed[0] else None
+        grad_values = row_products(grad, rows, acts.indices) if needed[0] else None
         grad_W_dec = transposed_product(acts, grad.to(rows.dtype)) if needed[1] else None
     return _to(grad_values, acts.values.dtype), _to(grad_W_dec, W_dec.dtype)
 
@@ -155,7 +155,7 @@ class Decoded(NamedTuple):
         The function `gradients` computes the gradients from `saved` and the gradients of the sums.
         """
         known: tuple[Tensor, ...] = _KnownSums.apply(  # type: ignore[no-untyped-call]
-            self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradients, len(saved), *saved, *sums
+            self.acts.values, self.W_dec, offset, self.rows, self.acts.indices, gradients, len(saved), *saved, *sums
         )
         return known
 
@@ -181,13 +181,13 @@ class _KnownSums(torch.autograd.Function):
         W_dec: Tensor,
         offset: Tensor,
         rows: Tensor,
-        places: Places,
+        indices: SparseIndices,
         gradients: MakeGradients,
         n_saved: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(values, rows, *tensors[:n_saved])
-        ctx.places, ctx.W_dec, ctx.gradients, ctx.n_others = places, W_dec, gradients, 4 + len(tensors)
+        ctx.indices, ctx.W_dec, ctx.gradients, ctx.n_others = indices, W_dec, gradients, 4 + len(tensors)
         return tuple(one.view_as(one) for one in tensors[n_saved:])
 
     @staticmethod
@@ -195,7 +195,7 @@ class _KnownSums(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, rows, *saved = ctx.saved_tensors
         of_decoded, of_offset, factor = ctx.gradients(*saved, *grads, rows.dtype)
-        acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
+        acts, needed = SparseActs(values, ctx.indices, len(rows)), ctx.needs_input_grad[:2]
         # Each level of a token has its own gradient.
         of_decoded = of_decoded.flatten(end_dim=-2)
         return *_gradients(acts, rows, ctx.W_dec, of_decoded, needed, factor), of_offset, *[None] * ctx.n_others
@@ -210,9 +210,9 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     if triton := SPARSE_PRODUCTS.on(dense):
         sums: Tensor = _summed(triton, acts, dense, None, None).sums
         return sums
-    order, starts = acts.places.by_latent(acts.d_sae)
+    order, starts = acts.indices.by_latent(acts.d_sae)
     # On a CPU, indexing with a tensor takes three times as long as `index_select`.
-    tokens, values = acts.places.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
+    tokens, values = acts.indices.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
     return bag_sums(values, tokens, starts, dense)
 
 
@@ -225,7 +225,7 @@ def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) ->
     if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, None, weights)
         return summed.sums, summed.totals
-    totals = acts.values.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, acts.values)
+    totals = acts.values.new_zeros(acts.d_sae).index_add_(0, acts.indices.latents, acts.values)
     return transposed_product(acts, dense), totals
 
 
@@ -240,7 +240,7 @@ def both_products(
         summed = _summed(triton, acts, dense, rows, weights, factor)
         return summed.sums, summed.products
     dense = _times(dense, factor)
-    return transposed_product(acts, dense), row_products(dense, rows, acts.places)
+    return transposed_product(acts, dense), row_products(dense, rows, acts.indices)
 
 
 def _summed(
@@ -274,30 +274,30 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
 
 
-def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
+def row_products(dense: Tensor, rows: Tensor, indices: SparseIndices) -> Tensor:
     """Return, for each entry, the inner product of its rows of `dense` [n_tokens, d] and `rows` [d_sae, d]: [n].
 
     The result for a padding entry is an arbitrary finite number.
     """
     if triton := SPARSE_PRODUCTS.on(rows):
-        by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts, places.filled)
+        by_kernel: Tensor = triton.row_products(dense, rows, indices.latents, indices.starts, indices.filled)
         return by_kernel
-    if _is_read_faster_by_latent(dense, rows, places):
-        order, starts = places.by_latent(len(rows))
-        latents, tokens = places.latents.index_select(0, order), places.tokens_by_latent(len(rows))
+    if _is_read_faster_by_latent(dense, rows, indices):
+        order, starts = indices.by_latent(len(rows))
+        latents, tokens = indices.latents.index_select(0, order), indices.tokens_by_latent(len(rows))
         products = _row_products(rows.to(dense.dtype), dense, tokens, latents, starts)
         return products.new_empty(len(order)).index_copy_(0, order, products)
-    return _row_products(dense, rows.to(dense.dtype), places.latents, places.tokens, places.starts)
+    return _row_products(dense, rows.to(dense.dtype), indices.latents, indices.tokens, indices.starts)
 
 
-def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, places: Places) -> bool:
+def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, indices: SparseIndices) -> bool:
     """Return whether a CPU uses its cache better if it reads the entries by latent instead of by token.
 
     For 4,096 tokens, d = 384 and k = 64 on one core, including the sort, reading by latent takes 22 ms instead of 40 ms
     with 16,384 latents, but 20 ms instead of 16 ms with 3,072. With fewer entries than latents, it saves no time.
     """
     exceeds_cache = rows.nbytes > max(CACHE_BYTES, dense.nbytes) and not rows.is_cuda
-    return exceeds_cache and len(places.latents) >= len(rows)
+    return exceeds_cache and len(indices.latents) >= len(rows)
 
 
 def _row_products(dense: Tensor, rows: Tensor, indices: Tensor, bags: Tensor, starts: Tensor) -> Tensor:

@@ -125,8 +125,8 @@ def numbers(test: Callable[..., np.ndarray], rows: np.ndarray, *beside: np.ndarr
     starts = np.arange(0, rows.size, rows.shape[1])
 
     def passing(starts: np.ndarray, *part: np.ndarray) -> np.ndarray:
-        places: np.ndarray = np.flatnonzero(test(*part)) + starts[:1]
-        return places
+        indices: np.ndarray = np.flatnonzero(test(*part)) + starts[:1]
+        return indices
 
     return torch.from_numpy(by_rows(passing, starts, rows, *beside))
 
@@ -201,8 +201,8 @@ def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] |
     grouped = values.view(n_rows, size, n_groups)
     groups = search(grouped.amax(dim=1), k)
     members = grouped.gather(2, groups[:, None].expand(-1, size, -1)).view(n_rows, size * k)
-    places = search(members, k)
-    return groups.gather(1, places % k) + places // k * n_groups
+    indices = search(members, k)
+    return groups.gather(1, indices % k) + indices // k * n_groups
 
 
 def _not_below(values: Tensor, bound: float) -> Tensor:

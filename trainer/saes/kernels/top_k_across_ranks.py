@@ -30,7 +30,7 @@ from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.sparse_acts import Filled, Places
+from trainer.saes.sparse_acts import Filled, SparseIndices
 
 # Like `MARGIN_PER_TOKEN`, but for the largest values of a whole batch, whose number per rank varies less.
 MARGIN_PER_BATCH = 1.5
@@ -106,8 +106,8 @@ class _LocalChoice(NamedTuple):
         counts = self.is_chosen.sum(dim=1)
         flat = select.numbers(self.is_chosen)
         tokens = flat // self.columns.shape[1]
-        places = Places(self.columns.flatten().index_select(0, flat), tokens, counts.cumsum(0) - counts)
-        return places, self.values.flatten().index_select(0, flat)
+        indices = SparseIndices(self.columns.flatten().index_select(0, flat), tokens, counts.cumsum(0) - counts)
+        return indices, self.values.flatten().index_select(0, flat)
 
 
 class _Entries(NamedTuple):
@@ -132,7 +132,7 @@ class _Entries(NamedTuple):
             latents, tokens, values, ascending = (one.index_select(0, order) for one in given)
             n = self.is_chosen.sum()
         starts = torch.searchsorted(ascending, torch.arange(n_tokens, device=tokens.device))
-        return Places(latents, tokens, starts, Filled(n, n_expected)), values
+        return SparseIndices(latents, tokens, starts, Filled(n, n_expected)), values
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -143,10 +143,10 @@ def _find_longest_since_fired(
     own = first + tl.arange(0, PART)
     of_own = _since_fired_of_dead(since_fired, own, n_latents, dead_after)
     chosen, nth = choose(of_own, tl.maximum(n_equal - n_equal_before, 0), bound, 0)
-    places = n_above_before + tl.minimum(n_equal_before, n_equal) + nth - 1
-    tl.store(out_latents + places, own.to(tl.int64), mask=chosen)
+    indices = n_above_before + tl.minimum(n_equal_before, n_equal) + nth - 1
+    tl.store(out_latents + indices, own.to(tl.int64), mask=chosen)
     bias = tl.load(b_enc + own, mask=chosen & (of_own >= 0), other=-float("inf"))
-    tl.store(out_bias + places, bias.to(out_bias.dtype.element_ty), mask=chosen)
+    tl.store(out_bias + indices, bias.to(out_bias.dtype.element_ty), mask=chosen)
     if first == 0:
         tl.store(out_weight, tl.where(n_dead > 0, 1 / tl.load(variance), 0))
 
@@ -192,12 +192,12 @@ def _add_rows(
         tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
     if centred is not None:
         # With an "and" of both conditions, Triton 3.2 would compile this block even if `centred` is None.
-        places, inside = inout_input_bias + columns, (columns < n_read) & (row == 0)
+        indices, inside = inout_input_bias + columns, (columns < n_read) & (row == 0)
         taken = tl.load(centred + columns, mask=inside, other=0).to(tl.float32)
-        tl.store(places, tl.load(places, mask=inside, other=0) - taken, mask=inside)
+        tl.store(indices, tl.load(indices, mask=inside, other=0) - taken, mask=inside)
 
 
 @triton.jit
-def _add(places, added, inside):
-    here = tl.load(places, mask=inside, other=0)
-    tl.store(places, here + tl.load(added, mask=inside, other=0).to(tl.float32), mask=inside)
+def _add(indices, added, inside):
+    here = tl.load(indices, mask=inside, other=0)
+    tl.store(indices, here + tl.load(added, mask=inside, other=0).to(tl.float32), mask=inside)

@@ -63,14 +63,14 @@ def _put_chosen_first(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Move one block of entries to new positions; `chosen_so_far` is the inclusive count of chosen entries."""
-    places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = places < n
-    chosen = tl.load(is_chosen + places, mask=inside, other=0) != 0
-    so_far = tl.load(chosen_so_far + places, mask=inside, other=0)
-    ordered = tl.where(chosen, so_far - 1, tl.load(chosen_so_far + n - 1) + places - so_far)
-    token = tl.load(tokens + places, mask=inside, other=0)
-    value = tl.load(values + places, mask=inside, other=0)
-    tl.store(out_latents + ordered, tl.load(latents + places, mask=inside, other=0), mask=inside)
+    indices = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = indices < n
+    chosen = tl.load(is_chosen + indices, mask=inside, other=0) != 0
+    so_far = tl.load(chosen_so_far + indices, mask=inside, other=0)
+    ordered = tl.where(chosen, so_far - 1, tl.load(chosen_so_far + n - 1) + indices - so_far)
+    token = tl.load(tokens + indices, mask=inside, other=0)
+    value = tl.load(values + indices, mask=inside, other=0)
+    tl.store(out_latents + ordered, tl.load(latents + indices, mask=inside, other=0), mask=inside)
     tl.store(out_tokens + ordered, token, mask=inside)
     tl.store(out_values + ordered, tl.where(chosen, value, 0), mask=inside)
     tl.store(out_ascending + ordered, tl.where(chosen, token, n_tokens), mask=inside)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.saes.kernels.triton_sparse import gather
 from trainer.saes.losses import Moments, Sums
-from trainer.saes.sparse_acts import Filled, Places, SparseActs
+from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
 # The number of rows per program, and of columns that it processes at a time. A thread has all rows of its columns: 16
 # numbers of each sum, or 8 if there are several levels, so that no registers are spilled.
@@ -105,14 +105,14 @@ def _fill_of_bags(
     y_mean: Tensor,
 ) -> tuple[Sums, Tensor]:
     """Fill `errors` [n_tokens, n_levels, d_out], `narrow` (the errors of all levels) and `x_hat`; return the sums."""
-    (n_tokens, n_columns), n_levels, places = y.shape, errors.shape[1], acts.places
+    (n_tokens, n_columns), n_levels, indices = y.shape, errors.shape[1], acts.indices
     n_blocks = triton.cdiv(n_columns, _GATHERED)
     of_program = max(n_tokens * n_blocks // _FULL, 1)
     grid = triton.cdiv(n_tokens, of_program), n_blocks
     totals, squares = y.new_empty(grid[0], 2, n_columns), y.new_empty(3, *grid)
-    entries = acts.values.contiguous(), places.latents, places.starts, rows.contiguous()
+    entries = acts.values.contiguous(), indices.latents, indices.starts, rows.contiguous()
     tensors = errors, x_hat, narrow, totals, squares, y.contiguous(), y_mean, offset.contiguous(), *entries
-    n_filled = None if places.filled is None else places.filled.n
+    n_filled = None if indices.filled is None else indices.filled.n
     sizes = len(acts.values), n_tokens, n_levels, n_columns, of_program
     shape = {"ENTRIES": _AT_ONCE // rows.itemsize, "COLUMNS": _GATHERED, "num_warps": 1, "enable_fp_fusion": True}
     # Triton launches on the current device, which may differ from the tensors' device.
@@ -207,7 +207,7 @@ def _are_right_of_bags(y: Tensor) -> list[Tensor]:
     """Test the kernel with one entry for each of two levels of every token, plus one padding entry."""
     entries = torch.arange(2 * len(y) + 1, device=y.device)
     filled = Filled(entries[-1], len(entries) - 1)
-    acts = SparseActs(1.0 + entries % 2, Places(entries % 2, entries // 2, entries[:-1], filled), 2)
+    acts = SparseActs(1.0 + entries % 2, SparseIndices(entries % 2, entries // 2, entries[:-1], filled), 2)
     found = nested_bags(acts, y[:2].half(), 2, y[2], y, y[0])
     expected = nested(torch.stack([y[0], 2 * y[1]]).expand(len(y), -1, -1), y[2], y, y[0])
     return [(one == other).all() for one, other in zip(_tensors(found), _tensors(expected), strict=True)]
@@ -238,9 +238,9 @@ def _sum_errors(
         if offset is not None:
             error += tl.load(offset + rows * offset_stride + columns[None, :], mask=inside, other=0)
         for level in tl.static_range(LEVELS):
-            places = (rows * LEVELS + level) * n_columns + columns[None, :]
-            error += tl.load(parts + places, mask=inside, other=0)
-            tl.store(out_errors + places, error, mask=inside)
+            indices = (rows * LEVELS + level) * n_columns + columns[None, :]
+            error += tl.load(parts + indices, mask=inside, other=0)
+            tl.store(out_errors + indices, error, mask=inside)
             if level < LEVELS - 1:
                 inner += error * error
         if out_x_hat is not None:
@@ -331,13 +331,13 @@ def _sum_gradients(
         inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         gradient = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for below in tl.static_range(LEVELS):
-            places = (rows.to(tl.int64)[:, None] * LEVELS + LEVELS - 1 - below) * n_columns + columns[None, :]
-            error = tl.load(errors + places, mask=inside, other=0)
+            indices = (rows.to(tl.int64)[:, None] * LEVELS + LEVELS - 1 - below) * n_columns + columns[None, :]
+            error = tl.load(errors + indices, mask=inside, other=0)
             if below == 0:
                 gradient = whole * error
             else:
                 gradient += inner * error
-            tl.store(out + places, gradient.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + indices, gradient.to(out.dtype.element_ty), mask=inside)
         totals += gradient
     at = out_sums + tl.program_id(0).to(tl.int64) * n_columns + columns
     tl.store(at, tl.sum(totals, axis=0), mask=columns < n_columns)
@@ -351,9 +351,9 @@ def _add_and_square(
     """Add one block of two matrices; write twice the result, and the weighted sum of its squares."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    places, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)
-    each = tl.load(part + places, mask=inside, other=0).to(tl.float32)
+    indices, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)
+    each = tl.load(part + indices, mask=inside, other=0).to(tl.float32)
     each += tl.load(other + rows * other_stride + columns, mask=inside, other=0)
-    tl.store(out_twice + places, (2 * each).to(out_twice.dtype.element_ty), mask=inside)
+    tl.store(out_twice + indices, (2 * each).to(out_twice.dtype.element_ty), mask=inside)
     square = tl.sum(tl.sum(each * each, axis=1), axis=0)
     tl.store(out_squares + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), square * tl.load(weight))

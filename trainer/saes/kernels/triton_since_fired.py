@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.saes.kernels.since_fired import LEAST_VARIANCE
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
 # The number of latents per program, and the most other sums that the first program handles; every SAE has fewer.
 _PART, _MOST_OTHERS = 1024, 16
@@ -26,7 +26,7 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
     assert len(others) <= _MOST_OTHERS, "the first program cannot add more sums"
     with torch.cuda.device_of(sums):
         _count[max(1, triton.cdiv(n_entries, _PART)),](
-            fired, sums, acts.values, acts.places.latents, others, float(n_tokens), n_entries, acts.d_sae, len(others),
+            fired, sums, acts.values, acts.indices.latents, others, float(n_tokens), n_entries, acts.d_sae, len(others),
             PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4,
         )  # fmt: skip
     return fired
@@ -57,7 +57,7 @@ def try_out(device: torch.device) -> None:
     others = add_tokens(since_fired, sums, sums[2].clone())
     are_right = (since_fired.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])
     latents, variance = torch.tensor([1, 1, 0], device=device), torch.ones((), device=device)
-    fired = count(sums, SparseActs(latents.float(), Places(latents, None, latents[2:]), 2), 5, (others[1],))
+    fired = count(sums, SparseActs(latents.float(), SparseIndices(latents, None, latents[2:]), 2), 5, (others[1],))
     take_variance(variance, others + 1)
     if not are_right or variance != 1.25 or (fired.tolist(), sums.tolist()) != ([0, 2], [0, 2, 5, 4]):
         raise RuntimeError("the kernels give wrong results")

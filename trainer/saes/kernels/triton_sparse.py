@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.saes.sparse_acts import Filled, Places, SparseActs
+from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
 # The most entries of a latent that one program adds up; more entries are split among several programs. Otherwise, a
 # latent that is active on all of 4,096 tokens would keep one program busy long after the others have finished.
@@ -111,8 +111,8 @@ def sum_by_latent(
     atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. `measured`
     receives measures of all sums except the shared ones.
     """
-    places, d_sae = acts.places, acts.d_sae
-    (order, starts), filled = places.by_latent(d_sae), places.filled
+    indices, d_sae = acts.indices, acts.d_sae
+    (order, starts), filled = indices.by_latent(d_sae), indices.filled
     n_entries, (n_parts, _) = len(order), _parts(dense)
     shape = _pieces(dense)
     sums = dense.new_empty(d_sae, dense.shape[1], dtype=torch.float32)
@@ -124,7 +124,7 @@ def sum_by_latent(
         "out_products": products,
         "out_totals": totals,
         "values": acts.values.index_select(0, order),
-        "tokens": places.tokens_by_latent(d_sae),
+        "tokens": indices.tokens_by_latent(d_sae),
         "order": order,
         "starts": starts,
         "dense": dense.contiguous(),
@@ -138,7 +138,7 @@ def sum_by_latent(
     unmeasured = dict.fromkeys(SumBuffers._fields)
     measuring = of_parts._asdict() if of_parts else unmeasured
     # Only these latents can have entries in a window beyond their first `longest` entries.
-    shared = places.latents_of_windows(d_sae, longest) if n_entries > longest else None
+    shared = indices.latents_of_windows(d_sae, longest) if n_entries > longest else None
     if sums.numel():
         with torch.cuda.device_of(dense):
             _sum_by_latent[d_sae, n_parts](**tensors, **measuring, latents=None, **sizes, **shape)
@@ -241,7 +241,7 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int,
     """Test both pieces of a row, padding, measures, and a latent whose n entries (odd) are split among programs."""
     entries = torch.arange(n + 2, device=device)
     latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
-    acts = SparseActs(torch.ones(n + 2, device=device), Places(latents, tokens, entries[:2], filled), 2)
+    acts = SparseActs(torch.ones(n + 2, device=device), SparseIndices(latents, tokens, entries[:2], filled), 2)
     dense = torch.tensor([[1.0], [3.0]], device=device, dtype=dtype).expand(2, width)
     unit_rows = torch.full((2, width), width**-0.5, device=device)
     squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
@@ -429,23 +429,23 @@ def _weigh_rows(
 
 
 @triton.jit
-def _once(places, mask):
+def _once(indices, mask):
     """Load values that no other program reads, as fp32."""
-    return tl.load(places, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
+    return tl.load(indices, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
-def _gathered(places, mask):
+def _gathered(indices, mask):
     """Load values as fp32 and keep them in the cache, since kernels read only these values more than once."""
-    return tl.load(places, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
+    return tl.load(indices, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
-def _put(places, totals, mask, ADDS: tl.constexpr):
+def _put(indices, totals, mask, ADDS: tl.constexpr):
     if ADDS:
-        tl.atomic_add(places, totals, mask=mask, sem="relaxed")
+        tl.atomic_add(indices, totals, mask=mask, sem="relaxed")
     else:
-        tl.store(places, totals, mask=mask, eviction_policy="evict_first")
+        tl.store(indices, totals, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -216,9 +216,11 @@ def try_out(device: torch.device) -> None:
     is_right &= (largest_of_each(wide, 600)[1].sort().values == wide.sort().values[:, -600:]).all()
     # Test a matrix whose maxima and candidates need several tiles.
     whole = (torch.arange(2**17, device=device) * 37 % 2**17).bfloat16().view(2, -1)
-    places = largest_of_all(whole, 2048)
-    found = whole.flatten().index_select(0, places)
-    is_right &= (found.sort().values == whole.flatten().sort().values[-2048:]).all() & (places[1:] > places[:-1]).all()
+    indices = largest_of_all(whole, 2048)
+    found = whole.flatten().index_select(0, indices)
+    is_right &= (found.sort().values == whole.flatten().sort().values[-2048:]).all() & (
+        indices[1:] > indices[:-1]
+    ).all()
     if not is_right.all():
         raise RuntimeError("the kernels give wrong results")
 
@@ -374,19 +376,19 @@ def _write_maxima(
     """Write the maximum of each group of one block, as bits."""
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     # `fits_all` ensures that indices are below 2^31.
-    places = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    largest = _largest_of_each(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
+    indices = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    largest = _largest_of_each(tl.load(bits + indices, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
     tl.store(out_maxima + groups, _bits_of(largest, BITS).to(out_maxima.dtype.element_ty), mask=groups < n_groups)
 
 
 @triton.jit
 def _copy_groups(out_bits, bits, some_rows, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr):
     """Copy one block of groups, given by their indices."""
-    places = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    columns, inside = tl.arange(0, GROUP)[None, :], (places < n_groups)[:, None]
-    group = tl.load(some_rows + places, mask=places < n_groups, other=0)[:, None]
+    indices = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    columns, inside = tl.arange(0, GROUP)[None, :], (indices < n_groups)[:, None]
+    group = tl.load(some_rows + indices, mask=indices < n_groups, other=0)[:, None]
     numbers = tl.load(bits + group * GROUP + columns, mask=inside, other=0)
-    tl.store(out_bits + places[:, None] * GROUP + columns, numbers, mask=inside)
+    tl.store(out_bits + indices[:, None] * GROUP + columns, numbers, mask=inside)
 
 
 @triton.jit
@@ -399,8 +401,8 @@ def _count_digits(
     separate digit would need 512 bins. For every 32 bins, each thread counts the bits of a mask once per value, which
     takes a GPU eight times as long as an addition.
     """
-    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
+    indices = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ranks = _ranks_at(bits, indices, n_values, INFINITY, BITS)
     if high_digits is None:
         digits = tl.where(ranks >= 0, ranks >> 8, 0)
     else:
@@ -415,9 +417,9 @@ def _count_chosen(
 ):  # fmt: skip
     """From the digits of each tile, compute how many values exceed the bound, and how many equal it."""
     tiles, digits = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, 256)[None, :]
-    places, inside = tiles[:, None] * 256 + digits, (tiles < n_tiles)[:, None]
-    highs = tl.load(high_of_tiles + places, mask=inside, other=0)
-    lows = tl.load(low_of_tiles + places, mask=inside, other=0)
+    indices, inside = tiles[:, None] * 256 + digits, (tiles < n_tiles)[:, None]
+    highs = tl.load(high_of_tiles + indices, mask=inside, other=0)
+    lows = tl.load(low_of_tiles + indices, mask=inside, other=0)
     high, n_left = _digit_of(high_digits, n)
     low, _ = _digit_of(low_digits, n_left)
     above = tl.sum(tl.where(digits > low, lows, 0), axis=1)
@@ -436,8 +438,8 @@ def _write_chosen(
 ):  # fmt: skip
     """Write the indices of the values chosen from one tile, after the indices from earlier tiles."""
     tile, n_tiles = tl.program_id(0), tl.num_programs(0)
-    places = tile * TILE + tl.arange(0, TILE)
-    ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
+    indices = tile * TILE + tl.arange(0, TILE)
+    ranks = _ranks_at(bits, indices, n_values, INFINITY, BITS)
     bound, n_equal = _bound(high_digits, low_digits, n)
     n_above_before, n_equal_before = 0, 0
     for first in range(0, tile, COUNTS):
@@ -448,18 +450,18 @@ def _write_chosen(
     nth_equal = n_equal_before + tl.cumsum(equal, axis=0)
     chosen = (above == 1) | ((equal == 1) & (nth_equal <= n_equal))
     nth = n_above_before + tl.cumsum(above, axis=0) + tl.minimum(nth_equal, n_equal)
-    indices = places.to(tl.int64)
+    written = indices.to(tl.int64)
     if groups is not None:
-        group = tl.load(groups + places // GROUP, mask=chosen, other=0)
-        indices = group * GROUP + places % GROUP
-    tl.store(out_indices + nth - 1, indices, mask=chosen)
+        group = tl.load(groups + indices // GROUP, mask=chosen, other=0)
+        written = group * GROUP + indices % GROUP
+    tl.store(out_indices + nth - 1, written, mask=chosen)
 
 
 @triton.jit
-def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
+def _ranks_at(bits, indices, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
     """Return 16-bit values as integers from 0 that have the same order, or −1 for padding."""
-    inside = places < n_values
-    ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
+    inside = indices < n_values
+    ordered = _ordered(tl.load(bits + indices, mask=inside, other=0), INFINITY, BITS)
     return tl.where(inside, ordered + 2 ** (BITS - 1), -1)
 
 

@@ -32,7 +32,7 @@ from trainer.runtime.triton_kernels import (
 from trainer.saes import losses
 from trainer.saes.kernels import triton_errors, triton_sparse, triton_top_k
 from trainer.saes.losses import Sums
-from trainer.saes.sparse_acts import Filled, Places, SparseActs
+from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -135,14 +135,16 @@ def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> 
     bags, latents = torch.cat([bags, beside * 0 + len(of_bags) - 1]), torch.cat([latents, beside % d_sae])
     starts = of_bags.cumsum(0) - of_bags
     filled = Filled(torch.tensor(n, device=DEVICE), n) if n_beside else None
-    return SparseActs(values.to(DEVICE), Places(*(one.to(DEVICE) for one in (latents, bags, starts)), filled), d_sae)
+    return SparseActs(
+        values.to(DEVICE), SparseIndices(*(one.to(DEVICE) for one in (latents, bags, starts)), filled), d_sae
+    )
 
 
 def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
     """Return each level's contribution to each token's reconstruction, [n_tokens, n_levels, d_out], in float64."""
-    places, n = acts.places, len(acts.values) if acts.places.filled is None else int(acts.places.filled.n)
-    added = acts.values[:n, None].double() * rows.double()[places.latents[:n]]
-    parts = added.new_zeros(len(places.starts), rows.shape[1]).index_add(0, places.tokens[:n], added)
+    indices, n = acts.indices, len(acts.values) if acts.indices.filled is None else int(acts.indices.filled.n)
+    added = acts.values[:n, None].double() * rows.double()[indices.latents[:n]]
+    parts = added.new_zeros(len(indices.starts), rows.shape[1]).index_add(0, indices.tokens[:n], added)
     return parts.view(-1, n_levels, rows.shape[1])
 
 

@@ -16,7 +16,7 @@ from support.kernels import NO_KERNELS, use_kernels
 
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import since_fired, triton_since_fired
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import SparseActs, SparseIndices
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -48,7 +48,7 @@ def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int,
     generator = torch.Generator().manual_seed(n)
     values = torch.randn(n_entries, generator=generator).relu().to(DEVICE)
     latents = torch.randint(n, (n_entries,), generator=generator).to(DEVICE)
-    acts = SparseActs(values, Places(latents, torch.zeros_like(latents), latents[:1] * 0), n)
+    acts = SparseActs(values, SparseIndices(latents, torch.zeros_like(latents), latents[:1] * 0), n)
     sums = torch.randint(9, (2, n + 1 + n_numbers), generator=generator).float().to(DEVICE)
     numbers = torch.arange(1.0, n_numbers + 1, device=DEVICE).unbind()
     # The kernel must not change the second row of the sums.

@@ -38,15 +38,15 @@ def test_all_values_above_the_bound_are_chosen_or_an_overflow_is_reported(
     case: tuple[Tensor, Tensor | float, int],
 ) -> None:
     matrix, bound, capacity = case
-    (places, values), n_above = largest_above(PreActs(matrix), bound, capacity)
-    assert len(values) == len(places.latents) == capacity
+    (indices, values), n_above = largest_above(PreActs(matrix), bound, capacity)
+    assert len(values) == len(indices.latents) == capacity
     is_above = matrix.to(torch.float64) > bound
     if n_above == capacity:
         assert values.isnan().all()
         return
-    assert torch.equal(values, matrix[places.tokens, places.latents])
+    assert torch.equal(values, matrix[indices.tokens, indices.latents])
     chosen = torch.zeros_like(is_above)
-    chosen[places.tokens, places.latents] = True
+    chosen[indices.tokens, indices.latents] = True
     assert int(chosen.sum()) == capacity
     assert not (is_above & ~chosen).any()
     assert int(is_above.sum()) <= n_above < capacity

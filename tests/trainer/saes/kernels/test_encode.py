@@ -11,15 +11,15 @@ from torch import Tensor
 from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import DenseActs, SparseActs, SparseIndices
 
 N_TOKENS, D_IN, D_SAE = 6, 5, 8
 
 
 def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
     tokens, latents = mask.nonzero(as_tuple=True)
-    places = Places(latents, tokens, torch.searchsorted(tokens, torch.arange(len(mask))))
-    return places, pre_acts.matrix[tokens, latents]
+    indices = SparseIndices(latents, tokens, torch.searchsorted(tokens, torch.arange(len(mask))))
+    return indices, pre_acts.matrix[tokens, latents]
 
 
 def a_mask() -> Tensor:
@@ -89,14 +89,14 @@ def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 
-    def places(pre_acts: PreActs) -> Chosen:
+    def indices(pre_acts: PreActs) -> Chosen:
         return chosen(a_mask()[: pre_acts.shape[0]], pre_acts)
 
     results: list[Tensor] = []
     for batch, is_sparse in batches:
         # Two of the batches are encoded in inference mode, as in an evaluation.
         with torch.inference_mode(len(results) in (0, 6)):
-            choose = places if is_sparse else lambda pre_acts: None
+            choose = indices if is_sparse else lambda pre_acts: None
             weights = [tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias)]
             results.append(encode(centre(batch, weights[2]), *weights, choose).dense())
     for (batch, is_sparse), dense in zip(batches, results, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_batch, k_per_token, rounded_down, where
 from trainer.saes.kernels.top_k import SAMPLE_ROWS, _by_groups, _topk, are_largest
-from trainer.saes.sparse_acts import Places
+from trainer.saes.sparse_acts import SparseIndices
 
 
 @st.composite
@@ -30,27 +30,27 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
     return values, draw(st.integers(1, d_sae))
 
 
-def assert_consistent(places: Places, n_tokens: int) -> None:
+def assert_consistent(indices: SparseIndices, n_tokens: int) -> None:
     """Require that entries are unique and ordered by token, and that `starts` indexes each token's first entry."""
-    bounds = [*places.starts.tolist(), len(places.tokens)]
-    assert len(places.starts) == n_tokens
-    assert places.tokens.tolist() == [
+    bounds = [*indices.starts.tolist(), len(indices.tokens)]
+    assert len(indices.starts) == n_tokens
+    assert indices.tokens.tolist() == [
         token for token in range(n_tokens) for _ in range(bounds[token], bounds[token + 1])
     ]
-    assert len(set(zip(places.tokens.tolist(), places.latents.tolist(), strict=True))) == len(places.tokens)
+    assert len(set(zip(indices.tokens.tolist(), indices.latents.tolist(), strict=True))) == len(indices.tokens)
 
 
-def values_at(pre_acts: Tensor, places: Places) -> Tensor:
-    return pre_acts[places.tokens, places.latents]
+def values_at(pre_acts: Tensor, indices: SparseIndices) -> Tensor:
+    return pre_acts[indices.tokens, indices.latents]
 
 
 @settings(max_examples=60)
 @given(matrices())
 def test_the_k_largest_of_each_token_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
-    places, values = k_per_token(PreActs(pre_acts), k)
-    assert_consistent(places, len(pre_acts))
-    assert torch.equal(values, values_at(pre_acts, places))
+    indices, values = k_per_token(PreActs(pre_acts), k)
+    assert_consistent(indices, len(pre_acts))
+    assert torch.equal(values, values_at(pre_acts, indices))
     largest = values.view(-1, k).sort(dim=1, descending=True).values
     assert torch.equal(largest, pre_acts.sort(dim=1, descending=True).values[:, :k])
 
@@ -59,9 +59,9 @@ def test_the_k_largest_of_each_token_match_a_full_sort(case: tuple[Tensor, int])
 @given(matrices())
 def test_the_largest_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
-    places, values = k_per_batch(PreActs(pre_acts), k)
-    assert_consistent(places, len(pre_acts))
-    assert torch.equal(values, values_at(pre_acts, places))
+    indices, values = k_per_batch(PreActs(pre_acts), k)
+    assert_consistent(indices, len(pre_acts))
+    assert torch.equal(values, values_at(pre_acts, indices))
     largest = values.sort(descending=True).values
     assert torch.equal(largest, pre_acts.flatten().sort(descending=True).values[: k * len(pre_acts)])
 
@@ -70,8 +70,8 @@ def test_the_largest_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> N
 @given(matrices())
 def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
-    places, _ = k_per_batch(PreActs(pre_acts), k)
-    flat = places.tokens * pre_acts.shape[1] + places.latents
+    indices, _ = k_per_batch(PreActs(pre_acts), k)
+    flat = indices.tokens * pre_acts.shape[1] + indices.latents
     assert (flat.diff() > 0).all()
 
 
@@ -138,13 +138,13 @@ def test_a_nan_is_among_the_largest_if_others_are_equal() -> None:
 def test_the_places_of_a_mask_are_its_true_entries(case: tuple[Tensor, int]) -> None:
     pre_acts, _ = case
     mask = pre_acts > pre_acts.flatten().sort().values[-max(1, pre_acts.numel() // 20)]
-    places = where(mask)
-    if places is None:
+    indices = where(mask)
+    if indices is None:
         assert int(mask.sum()) * 16 > mask.numel()
         return
-    assert_consistent(places, len(mask))
+    assert_consistent(indices, len(mask))
     chosen = torch.zeros_like(mask)
-    chosen[places.tokens, places.latents] = True
+    chosen[indices.tokens, indices.latents] = True
     assert torch.equal(chosen, mask)
 
 

@@ -17,24 +17,24 @@ from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.top_k_across_ranks import k_per_batch, k_per_token, nth_largest
-from trainer.saes.sparse_acts import Places
+from trainer.saes.sparse_acts import SparseIndices
 
 
-def marked(places: Places, shape: tuple[int, int]) -> Tensor:
+def marked(indices: SparseIndices, shape: tuple[int, int]) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
-    mask[places.tokens, places.latents] = True
+    mask[indices.tokens, indices.latents] = True
     # No entry is repeated, and `starts` holds the index of the first entry of each token.
-    assert int(mask.sum()) == len(places.latents)
-    n = len(places.latents) if places.filled is None else int(places.filled.n)
-    assert torch.equal(places.starts, torch.searchsorted(places.tokens[:n], torch.arange(shape[0])))
-    mask[places.tokens[n:], places.latents[n:]] = False
+    assert int(mask.sum()) == len(indices.latents)
+    n = len(indices.latents) if indices.filled is None else int(indices.filled.n)
+    assert torch.equal(indices.starts, torch.searchsorted(indices.tokens[:n], torch.arange(shape[0])))
+    mask[indices.tokens[n:], indices.latents[n:]] = False
     return mask
 
 
 def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
-    places, values = chosen
-    mask = marked(places, tuple(pre_acts.shape))
-    assert torch.equal(values, pre_acts.where(mask, 0)[places.tokens, places.latents])
+    indices, values = chosen
+    mask = marked(indices, tuple(pre_acts.shape))
+    assert torch.equal(values, pre_acts.where(mask, 0)[indices.tokens, indices.latents])
     return mask
 
 
@@ -152,9 +152,9 @@ def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
         latents = Latents(1200, group, shares)
         own = latents.part(weights, 0)
         product = Product(x, own.T, torch.zeros(len(own)))
-        places, values = k_per_token(product, k, group)
-        torch.testing.assert_close(values, (x @ own.T)[places.tokens, places.latents], rtol=1e-5, atol=1e-5)
-        return marked(places, (200, len(own))), latents
+        indices, values = k_per_token(product, k, group)
+        torch.testing.assert_close(values, (x @ own.T)[indices.tokens, indices.latents], rtol=1e-5, atol=1e-5)
+        return marked(indices, (200, len(own))), latents
 
     chosen = torch.zeros_like(pre_acts, dtype=torch.bool)
     for mask, latents in on_all(len(shares), choose):

@@ -167,8 +167,8 @@ def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, mon
     values = rows(12, 512).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
         # The bound is the second number. Its low bits are all 0, or all 1 for -0.0. It occurs in all tiles except one.
-        places = torch.arange(12 * 512, device=DEVICE).view(12, 512)
-        values = torch.where(places % 150 == 7, numbers[2], torch.where(places // 64 == 3, numbers[0], numbers[1]))
+        indices = torch.arange(12 * 512, device=DEVICE).view(12, 512)
+        values = torch.where(indices % 150 == 7, numbers[2], torch.where(indices // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 75)
     # The 12 tiles of maxima are more than one program counts, and more than are summed at once.

@@ -22,7 +22,7 @@ from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.select import k_per_token
-from trainer.saes.sparse_acts import Filled, Places, SparseActs
+from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 # This tolerance is relative to the largest sum.
@@ -39,10 +39,10 @@ class Case(NamedTuple):
 
     def matrix(self) -> Tensor:
         """Return the activations as a float64 matrix [n_tokens, d_sae], in which repeated entries are added up."""
-        places = self.acts.places
-        whole = torch.zeros(len(places.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
-        n = len(places.tokens) if places.filled is None else int(places.filled.n)
-        entries = (places.tokens[:n], places.latents[:n])
+        indices = self.acts.indices
+        whole = torch.zeros(len(indices.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
+        n = len(indices.tokens) if indices.filled is None else int(indices.filled.n)
+        entries = (indices.tokens[:n], indices.latents[:n])
         return whole.index_put(entries, self.acts.values[:n].double(), accumulate=True)
 
 
@@ -55,9 +55,9 @@ def make(
         latents = torch.randint(d_sae, (n,), generator=generator)
     tokens = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)[:-1]
-    places = Places(latents.to(DEVICE), tokens.to(DEVICE), starts.to(DEVICE))
+    indices = SparseIndices(latents.to(DEVICE), tokens.to(DEVICE), starts.to(DEVICE))
     values, rows, dense = (torch.randn(*shape, generator=generator) for shape in ((n,), (d_sae, d), (len(counts), d)))
-    acts = SparseActs(values.to(DEVICE), places, d_sae)
+    acts = SparseActs(values.to(DEVICE), indices, d_sae)
     return Case(acts, rows.to(DEVICE, dtype), dense.to(DEVICE, dtype))
 
 
@@ -67,15 +67,15 @@ def followed(case: Case) -> Case:
     Padding values are normally 0, but not in this test.
     """
     acts, (n, most) = case.acts, (len(case.acts.values), case.acts.d_sae - 1)
-    places = acts.places
+    indices = acts.indices
     rest = torch.arange(5, device=DEVICE)
     latents, tokens = (
         torch.cat([one, rest.clamp_max(top)])
-        for one, top in ((places.latents, most), (places.tokens, len(places.starts) - 1))
+        for one, top in ((indices.latents, most), (indices.tokens, len(indices.starts) - 1))
     )
     filled = Filled(torch.tensor(n, device=DEVICE), n)
     values = torch.cat([acts.values, acts.values.new_full((5,), 9.0)])
-    return case._replace(acts=SparseActs(values, Places(latents, tokens, places.starts, filled), acts.d_sae))
+    return case._replace(acts=SparseActs(values, SparseIndices(latents, tokens, indices.starts, filled), acts.d_sae))
 
 
 def some_cases() -> Iterator[pytest.param]:
@@ -139,11 +139,11 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
 ) -> None:
     monkeypatch.setattr(triton_sparse, "SLAB_BYTES", slab_bytes)
     monkeypatch.setattr(triton_sparse, "TILE", 512)
-    places = case.acts.places
-    products = sparse.row_products(case.dense, case.rows, places)
-    expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
-    if places.filled is not None:
-        expected[places.filled.n :] = 0
+    indices = case.acts.indices
+    products = sparse.row_products(case.dense, case.rows, indices)
+    expected = (case.dense.double() @ case.rows.double().T)[indices.tokens, indices.latents]
+    if indices.filled is not None:
+        expected[indices.filled.n :] = 0
     assert_near(products, expected)
 
 
@@ -152,10 +152,10 @@ def assert_both_are_right(case: Case) -> None:
 
     The gradient of the weights is a transposed product, and the gradients of the entries are dot products of rows.
     """
-    places = case.acts.places
-    expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
-    if places.filled is not None:
-        expected[places.filled.n :] = 0
+    indices = case.acts.indices
+    expected = (case.dense.double() @ case.rows.double().T)[indices.tokens, indices.latents]
+    if indices.filled is not None:
+        expected[indices.filled.n :] = 0
     factor = torch.full((), -0.3, device=DEVICE)
     sums, products = sparse.both_products(case.acts, case.dense, case.rows, factor=factor)
     assert_near(sums, float(factor) * (case.matrix().T @ case.dense.double()))
@@ -253,7 +253,7 @@ def test_sums_in_a_fixed_order_do_not_depend_on_the_order_of_programs(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make([3] * 20, 9, 48, torch.bfloat16)
-    places = case.acts.places
+    indices = case.acts.indices
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 500)
     monkeypatch.setattr(triton_sparse, "WIDEST", 32)
 
@@ -261,7 +261,7 @@ def test_sums_in_a_fixed_order_do_not_depend_on_the_order_of_programs(
         yield from sparse.both_products(case.acts, case.dense, case.rows)
         yield from sparse.by_latent(case.acts, case.dense)
         yield sparse.decode(case.acts, case.rows)
-        yield sparse.row_products(case.dense, case.rows, places)
+        yield sparse.row_products(case.dense, case.rows, indices)
         yield sparse.weighted_sum(case.acts.values[:9], case.rows, -3.0)
 
     programs.assert_same_bits(sums)
@@ -301,9 +301,9 @@ def test_under_autocast_rows_are_16_bit_and_sums_are_fp32(dtype: torch.dtype) ->
     assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
     assert values.grad is not None
     # Both gradients use the same gathered rows, in 16 bits.
-    places = case.acts.places
+    indices = case.acts.indices
     products = case.dense.to(dtype).double() @ case.rows.to(dtype).double().T
-    assert_near(values.grad, products[places.tokens, places.latents])
+    assert_near(values.grad, products[indices.tokens, indices.latents])
 
 
 @pytest.mark.parametrize(("n", "width"), [(1, 40), (64, 256), (600, 300)])
@@ -333,12 +333,12 @@ def test_non_contiguous_tensors_are_read_correctly() -> None:
     case = make([3, 5, 1], 7, 30)
     rows = case.rows.T.contiguous().T
     ones = torch.ones(1, 1, device=DEVICE).expand(3, 30)
-    places = case.acts.places
+    indices = case.acts.indices
     assert_near(sparse.decode(case.acts, rows), case.matrix() @ rows.double())
     assert_near(sparse.transposed_product(case.acts, ones), case.matrix().T @ ones.double())
     products = ones.double() @ rows.double().T
-    for found in (sparse.row_products(ones, rows, places), sparse.both_products(case.acts, ones, rows)[1]):
-        assert_near(found, products[places.tokens, places.latents])
+    for found in (sparse.row_products(ones, rows, indices), sparse.both_products(case.acts, ones, rows)[1]):
+        assert_near(found, products[indices.tokens, indices.latents])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
