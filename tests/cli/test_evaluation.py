@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from cli.conftest import Shell
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
@@ -26,6 +27,7 @@ def test_evaluating_a_job_writes_its_report_card_and_features(shell: Shell) -> N
     assert failed.stdout.startswith("job 1 was not evaluated: --model: no extraction wrote")
 
 
+@pytest.mark.slow
 def test_the_job_command_shows_the_report_card(shell: Shell) -> None:
     sweep = ["--set", "sae.k=[4,8]"]
     for more in ([], sweep):

@@ -113,6 +113,7 @@ n_steps = 4
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: Shell, job: ExtractJob) -> None:
     rows = Path(job.extract.output)

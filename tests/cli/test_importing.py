@@ -30,6 +30,7 @@ def foreign(shell: Shell) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: Shell, foreign: Path) -> None:
     answer = shell.json("import", foreign, "--data", SAMPLE, "--tag", "theirs", "--set", "train.batch_size=256")
     check = answer.pop("check")
@@ -61,6 +62,7 @@ def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: She
     assert shell.json("compare", 1, 2)["runs"][1]["fvu"] < 2 * mine["card_fvu"]
 
 
+@pytest.mark.slow
 def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) -> None:
     for folder, data, sentence in (
         (shell.folder, SAMPLE, f"FOLDER: {shell.folder} holds 2 SAEs, e.g. "),
@@ -75,6 +77,7 @@ def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) 
     assert [folder.name for folder in (shell.data.root / "runs").iterdir()] == ["1"]
 
 
+@pytest.mark.slow
 def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     shell: Shell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +99,7 @@ def test_escape_sequences_in_a_folder_name_do_not_reach_the_terminal(shell: Shel
     assert "imported from" in text
 
 
+@pytest.mark.slow
 def test_repair_restores_an_imported_job_after_its_store_was_lost(shell: Shell, foreign: Path) -> None:
     shell.run("import", foreign, "--data", SAMPLE)
     shell.data.control_db.unlink()

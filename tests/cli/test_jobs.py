@@ -182,6 +182,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
 ENDLESS = ("--gpus", "cpu", "--set", "train.n_steps=100000000", "--wait")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_waiting_for_a_job_that_is_stopped_exits_with_3(shell):
     waiting = shell.start("launch", shell.job_file, *ENDLESS, "--json")
@@ -486,6 +487,7 @@ def test_a_job_waits_for_a_gpu_in_use_unless_it_may_share_it(shell):
     wait_for_state(shell, 1, "stopped")
 
 
+@pytest.mark.slow
 def test_a_waiting_job_names_the_job_it_waits_for(shell):
     first = shell.json("launch", shell.job_file, "--gpus", "0", "--set", "train.n_steps=100000000")["id"]
     wait_for_state(shell, first, "running")

@@ -158,6 +158,7 @@ def test_without_peer_access_the_bus_is_measured_through_host_memory(probing) ->
     assert not read_box(box.data.box_file).peers_fail
 
 
+@pytest.mark.slow
 def test_the_trainers_output_is_parsed() -> None:
     command = [sys.executable, "-m", "trainer", "probe", "--gpus", "cpu:2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import pytest
 from support.box import ROOT, Box, processes_of, wait_for_store
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_job_launched_by_keys_outlives_the_app_and_saelens_loads_its_sae(box: Box) -> None:
     terminal = box.app()

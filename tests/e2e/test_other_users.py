@@ -235,6 +235,7 @@ NOT_ON_SCREENS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_screen_lets_another_users_text_control_the_terminal(world: World) -> None:
     visit, core = Visit(world), world.texts.core
     goes = visit.press
@@ -425,6 +426,7 @@ def lines_of(world: World) -> list[list[str]]:
     return [*shown, *(["trainer", *line] for line in filled["trainer"])]
 
 
+@pytest.mark.slow
 def test_no_command_lets_another_users_text_control_the_terminal(world: World) -> None:
     assert commands_of(make_parser(lambda *_: 0)) == WORDS.keys()
     assert commands_of(trainer_parser()) == TRAINER_WORDS.keys()

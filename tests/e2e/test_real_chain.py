@@ -80,6 +80,7 @@ class Chain:
         return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
 
+@pytest.mark.slow
 @needs_model
 @pytest.mark.timeout(600)
 def test_a_real_model_passes_through_the_chain_from_text_to_features(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ MODULES = {"sae-tui": ("-m", "sae_tui"), "sae-train": ("-m", "trainer")}
 FEWER = {"20_000": "1_500", "200_000": "10_000", "1024": "256", "2304": "512"}
 
 
+@pytest.mark.slow
 @needs_model
 @pytest.mark.timeout(900)
 def test_the_tutorials_commands_lead_from_a_model_to_a_feature(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_holds_dependencies_and_names_can_be_changed_and_are_shown_correctly(box
     assert "1 job is queued and 1 is held or paused; " in left
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_paused_job_is_shown_as_paused_everywhere_and_resumes_at_its_step(box: Box) -> None:
     terminal = box.app(120, 40)

@@ -16,6 +16,7 @@ from trainer.contract.store.rows import Event
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.slow
 def test_a_job_from_before_a_reboot_is_lost_and_resumes_to_the_same_bits(tmp_path, like) -> None:
     clock.machine_restarted(tmp_path / "box", like)
 
@@ -24,6 +25,7 @@ def test_other_processes_with_the_pids_of_a_job_are_not_signalled(tmp_path: Path
     clock.pids_reused(tmp_path / "box")
 
 
+@pytest.mark.slow
 def test_a_clock_set_back_an_hour_changes_neither_restart_nor_order(tmp_path, like) -> None:
     clock.clock_set_back(tmp_path / "box", like)
 

@@ -57,6 +57,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert saved.timestamp > failed.timestamp
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, small_disk, tmp_path) -> None:
     def onto_small_disk(paths: RunPaths) -> None:
         files = {file: file.read_bytes() for file in paths.root.iterdir() if file.is_file()}
@@ -90,6 +91,7 @@ def remounted(disk: Path, how: str) -> bool:
     return subprocess.run(["mount", "-o", f"remount,{how}", disk], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_continue_after_their_disk_was_read_only(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every=SAVE_EVERY)
     disk = training.paths.checkpoints

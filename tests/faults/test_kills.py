@@ -19,6 +19,7 @@ from trainer.contract.store.states import JobState
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.slow
 def test_a_job_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
     kills.terminal_closed(tmp_path / "box", random.Random(0))
 
@@ -35,15 +36,18 @@ def test_a_killed_rank_is_named_and_the_job_restarts_to_the_same_bits(tmp_path, 
     assert kills.rank_killed(tmp_path / "box", 1, like) < 60
 
 
+@pytest.mark.slow
 def test_after_any_process_is_killed_a_resume_ends_with_the_same_bits(tmp_path: Path) -> None:
     alone = undisturbed(tmp_path / "undisturbed", 1)
     kills.killed_at_random(tmp_path / "box", random.Random(1), alone, 1, checkpoint_every=1)
 
 
+@pytest.mark.slow
 def test_ranks_that_raise_are_restarted_until_they_succeed(tmp_path: Path) -> None:
     kills.rank_raises(tmp_path / "box")
 
 
+@pytest.mark.slow
 def test_nan_data_fails_the_job_without_a_restart(tmp_path: Path) -> None:
     kills.rank_finds_nan(tmp_path / "box")
 

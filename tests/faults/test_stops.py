@@ -11,11 +11,13 @@ from faults import stops
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_stop_during_startup_ends_the_job_cleanly(tmp_path: Path, seed: int) -> None:
     stops.stop_in_start(tmp_path / "box", random.Random(seed))
 
 
+@pytest.mark.slow
 def test_a_stop_during_an_evaluation_saves_and_ends_the_job(tmp_path: Path) -> None:
     stops.stop_in_evaluation(tmp_path / "box", random.Random(0))
 

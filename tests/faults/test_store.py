@@ -22,6 +22,7 @@ def sae_of(training: Training) -> Path:
     return training.box.data.sae(training.id) / "cfg.json"
 
 
+@pytest.mark.slow
 def test_a_store_locked_for_30_s_loses_no_row(train) -> None:
     training = train()
     with locked_store(training.paths.metrics_db):
@@ -75,6 +76,7 @@ def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
     assert sae_of(training).exists()
 
 
+@pytest.mark.slow
 def test_locking_and_deleting_the_job_list_stops_no_training(train) -> None:
     training = train(n_ranks=2)
     control_db = training.box.data.control_db

@@ -68,6 +68,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path, build_library(tmp_path / "rocm", module))
 
 
+@pytest.mark.slow
 def test_ranks_see_only_their_own_gpus_whatever_variables_the_shell_sets(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     shell = {"HIP_VISIBLE_DEVICES": "2,0"}

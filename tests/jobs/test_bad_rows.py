@@ -187,6 +187,7 @@ GOOD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1800)
 def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jobs, capsys):

@@ -127,6 +127,7 @@ def compare(box, good: int, bad: int) -> None:
         write_table(box.data.root / "a.csv", runs, "", force=True)
 
 
+@pytest.mark.slow
 def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_runs, capsys):
     good, bad = two_runs
     file, pristine = box.data.run(bad).metrics_db, box.data.root / "pristine.db"

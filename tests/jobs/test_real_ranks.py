@@ -72,6 +72,7 @@ def test_ranks_do_not_outlive_a_killed_supervisor(box):
     assert any(box.data.run(job_id).checkpoints.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_job_stopped_before_its_first_step_does_not_disturb_a_simultaneous_one(box):
     first = launch(box)
@@ -82,6 +83,7 @@ def test_a_job_stopped_before_its_first_step_does_not_disturb_a_simultaneous_one
     assert box.wait_ended(first, timeout_s=START_S).state == JobState.STOPPED
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_language_model_on_its_own_gpu_leads_to_bit_identical_weights(box, tmp_path):
     model, text = make_model(tmp_path / "model", "gpt2"), tmp_path / "text.jsonl"

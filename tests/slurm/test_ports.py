@@ -70,6 +70,7 @@ def test_an_open_port_and_a_tcp_store_are_detected() -> None:
     del store
 
 
+@pytest.mark.slow
 @NODES
 def test_ranks_meet_through_a_private_file_and_listen_only_on_loopback(submission, monkeypatch, launch) -> None:
     # The fixture sets GLOO_SOCKET_IFNAME, since both nodes are on one host.

@@ -50,6 +50,7 @@ def test_two_nodes_train_to_the_end_and_a_new_supervisor_adopts_them(submission)
     assert {modes[name] for name in ("job.sbatch", "progress.jsonl", "rank0.json", "slurm_job")} == {0o600}
 
 
+@pytest.mark.slow
 def test_ranks_save_and_stop_on_request(submission) -> None:
     one = submission()
     one.start()
@@ -71,6 +72,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
     assert one.told[-1] == "its time limit in SLURM is near: it saves and stops"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, "cpu:2"), (2, "cpu:1")])
 def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(submission, nodes, gpus) -> None:
     one = submission(nodes=nodes, gpus=gpus)
@@ -204,6 +206,7 @@ def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_
     assert shards(tmp_path / "rows") == shards(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_an_extraction_on_nodes_stops_on_request_after_its_last_shards(submission, tmp_path: Path) -> None:
     # The extraction would take minutes, but the test stops it after a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
@@ -223,6 +226,7 @@ def shards(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_restart_together_if_the_first_exchange_hangs(submission, monkeypatch) -> None:
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests)]))

@@ -1,16 +1,23 @@
-"""Chooses combinations of parameters for Triton's interpreter, in which all combinations would take minutes.
+"""Chooses parameters of tests: combinations for Triton's interpreter, and the cases that every change runs.
 
-On a GPU, and with EXAMPLES=explore, all combinations are used.
+All combinations would take minutes in the interpreter. They are used on a GPU and with EXAMPLES=explore.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
+
 ALL = os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("EXAMPLES") == "explore"
+
+
+def slow_except(fast: Collection[Any], choices: Iterable[Any]) -> list[Any]:
+    """Return the choices as parameters, with the mark `slow` on all but the fast ones."""
+    return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in choices]
 
 
 def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:

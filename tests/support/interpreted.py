@@ -12,6 +12,9 @@ import torch
 from support.box import ROOT
 from support.forked import in_loaded_process
 
+# For a file that has slow cases.
+in_two_shares = pytest.mark.parametrize("among", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+
 
 def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "not slow") -> None:
     """Assert that all cases in a file pass, on a GPU if there is one and not `on_cpu`, otherwise in the interpreter.

@@ -434,6 +434,7 @@ def test_a_relative_path_in_a_deleted_working_folder_is_refused_in_one_sentence(
     assert done.stderr == f"{named}: the working folder was deleted; {way_out}\n"
 
 
+@pytest.mark.slow
 def test_a_run_with_absolute_paths_works_in_a_deleted_working_folder(job_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run_where_the_folder_was_deleted(tmp_path, "run", job_file, "--out", out)

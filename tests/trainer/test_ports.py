@@ -117,6 +117,7 @@ def test_probe_and_bench_open_no_port_and_unpickle_nothing(written_down: Path, c
     assert {what for _, what in lines(written_down)} == OURS
 
 
+@pytest.mark.slow
 def test_only_torchrun_listens_for_joined_ranks_and_nothing_is_unpickled(
     make_job: MakeJob, written_down: Path, tmp_path: Path
 ) -> None:

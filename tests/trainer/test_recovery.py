@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.combinations import slow_except
 from support.recovery import mmcs
 from support.steps import take_alone
 
@@ -26,13 +27,9 @@ N_STEPS = {"topk": 300, "batch_topk": 600}
 SEEDS = {"batch_topk": (0, 1, 2)}
 
 
-# These two architectures differ in how they select latents. The other architectures take 70 core-seconds.
-FAST = ("topk", "jumprelu")
-
-
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in catalog.ARCHITECTURES],
+    slow_except(["topk"], catalog.ARCHITECTURES),
 )
 def test_the_true_features_are_recovered(architecture: str) -> None:
     scores = [recovered(architecture, seed) for seed in SEEDS.get(architecture, (0,))]

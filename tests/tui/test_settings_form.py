@@ -46,6 +46,7 @@ def told(app) -> str:
     return " | ".join(str(notice.message) for notice in app.notices)
 
 
+@pytest.mark.slow
 async def test_every_setting_can_be_changed_and_takes_effect_at_once(make_app, file, tmp_path) -> None:
     app = make_app()
     there = far_side(tmp_path / "far", "say(HELLO); say({'type': 'gpus', 'cards': [CARD]}); stay()")

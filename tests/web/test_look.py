@@ -23,6 +23,7 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
+@pytest.mark.slow
 async def test_a_job_outlives_its_browser_session_and_only_write_mode_can_stop_it(box: Box, serve: Serve) -> None:
     may = serve("--write")
     async with may.look(120, 40) as look:

@@ -52,6 +52,7 @@ def test_each_seed_and_epoch_gives_another_order() -> None:
     assert first.token_slice(0, 1000).tolist() != first.token_slice(1000, 1000).tolist()
 
 
+@pytest.mark.slow
 @given(
     n_held_out=st.integers(0, 300), world_size=st.integers(1, 3), batch_size=st.integers(7, 300), seed=st.integers(0, 9)
 )

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support import rank_faults
+from support.combinations import slow_except
 from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
@@ -316,7 +317,7 @@ STEADY = {"shares": "even", "rebalance": False}
 SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 240, "resample_every_tokens": 240}
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", slow_except(["tensor-3"], GRIDS))
 def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
     grid: str, make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -341,6 +342,7 @@ def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_with_the_same_rows(
     make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:

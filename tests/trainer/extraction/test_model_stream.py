@@ -372,6 +372,7 @@ def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
     assert "the language model has 4 of 6 GPUs to itself; each reads one of 4 parts of the text, for " in log
 
 
+@pytest.mark.slow
 def test_a_killed_training_resumes_at_its_position_in_the_text(make: Make, long_text: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(tomli_w.dumps(table_of(make(), long_text)))
@@ -393,6 +394,7 @@ def test_a_killed_training_resumes_at_its_position_in_the_text(make: Make, long_
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
+@pytest.mark.slow
 def test_a_sweep_reads_the_text_once(
     make: Make, make_trainer: Callable[..., Any], long_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,6 +420,7 @@ def test_a_sweep_reads_the_text_once(
     assert n_read == n_all > 200 * 64
 
 
+@pytest.mark.slow
 def test_a_text_that_ends_before_the_run_is_reported(make: Make, corpus: Path, tmp_path: Path, capsys) -> None:
     from trainer.cli import main
 

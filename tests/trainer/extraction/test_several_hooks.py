@@ -253,6 +253,7 @@ def test_the_transcoders_of_one_run_form_a_set_for_circuit_tracer(
         torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_streamed_model_is_measured_in_that_model(
     make: Make, long_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,7 @@ def test_a_parquet_file_that_expands_beyond_memory_is_one_sentence(tmp_path: Pat
     assert len(read(file)) == 4096
 
 
+@pytest.mark.slow
 def test_constant_columns_next_to_token_ids_are_read_or_ignored(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(text, "_LARGEST_GROUP", 2**10)
     ids = [[7 * at % 5003 for at in range(4000)]] * 64

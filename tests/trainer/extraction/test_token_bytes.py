@@ -55,6 +55,7 @@ def test_tokens_with_byte_fallback_join_to_the_text(text: str) -> None:
     assert joined(BYTE_FALLBACK, text) == text.encode()
 
 
+@pytest.mark.slow
 @needs_model
 def test_tokens_of_a_trained_model_join_to_the_text() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=NAME)

@@ -226,6 +226,7 @@ def test_a_rank_without_progress_counts_as_stuck_unless_it_saves_or_waits() -> N
     assert not waiting.is_alive()
 
 
+@pytest.mark.slow
 def test_a_run_folder_may_have_any_name(
     make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], lis
     ]
 
 
+@pytest.mark.slow
 def test_ranks_with_hanging_transfers_restart_in_place_through_host_memory(tmp_path: Path) -> None:
     write_box(tmp_path / "box.json", MeasuredHardware())
     pids, reported = ranks_of(tmp_path, "hangs")

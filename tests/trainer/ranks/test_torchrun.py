@@ -86,6 +86,7 @@ def test_ranks_of_torchrun_restart_together_if_the_first_exchange_hangs(
     assert read_box(DataDir(tmp_path / "data").box_file).peers_fail
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_hosts_train_like_one_and_the_same_command_resumes_the_run(
     make_job: MakeJob, make_trainer: Callable, kept, tmp_path: Path

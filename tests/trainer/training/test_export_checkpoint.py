@@ -378,6 +378,7 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
         torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_export_format_records_where_activations_were_extracted(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "corpus.txt").write_text("\n\n".join(sentences(60)))

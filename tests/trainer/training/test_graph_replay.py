@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_gpu import job_of
-from support.interpreted import run_cases
+from support.interpreted import in_two_shares, run_cases
 
 from trainer.contract.planning import graph_capture
 from trainer.contract.planning.workload import Layout
@@ -20,7 +20,7 @@ from trainer.training.learner import Learner
 CASES = Path(__file__).with_name("graph_replay_cases.py")
 
 
-@pytest.mark.parametrize("among", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@in_two_shares
 def test_captured_steps_equal_plain_steps(among: str) -> None:
     run_cases(CASES, on_cpu=True, among=among)
 

@@ -36,6 +36,7 @@ def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
     assert ids["k=2"][1] == ids["k=4"][1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_ids(train: Callable[..., Path]) -> None:
     run_dir = train("wandb")
     before = {run["id"] for run in runs(run_dir)}

@@ -94,7 +94,7 @@ def test_candidates_are_right_for_any_number_of_latents(n_latents: int, share: f
         assert_found(silent, n)
 
 
-@pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), (32_768, 32_768)])
+@pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), pytest.param(32_768, 32_768, marks=pytest.mark.slow)])
 def test_candidates_are_right_for_the_largest_size_of_one_program(n_latents: int, n_dead: int) -> None:
     # All 32,768 latents have gone the same number of tokens without firing.
     assert_found(silences(n_latents, n_dead, 1), 700)

@@ -279,11 +279,18 @@ def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
+# BatchTopK uses the same kernels in half the time.
+SLOW = ("topk", "matryoshka_batch_topk")
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the test needs a CPU that pretends to be a GPU")
 @pytest.mark.parametrize(
     ("architecture", "products"),
     [
-        *((one, triton_sparse) for one in catalog.ARCHITECTURES),
+        *(
+            pytest.param(one, triton_sparse, marks=pytest.mark.slow if one in SLOW else ())
+            for one in catalog.ARCHITECTURES
+        ),
         # The error kernels are also tested alone: for one level, for several levels, and with a penalty.
         *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
     ],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.interpreted import run_cases
+from support.interpreted import in_two_shares, run_cases
 
 CASES = Path(__file__).with_name("dead_latent_cases.py")
 
 
-def test_the_kernels_agree_with_single_operations() -> None:
-    run_cases(CASES)
+@in_two_shares
+def test_the_kernels_agree_with_single_operations(among: str) -> None:
+    run_cases(CASES, among=among)

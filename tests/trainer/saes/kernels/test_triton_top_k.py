@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.interpreted import run_cases
+from support.interpreted import in_two_shares, run_cases
 
 CASES = Path(__file__).with_name("top_k_cases.py")
 
 
-def test_the_kernels_agree_with_a_full_sort_in_float64() -> None:
-    run_cases(CASES)
+@in_two_shares
+def test_the_kernels_agree_with_a_full_sort_in_float64(among: str) -> None:
+    run_cases(CASES, among=among)
