@@ -74,7 +74,7 @@ def test_gpus_of_the_model_are_leased_and_pinned_without_ranks_in_every_attempt(
         assert (spec.world_size, spec.model_gpus) == (n_ranks, 4 - n_ranks)
         assert spec.gpu_uuids == ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
     assert f"of {n_ranks} begins" in box.data.run(job_id).log(0).read_text()
-    with pytest.raises(JobFileError, match=r"^data.model_gpus: with 4 GPUs 2 and 3 work"):
+    with pytest.raises(JobFileError, match=r"^data.model_gpus: with 4 GPUs, only 2 and 3 work"):
         box.resume(job_id, "train.n_steps=40", "data.model_gpus=1", gpus=(0, 1, 2, 3))
     box.resume(job_id, "train.n_steps=40", "data.model_gpus=3", gpus=(0, 1, 2, 3))
     assert (box.wait_ended(job_id).step, read_spec(box.data.run(job_id).rank_spec(3)).model_gpus) == (40, 3)
