@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.box import CTRL_L, ESC, Box, wait_for_store
+from support.combinations import slow_except
 from support.driver import environment
 from support.terminal import Terminal
 
@@ -23,7 +24,7 @@ from trainer.contract.store.states import JobState
 CTRL_Z = "\x1a"
 
 
-@pytest.mark.parametrize("opened", [["n"], ["y"], ["y", ESC, "n"]])
+@pytest.mark.parametrize("opened", slow_except([["y", ESC, "n"]], [["n"], ["y"], ["y", ESC, "n"]]))
 def test_cloning_right_after_leaving_the_form_opens_the_clone(box: Box, opened: list[str]) -> None:
     box.record_job("first", JobState.FINISHED)
     terminal = box.app(80, 24)
@@ -46,7 +47,7 @@ def test_a_screen_can_be_reopened_as_fast_as_keys_are_typed(box: Box) -> None:
     assert terminal.process.poll() is None
 
 
-@pytest.mark.parametrize("gap_s", [0.0, 0.3])
+@pytest.mark.parametrize("gap_s", slow_except([0.0], [0.0, 0.3]))
 def test_two_keys_from_an_empty_screen_launch_a_first_job(box: Box, gap_s: float) -> None:
     terminal = box.app(80, 24, "--gpu-source", "none", shows="Train    n, then ctrl+l")
     terminal.press("n", CTRL_L, gap_s=gap_s)
@@ -86,7 +87,7 @@ def editor(box: Box, *lines: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("command", ["false", "no-such-editor"])
+@pytest.mark.parametrize("command", slow_except(["false"], ["false", "no-such-editor"]))
 def test_a_failing_editor_gives_the_terminal_back(box: Box, command: str) -> None:
     terminal = box.app(80, 24, EDITOR=command, VISUAL="")
     terminal.press("n")

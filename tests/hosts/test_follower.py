@@ -96,7 +96,10 @@ def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: P
         ('say(HELLO); say({"type": "jobs", "jobs": [JOB | {"id": -1}]}); stay()', "`$.jobs[0].id`"),
         ('say({"type": "jobs", "jobs": [JOB]}); stay()', "sent an invalid message: no greeting"),
         ("sys.stderr.write('sh: sae-tui: not found\\n'); sys.exit(127)", "has no sae-tui on its PATH"),
-        ("sys.stderr.write(\"error: invalid choice: 'stream'\\n\"); sys.exit(2)", "has a version of sae-tui that is too old"),
+        (
+            "sys.stderr.write(\"error: invalid choice: 'stream'\\n\"); sys.exit(2)",
+            "has a version of sae-tui that is too old",
+        ),
         ("sys.stderr.write('me: Permission denied (publickey).\\n'); sys.exit(255)", "accepts none of your keys"),
     ],
 )

@@ -155,7 +155,10 @@ def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
     assert not Path(f"/proc/{rank}").exists()
 
 
-@pytest.mark.parametrize(("killed", "fix"), [(0, ""), (1, "resume it: sae-train resume {}/out; ")])
+@pytest.mark.parametrize(
+    ("killed", "fix"),
+    [pytest.param(0, "", marks=pytest.mark.slow), (1, "resume it: sae-train resume {}/out; ")],
+)
 def test_a_killed_rank_is_named_with_its_last_log_line_and_the_way_to_resume(
     killed: int, fix: str, job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:

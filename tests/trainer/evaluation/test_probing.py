@@ -98,7 +98,7 @@ def test_standard_errors_are_over_seeds_and_over_sets() -> None:
     assert 0 < result.dense.seed_error < 0.1
 
 
-@pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), ("bert", False)])
+@pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), pytest.param("bert", False, marks=pytest.mark.slow)])
 def test_the_card_of_a_run_has_the_probing_results(
     family: str,
     has_loss: bool,

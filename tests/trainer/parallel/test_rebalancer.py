@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import slow_except
 from support.rank_faults import share_anew_soon
 
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
@@ -92,7 +93,7 @@ def test_fixed_shares_do_not_change() -> None:
     assert all(verdict.shares is None for verdict in looks(Balancer(even(2, 1), rebalance=False), [10, 90], 10))
 
 
-@pytest.mark.parametrize("mode", ["ddp", "tensor"])
+@pytest.mark.parametrize("mode", slow_except(["ddp"], ["ddp", "tensor"]))
 def test_rebalancing_badly_shared_work_does_not_change_what_is_learnt(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:

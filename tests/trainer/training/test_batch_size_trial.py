@@ -83,6 +83,7 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
     assert abs(fvu["tight"] - fvu["roomy"]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "architecture"), EXCHANGING)
 def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
     mode: str, architecture: str, start_ranks: Callable, tmp_path: Path

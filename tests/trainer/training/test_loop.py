@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.combinations import slow_except
 from support.steps import skips, take_alone
 
 from trainer.activations.outliers import LeftOut
@@ -142,7 +143,7 @@ def test_micro_batches_give_the_step_of_one_large_batch(
         torch.testing.assert_close(only(parts).sae.state_dict()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_except(["topk", "jumprelu"], ARCHITECTURES))
 def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:

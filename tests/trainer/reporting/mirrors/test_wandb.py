@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.combinations import slow_except
 from support.mirrored import resume, stored, told
 
 pytest.importorskip("wandb", reason="W&B is not installed")
 from wandb.proto.wandb_internal_pb2 import Record
 
 
-@pytest.mark.parametrize("mode", ["", "offline"])
+@pytest.mark.parametrize("mode", slow_except([""], ["", "offline"]))
 def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
     mode: str, train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
