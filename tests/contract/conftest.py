@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
-    """Return the bytes of a safetensors file, built by hand so that tests can corrupt any part of it."""
+    """Return the bytes of a safetensors file, assembled by hand so that tests can corrupt any part of it."""
     size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
     header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
@@ -47,7 +47,7 @@ def write_shard(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_job() -> Callable[..., JobConfig]:
-    """Return a function that creates a job from the given sections; the default data path does not exist."""
+    """Return a function that creates a job from the given sections. The default data path does not exist."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         job, problems = parse_job({"data": {"path": "acts"}} | sections)
@@ -61,7 +61,7 @@ def make_job() -> Callable[..., JobConfig]:
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
     """Return a function that creates an empty store with the current schema at a path.
 
-    The function copies a store that the fixture has migrated, since each migration starts a process and takes half a
+    The function copies a store that the fixture has migrated once, since a migration starts a process and takes half a
     second.
     """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
@@ -106,12 +106,12 @@ class Child:
         self.process.stdin.flush()
 
     def hear(self) -> str:
-        """Return the next line that the process prints, or "" if the process has exited."""
+        """Return the next line that the process prints, or "" if it has exited."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def finish(self) -> int:
-        """Close the input of the process and return its exit code."""
+        """Close the process's standard input, and return the exit code."""
         self.process.communicate(timeout=60)
         return self.process.returncode
 
@@ -146,7 +146,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """Create a folder that every user can access, unlike pytest's temporary folder."""
+    """Create a folder that every user can access, unlike pytest's temporary folders."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -156,7 +156,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ordinary_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that runs its body as the user `nobody`, since file permissions do not restrict root."""
+    """Return a context manager that runs its body as user `nobody`, since file permissions do not restrict root."""
 
     @contextlib.contextmanager
     def become() -> Iterator[None]:

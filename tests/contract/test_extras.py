@@ -28,7 +28,7 @@ def test_nothing_is_missing_when_the_trainer_can_run() -> None:
 def test_only_missing_packages_are_named(tmp_path, there, told) -> None:
     for name in there:
         (tmp_path / f"{name}.py").touch()
-    # A folder without Python files is not a package, even if it has the name of one.
+    # A folder without Python files is not a package, even if it has a package's name.
     (tmp_path / "safetensors").mkdir()
     code = "import sys, os, re, pathlib, msgspec, importlib.util"
     path = [str(tmp_path), str(ROOT), *(entry for entry in sys.path if "site-packages" not in entry and entry)]

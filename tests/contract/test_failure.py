@@ -1,4 +1,4 @@
-"""Tests for the JSON that scripts receive when a command fails."""
+"""Tests for the JSON that a failing command prints for scripts."""
 
 from __future__ import annotations
 

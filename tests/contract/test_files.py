@@ -1,4 +1,4 @@
-"""Tests for atomic writes: a killed writer leaves the old or the new file, and links are never followed."""
+"""Tests for atomic writes: a killed writer leaves either the old or the new file, and links are never followed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trainer.contract.files import lfs_pointer_in, open_plain, write_own, write_
 from trainer.contract.paths import DataDir
 
 OLD, NEW = b"old " * 10_000, b"new " * 20_000
-# This program kills a writer before and after each of its calls into C, which include all system calls.
-# After each kill, the program prints whether the content is old, new or mixed, and the number of temporary files.
+# This program kills a writer before and after each of its calls into C code, which include all system calls.
+# After each kill, it prints whether the content is old, new or mixed, and the number of temporary files.
 KILLED = """
 import itertools, os, signal, sys
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new_file(tmp_path: Pa
     contents = [line.split() for line in done.stdout.splitlines()]
     assert {content for content, _ in contents} == {"old", "new"}
     assert {int(n_others) for _, n_others in contents} == {0, 1}
-    # Once the new file is in place, it stays there, and no temporary file remains.
+    # Once the new file is in place, it stays there, and there is no temporary file.
     first = contents.index(["new", "0"])
     assert {tuple(one) for one in contents[first:]} == {("new", "0")}
     assert len(contents) > 30

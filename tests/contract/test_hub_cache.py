@@ -14,7 +14,7 @@ from trainer.contract.settings.language import lack_of_model
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Create the cache of a model with one snapshot, in which `layers.10/cfg.json` is a link to a blob."""
+    """Create a model's cache with one snapshot, where `layers.10/cfg.json` is a link to a blob."""
     model = tmp_path / "hub" / "models--a--b"
     (model / "blobs").mkdir(parents=True)
     (model / "blobs" / "abc").write_text("{}")
@@ -31,7 +31,7 @@ def test_a_file_and_a_link_to_a_blob_of_the_same_model_are_accepted(model: Path,
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     assert plain_file(blob) == blob
     assert plain_file(link) == blob
-    # The hub's client writes an absolute link if a relative link is not possible.
+    # If a relative link is impossible, the hub's client writes an absolute one.
     absolute = snapshot(model) / "absolute"
     absolute.symlink_to(blob)
     assert plain_file(absolute) == blob

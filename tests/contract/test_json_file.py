@@ -1,4 +1,4 @@
-"""Tests that reading JSON never raises, whatever the bytes of the file are, and even if the path is not a file."""
+"""Tests that reading JSON never raises, whatever bytes the file contains, and even if the path is not a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record with every type of field that our files use."""
+    """A record with a field of every type that our files use."""
 
     name: str = ""
     number: int = 0

@@ -1,4 +1,4 @@
-"""Tests that real processes lock each other out, and that their locks are released when they die."""
+"""Tests, with real processes, that a lock excludes other processes, and is released when its holder dies."""
 
 from __future__ import annotations
 

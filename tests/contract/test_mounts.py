@@ -1,4 +1,4 @@
-"""Tests for finding the file system type of a path in the kernel's list of mounts."""
+"""Tests for looking up a path's file system type in the kernel's list of mounts."""
 
 from __future__ import annotations
 

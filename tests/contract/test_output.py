@@ -15,13 +15,13 @@ from trainer import cli
 from trainer.contract.errors import BadUsage
 from trainer.contract.output import SafeParser, run_command
 
-# The texts include surrogates, which represent the bytes of a name that is not valid UTF-8.
+# The strings include surrogates, which represent the bytes of a file name that is not valid UTF-8.
 TEXTS = st.text(st.characters())
 EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 
 
 def printed(act) -> str:
-    """Return all text written to standard output and standard error, and raise if it cannot be encoded as UTF-8."""
+    """Return everything written to standard output and standard error, and fail if it cannot be encoded as UTF-8."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         act()

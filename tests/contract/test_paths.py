@@ -1,4 +1,4 @@
-"""Tests for the paths of the data folder and all files in it."""
+"""Tests for the paths of the data folder and of all files in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.ranks.foreground import own_box_file
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> None:
-    """Set the usual umask, so that folders are private because of their mode and not because of a strict umask."""
+    """Set the usual umask, so that folders are private because of their mode rather than a strict umask."""
     before = os.umask(0o022)
     yield
     os.umask(before)

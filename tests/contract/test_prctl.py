@@ -1,4 +1,4 @@
-"""Tests, with real processes, for what happens to a process when its parent dies."""
+"""Tests, with real processes, what happens to a process when its parent dies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.contract.process import ProcessRef
 
-# This program prints the pid of a child, which must die when this program is killed.
+# This program prints the pid of its child, which must die when the program is killed.
 PARENT = """
 import subprocess, sys
 code = "import os, signal, sys; from trainer.contract.prctl import end_with_parent; " \\

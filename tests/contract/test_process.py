@@ -64,7 +64,7 @@ def test_another_process_with_the_same_pid_is_never_signalled(
     old = msgspec.structs.replace(process, **changes)
     assert not old.is_alive()
     assert not old.send(signal.SIGKILL)
-    # Signals are delivered in order. If the process had received SIGKILL, it would therefore be dead by now.
+    # Signals are delivered in order, so if SIGKILL had been sent, the process would be dead by now.
     assert process.send(signal.SIGSTOP)
     assert process.is_alive()
     assert sleeper.poll() is None
@@ -74,10 +74,10 @@ def test_a_process_stored_by_an_older_version_is_found_alive(sleeper: subprocess
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    # In a container, the pid of an old reference may belong to a process outside the container.
+    # In a container, an old reference's pid may belong to a process outside the container.
     is_outside = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC
     assert (old.is_alive(), old.is_elsewhere) == (is_outside, not is_outside)
-    # Older versions also recognise a process that this version stores.
+    # Older versions also recognise a process that this version has stored.
     assert (old == process) == is_outside
 
 

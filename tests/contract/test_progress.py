@@ -1,4 +1,4 @@
-"""Tests for the progress that a command shows: JSON for a parent process, lines in a pipe, a bar in a terminal."""
+"""Tests for a command's progress output: JSON for a parent process, lines in a pipe, and a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_progress_covers_all_stages_and_the_time_left_follows_the_pace() -> None
         # One of two passes is complete, and a quarter of the second pass is done.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
         shown._stage.began = time.monotonic() - 5
-        # A quarter of a pass took 5 s but was planned to take 1.25 s.
-        # The rest of the pass therefore takes 15 s, and the probes take 40 s.
+        # A quarter of a pass took 5 s, although it was estimated to take 1.25 s.
+        # Therefore, the remainder of the pass takes 15 s, and the probes take 40 s.
         assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
         stage("something else")
         assert shown.reached.share == pytest.approx(10 / 20)
 
 
 class ChangingTotal(float):
-    """A number of units that starts another stage when its value is read."""
+    """A number of units that starts the next stage when its value is read."""
 
     def __bool__(self) -> bool:
         stage("writing")

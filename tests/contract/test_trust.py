@@ -1,4 +1,4 @@
-"""Tests that files and folders are trusted only if their owner and permissions let no other user change them."""
+"""Tests that files and folders are trusted only if their owner and permissions keep other users from changing them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """Return a project folder as on a cluster, with the setgid bit and write permission for the group."""
+    """Return a project folder as on a cluster, with the setgid bit and group write permission."""
     tmp_path.chmod(0o2775)
     return tmp_path
 
@@ -92,7 +92,7 @@ def test_a_program_is_trusted_if_others_cannot_change_any_step_of_its_path(tmp_p
     (tmp_path / "a" / "b").mkdir(parents=True)
     (program := tmp_path / "a" / "program").touch()
     (tmp_path / "link").symlink_to("a/b/../program")
-    # The folder has a sticky bit, like /tmp, so that only the owner of an entry can replace the entry.
+    # The folder has the sticky bit set, like /tmp, so only the owner of an entry can replace it.
     tmp_path.chmod(0o1777)
     ways = (program, tmp_path / "link", tmp_path / "a" / "b" / ".." / "program")
     assert [distrust_of_program(way) for way in ways] == ["", "", ""]
@@ -121,7 +121,7 @@ def test_a_text_is_trusted_by_the_file_that_was_read_and_not_by_its_name(tmp_pat
     (file := tmp_path / "job.toml").write_text("name = 1")
 
     class Swapping(type(file)):
-        """A path whose file is replaced by another file as soon as it has been opened."""
+        """A path whose file is replaced with another file as soon as it has been opened."""
 
         def open(self, *arguments, **options):
             stream = super().open(*arguments, **options)

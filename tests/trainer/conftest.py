@@ -45,20 +45,20 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _foreign_formats() -> Iterator[None]:
-    """Register the shards of all formats, as the commands of the trainer do."""
+    """Register the shard formats of other tools, as the trainer's commands do."""
     with inspecting_by(foreign.inspect):
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that creates the tiny model of a family at the first call, and returns its folder."""
+    """Return a function that creates the tiny model of a family on the first call, and returns its folder."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda family: make_model(root / family, family))
 
 
 class Kept(RunProgress):
-    """A `RunProgress` that stores everything that a trainer reports."""
+    """A `RunProgress` that records everything a trainer reports."""
 
     def __init__(self) -> None:
         self.reported: list[MetricRow] = []
@@ -89,9 +89,9 @@ def _check_and_tell(tell: Callable[[str], None], text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed the random numbers and use one thread.
+    """Seed the random number generators, and use a single thread.
 
-    Threads wait for each other by spinning, which makes small matrix products 20 times slower on a busy machine.
+    Waiting threads spin, which makes small matrix products 20 times slower on a busy machine.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def activations(tmp_path: Path) -> Path:
-    """Write 3,000 tokens in two shards of different dtypes; each token is a sum of a few of 40 directions."""
+    """Write 3,000 tokens to two shards of different dtypes. Each token is a sum of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, D_IN, generator=generator)
     used = torch.rand(3000, 40, generator=generator) * (torch.rand(3000, 40, generator=generator) < 0.1)
@@ -114,7 +114,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """Return a function that creates a small job. Its keyword arguments are the changed settings of each section."""
+    """Return a function that creates a small job. Its keyword arguments override settings, one section each."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {
@@ -135,7 +135,7 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Return a function that creates a trainer in this process; the trainer has one rank by default."""
+    """Return a function that creates a trainer in this process, with one rank by default."""
 
     def make(job: JobConfig, progress: RunProgress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {
@@ -181,7 +181,7 @@ class Ranks:
 
 @pytest.fixture
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Yield a function that starts the ranks of a job; kill all remaining ranks after the test.
+    """Yield a function that starts the ranks of a job, and kill all surviving ranks after the test.
 
     Without `command`, each rank is forked from a process that has imported torch, and calls `prepare` first.
     """

@@ -1,4 +1,4 @@
-"""Tests kernels on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
+"""Tests that kernels work on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
 
 `test_long_offsets.py` runs this file with TRITON_INTERPRET=1. All rows of a matrix except the last are 0, and only the
 last programs of each launch are run. Each result must equal that of a matrix with only the last row.
@@ -22,14 +22,14 @@ from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, tr
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The shapes of a matrix and of a tensor with levels. The offset of the last row of each needs 64 bits.
+# The shapes of a matrix and of a tensor with levels. In both, the offset of the last row needs 64 bits.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
 N_LEVELS, LEVEL_WIDTH, N_TOKENS = 8, 2**8, 2**20 + 1
 
 
 @pytest.fixture(autouse=True)
 def last_programs(programs: Programs) -> Iterator[None]:
-    """Run only the last programs of each launch, on matrices that take no memory."""
+    """Run only the last programs of each launch, on matrices that use no memory."""
     programs.only_last = True
     with VirtualMemory():
         yield
@@ -79,7 +79,7 @@ def test_the_largest_values_of_rows_are_marked() -> None:
 
 
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
-    """Return three activations, which all belong to the last latent and the last bag."""
+    """Return three activations that all belong to the last latent and the last bag."""
     indices = SparseIndices(
         torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64)
     )

@@ -35,7 +35,7 @@ def test_held_out_rows_are_evaluated_and_set_the_threshold(architecture: str) ->
     rows = next(batches(1, 1000, seed=5))
     fitted = train(batches(60), n_steps=60, held_out=rows, architecture=architecture, **SETTINGS)
     error = (rows - fitted.reconstruct(rows)).square().sum() / (rows - rows.mean(0)).square().sum()
-    # Each half of the held-out rows is evaluated with the threshold that was set on the other half.
+    # Each half of the held-out rows is evaluated with the threshold set on the other half.
     assert fitted.values["heldout_fvu"] == pytest.approx(float(error), rel=1e-4 if architecture == "topk" else 0.05)
     assert float((fitted.encode(rows) > 0).sum()) / 1000 == pytest.approx(4, rel=0.01)
     assert fitted.values["fvu"] != fitted.values["heldout_fvu"]

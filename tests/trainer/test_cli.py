@@ -115,7 +115,7 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
     assert result["best_sae"] == "k=4"
 
 
-# Batch systems send these signals to all processes of a job. The other cases are Ctrl-C and a closed terminal.
+# Batch systems send signals to all processes of a job. The other cases are Ctrl-C and a closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 
@@ -222,7 +222,7 @@ def test_the_cause_of_a_failed_rank_is_reported_even_if_sigchld_is_ignored(
 ) -> None:
     shard = activations / "a.safetensors"
     content = bytearray(shard.read_bytes())
-    # A single NaN row would only be skipped, so the last 100 rows are NaN.
+    # A single NaN row would only be replaced, so the last 100 rows are NaN.
     content[-100 * 16 * 4 :] = 100 * 16 * b"\x00\x00\xc0\x7f"  # NaN
     shard.write_bytes(content)
     # Some daemons ignore SIGCHLD. The kernel then discards the exit codes of child processes.
@@ -267,7 +267,7 @@ def test_a_run_folder_is_never_overwritten(job_file: Path, capsys: pytest.Captur
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set this machine's load average to 0, and return a function that changes it."""
+    """Set the reported load average to 0, and return a function that changes it."""
 
     def set_to(load: float) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
@@ -316,7 +316,7 @@ def test_an_estimate_adds_up_and_names_every_part(
     assert "total" in table[-1]
     letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
     assert list(letters) == parts
-    # The bar shows the non-empty components in this order. Python and its libraries take the most memory here.
+    # The bar shows the non-empty components in this order. Here, Python and its libraries use the most memory.
     drawn = [letters[name] for name in parts if per_gpu[name]]
     assert [letter for letter, _ in groupby(bar.strip(" []"))] == drawn
     assert bar.count(letters["context"]) > 40
@@ -364,7 +364,7 @@ def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pyt
     both = per_gpu("sae.d_sae=[64,256]")
     for name in ("weights", "gradients", "optimizer"):
         assert both[name] == small[name] + large[name], name
-    # The SAEs run their forward and backward passes one after another, so their activations share memory.
+    # The SAEs' forward and backward passes run one after another, so their activations share memory.
     assert large["activations"] <= both["activations"] < small["activations"] + large["activations"]
     assert both["total"] == sum(value for name, value in both.items() if name != "total")
     assert main(["estimate", str(job_file), "--set", "sae.d_sae=[64,256]"]) == EXIT_FINISHED
@@ -449,7 +449,7 @@ def test_a_run_with_absolute_paths_works_in_a_deleted_working_folder(job_file: P
 
 @pytest.fixture
 def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a job that runs a language model; simulate four GPUs, and ranks that only print their environment."""
+    """Write a job that runs a language model, and simulate four GPUs and ranks that only print their environment."""
     gpus = [Device(index, f"GPU-{index}", "NVIDIA H100", 80 * 2**30) for index in range(4)]
     for module in ("trainer.cli", "trainer.ranks.device_choice"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
@@ -492,7 +492,7 @@ def test_an_estimate_shows_the_memory_of_a_model_only_gpu(
         assert main(arguments) == EXIT_FINISHED
         return dict(answer | {"lines": capsys.readouterr().out})
 
-    # Without ZeRO-1, the weights that a rank holds do not depend on the number of ranks.
+    # Without ZeRO-1, a rank's weights do not depend on the number of ranks.
     whole = "--set", "parallel.zero=false"
     apart = estimate(*whole, "--set", "data.model_gpus=2")
     together = estimate(*whole, "--set", "data.model_gpus=0")

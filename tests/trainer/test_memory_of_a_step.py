@@ -1,4 +1,4 @@
-"""Compares the estimated GPU memory of a step with torch's count, on tensors that take no memory."""
+"""Compares the estimated GPU memory of a step with torch's memory tracker, on tensors that use no memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 
 
 class SparseKernels:
-    """A stand-in for the kernels of sparse products; it only allocates their results."""
+    """A stand-in for the sparse-product kernels that only allocates their results."""
 
     SumBuffers = triton_sparse.SumBuffers
 
@@ -67,7 +67,7 @@ class SparseKernels:
 
 
 class DeadLatentKernels:
-    """A stand-in for the kernels that find AuxK's candidates."""
+    """A stand-in for the kernels that find AuxK candidates."""
 
     fits = staticmethod(triton_dead_latents.fits)
 
@@ -85,7 +85,7 @@ class DeadLatentKernels:
 
 
 class TopKKernels:
-    """A stand-in for the top-k kernels; it only allocates their results."""
+    """A stand-in for the top-k kernels that only allocates their results."""
 
     fits, fits_whole = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_whole)
     fits_all = staticmethod(triton_top_k.fits_all)
@@ -209,7 +209,7 @@ def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
     tracker = MemTracker()
     for learner in learners:
-        # Pretend that some latent has not fired for a long time, so that AuxK is active.
+        # Pretend that a latent has not fired for a long time, so that AuxK is active.
         learner.sae._longest_since_fired = 10**12
         tracker.track_external(learner.sae)
         whole = set(map(id, learner.sae.parameters()))
@@ -262,7 +262,7 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
 
 
 def marked() -> Iterator[Any]:
-    """Yield all cases; those of all shapes but one are marked as slow, so `make test` skips them."""
+    """Yield all cases. Except for one shape, they are marked as slow, so that `make test` skips them."""
     for case in cases():
         yield pytest.param(*case, marks=() if case[2] == SHAPES[1][1] else pytest.mark.slow)
 

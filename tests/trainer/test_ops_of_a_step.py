@@ -1,4 +1,4 @@
-"""Tests that a step has the listed GPU operations, that all operands are on the GPU, and that the host never waits."""
+"""Tests that a step runs the listed GPU operations, that all operands are on the GPU, and that the host never waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.saes.topk import TopK
 
 TABLE = Path(__file__).with_name("ops_of_a_step.csv")
-# k is so small compared with d_sae that every architecture uses sparse products.
+# k is small enough, compared with d_sae, for every architecture to use sparse products.
 SMALL = {"d_sae": 2048, "k": 16}
 
 

@@ -19,8 +19,8 @@ from trainer.contract.settings.job_file import dump_job
 MakeJob = Callable[..., JobConfig]
 TESTS = Path(__file__).parents[1]
 MODES = {"single": 1, "ddp": 2, "tensor": 2, "hybrid": 4, "dp": 2, "sweep": 2}
-# The only expected sockets are abstract Unix sockets with random names.
-# Ranks check the user of each connecting process.
+# The only sockets expected are abstract Unix sockets with random names.
+# Ranks check which user owns each connecting process.
 OURS = {"bind unix @sae-ranks-", "listen unix @sae-ranks-"}
 
 
@@ -34,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make new programs record their sockets and the data that they unpickle; return the file with the records."""
+    """Make new programs record their sockets and the data that they unpickle, and return the file of records."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))
@@ -64,7 +64,7 @@ def test_sockets_and_unpickled_data_are_recorded(written_down: Path) -> None:
     bound, listened, *unpickled = (what for _, what in lines(written_down))
     assert bound.startswith("bind inet 0.0.0.0 ")
     assert listened.startswith("listen inet 0.0.0.0 ")
-    # There is one entry for the bytes, and one for the class that is found by its name.
+    # There is one entry for unpickling the bytes, and one for looking up the class by its name.
     assert len(unpickled) == 2
     assert all(what.startswith("unpickle __main__") for what in unpickled)
 

@@ -1,4 +1,4 @@
-"""Tests that training with default settings recovers known features; only the width and, if there is one, k are set."""
+"""Tests that training with default settings, apart from the width and k, recovers known features."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 
-# The data has 256 features in 64 dimensions, and 5 features are active per row. Random directions score only 0.37.
+# The data has 256 features in 64 dimensions, with 5 active features per row. Random directions score only 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
 # TopK scores 0.99 after 300 steps.
-# A Matryoshka SAE takes longer, since its small levels mix features at first.
+# A Matryoshka SAE takes longer, since its small levels initially mix features.
 # BatchTopK scores 0.96 ± 0.01 after 600 steps, depending on the seed or the last bit of a sum.
 # BatchTopK is therefore tested with the mean over several seeds.
 N_STEPS = {"topk": 300, "batch_topk": 600}

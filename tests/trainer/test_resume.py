@@ -119,7 +119,7 @@ def test_a_run_keeps_its_tokens_per_step_although_auto_would_choose_others(run_d
     (run_dir / "job.toml").write_text(dump_job(job))
     plan = Plan("single", 1, 1, 512, 512, 1, step_s=0.1, needs_bytes=0)
     for tokens, expected in ((512, 512), (4096, 4096)):
-        # An attempt that fails early writes no plan, so the plan of the first attempt is used.
+        # An attempt that fails early writes no plan, so the first attempt's plan is used.
         write_json(run_dir / "attempt1" / "plan.json", msgspec.structs.replace(plan, tokens_per_step=tokens))
         for overrides in ([], ["train.n_tokens=25_600_000"]):
             was, longer = stored_job(run_dir, []), stored_job(run_dir, overrides)
@@ -150,7 +150,7 @@ def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused
     assert main(again) == EXIT_USAGE
     assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
     shutil.rmtree(run_dir / "checkpoints")
-    # Each command suggests a fix that must work.
+    # Each command suggests a fix, which must work.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
@@ -188,7 +188,7 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 
 
 def record_data(run_dir: Path) -> None:
-    """Replace the run's checkpoint by a checkpoint that records the data."""
+    """Replace the run's checkpoint with one that records the data."""
     record = sampled(record_of(load_job(run_dir / "job.toml").hooks.values()))
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 
@@ -217,7 +217,7 @@ def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir:
     assert note.startswith("data.path: has grown by 1,700 rows in 0.safetensors; ")
 
 
-# Tests of the lock of a run folder.
+# Tests for the lock of a run folder.
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> No
         first.share()
         with pytest.raises(UserError, match="still running"):
             RunLock(run_dir)
-        # The ranks of the process that holds the lock can share the lock.
+        # Ranks of the process that holds the lock can share it.
         hold(run_dir / "run.lock")
 
 
@@ -269,7 +269,7 @@ def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypat
     hold(run_dir / "run.lock")
 
 
-# Tests of the attempt that follows an earlier attempt.
+# Tests for the attempt that follows an earlier one.
 
 
 def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
@@ -295,7 +295,7 @@ def test_an_attempt_killed_before_it_began_is_skipped(run_dir: Path, written: by
 
 @pytest.fixture
 def launched(run_dir: Path, tmp_path: Path) -> Path:
-    """Move the run to the folder of job 7 in the data folder of the app."""
+    """Move the run to the folder of job 7 in the app's data folder."""
     data = tmp_path / "data"
     (data / "runs").mkdir(parents=True)
     folder = run_dir.rename(data / "runs" / "7")
@@ -381,7 +381,7 @@ def test_a_step_keeps_its_number_of_tokens_in_another_mode(make_job: MakeJob) ->
     assert notes[0].startswith("parallel.mode: changed; a step stays 512 tokens")
 
 
-# Tests of the metrics history.
+# Tests for the metrics history.
 
 
 def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
@@ -434,7 +434,7 @@ def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
     assert configs[0] == configs[1]
     again = read(tmp_path / "run" / "metrics.db")
     assert again["loss/0"] == history["loss/0"]
-    # Every attempt reports the expected time of a step once, so this series has one point per attempt.
+    # Every attempt reports the expected step time once, so this series has one point per attempt.
     once_each = {"expected_step_ms/0"}
     lengths, wanted = (
         {name: len(p) for name, p in curves.items() if name not in once_each} for curves in (again, history)
@@ -450,7 +450,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
-    # The spec of a run that was copied from another user may name such an output folder.
+    # If a run was copied from another user, its spec may name such an output folder.
     (precious := run_dir.parent / "precious").mkdir()
     (precious / "thesis.tex").write_text("mine")
     write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))

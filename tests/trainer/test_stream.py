@@ -1,4 +1,4 @@
-"""Tests of training on a stream: each row is read once in shuffled order, even if ranks are killed."""
+"""Tests for training on a stream: each row is read once, in shuffled order, even if ranks are killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ N_STEPS, BATCH, KILLED_AT = 30, 64, 23
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
-    # With a sample this small, a short resumed run reads it quickly.
+    # The sample is so small that a resumed run can quickly read it again.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 600)
 
 
@@ -54,7 +54,7 @@ def toy_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 class Attempts:
-    """The attempts of a run. Its ranks are forked from this process, because the toy source is registered here."""
+    """The attempts of a run. Ranks are forked from this process, because the toy source is registered here."""
 
     def __init__(self, job: JobConfig, run_dir: Path, world_size: int = 1) -> None:
         self.job, self.run_dir, self.world_size = job, run_dir, world_size
@@ -147,7 +147,7 @@ def test_ranks_that_share_the_latents_read_the_same_rows_as_one_rank(tmp_path: P
         assert together.curve(name) == pytest.approx(one.curve(name), rel=1e-3), name
 
 
-# Tests of rows that are not finite.
+# Tests for non-finite rows.
 
 
 def test_a_non_finite_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kept: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_run_fails_and_names_a_row_if_too_many_rows_are_not_finite(
     assert what in str(caught.value)
 
 
-# Tests of the settings and estimates of a stream.
+# Tests for the settings and estimates of a stream.
 
 
 def test_a_job_on_a_stream_without_a_length_is_refused() -> None:

@@ -11,7 +11,7 @@ from sae_tui.cli_commands.parser import make_parser
 from sae_tui.cli_commands.schema import schemas
 from trainer.parser import make_parser as make_trainer_parser
 
-# Commands whose output is in another program's format instead of JSON.
+# Commands that print another program's format instead of JSON.
 WITHOUT = {"export-metrics", "trainer join", "trainer rank"}
 
 
@@ -34,13 +34,13 @@ def test_every_object_is_strict_and_describes_each_field() -> None:
     for name, schema in schemas().items():
         Draft202012Validator.check_schema(schema)
         assert schema["title"]
-        if name == "stream":  # the schema of a stream allows fields of later versions
+        if name == "stream":  # a stream's schema allows fields of later versions
             continue
         for part in parts(schema):
             if isinstance(properties := part.get("properties"), dict):
                 assert part["additionalProperties"] is False, (name, part["title"])
                 assert [key for key, one in properties.items() if not one["description"].endswith(".")] == [], name
-                # The description of a nullable field states when it is null.
+                # The description of a nullable field must state when the field is null.
                 nullable = {
                     key: one["description"]
                     for key, one in properties.items()

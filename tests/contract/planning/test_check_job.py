@@ -1,4 +1,4 @@
-"""Tests that every reason why a job cannot run is reported before its launch."""
+"""Tests that every reason why a job cannot run is reported before launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def machine(tmp_path: Path) -> Machine:
 def checked(
     machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
 ) -> Callable[..., list[Problem]]:
-    """Return a function that checks a job on a small shard and returns the problems found."""
+    """Return a function that checks a job on a small shard, and returns the problems."""
     path = str(write_shard(N_TOKENS, D_IN))
 
     def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
@@ -310,7 +310,7 @@ def test_a_run_too_short_to_control_its_l0_gives_a_warning(
     [
         ({"parallel": {"mode": "ddp"}}, 2, ""),
         ({"parallel": {"mode": "ddp"}}, 3, "64 latents do not divide evenly over 3 GPUs"),
-        # Without ZeRO, all-reduce works for any number of latents.
+        # Without ZeRO, all-reduce works with any number of latents.
         ({"parallel": {"mode": "ddp", "zero": False}}, 3, ""),
         ({"parallel": {"mode": "ddp"}, "launch": {"gpus": "cpu:3"}}, 3, ""),
         # Ranks with different latents do not exchange weight gradients.

@@ -21,7 +21,7 @@ from trainer.contract.settings.sources import DataShape
 MakeJob = Callable[..., JobConfig]
 NVLINK = Speeds(700e12, 4e12, 360e9, 25e-6, is_measured=True)
 STAGED = Speeds(60e12, 0.8e12, 10e9, 25e-6, is_measured=True)
-# The measured speeds of one of two CPU cores, including the speed of a reduction between the cores.
+# Measured speeds of one of two CPU cores, including the speed of a reduction between the cores.
 CORE = Speeds(100e9, 15e9, 2e9, 1e-4, is_measured=True)
 GPT2_XL = DataShape(2304, None, 10**9)
 
@@ -48,7 +48,7 @@ def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> Non
 def test_two_cpu_processes_use_the_mode_that_measured_faster(
     make_job: MakeJob, d_sae: int, mode: str, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The costs were measured on CPUs with certain instruction sets, which the CPU that runs the test may lack.
+    # The costs were measured on CPUs with instruction sets that the test machine's CPU may lack.
     monkeypatch.setattr(first_look, "costs", lambda: first_look._COSTS[flag])
     job = make_job(sae={"d_sae": d_sae, "k": 32}, train={"batch_size": 2048, "precision": "fp32"})
     assert settle(Workload(job, 2, DataShape(384, None, 10**9), CPU), PlannedResources(CORE)).job.parallel.mode == mode
@@ -136,8 +136,8 @@ def test_bf16_gradients_halve_the_bytes_that_replicas_send(make_job: MakeJob) ->
 
 
 def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -> None:
-    # The ideal step takes 4.07 ms on an H200.
-    # Matmuls take 1.57 ms of it, activations 0.25 ms, Adam 1.97 ms, and gradients 0.28 ms.
+    # An ideal step takes 4.07 ms on an H200.
+    # That is 1.57 ms for matmuls, 0.25 ms for activations, 1.97 ms for Adam, and 0.28 ms for gradients.
     # The estimate must be less than twice the ideal.
     time = step_time(workload(wide(make_job, batch_size=4096), 2304, 1), Speeds(788e12, 4.3e12, 1, 0))
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
@@ -147,7 +147,7 @@ def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -
 def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
     make_job: MakeJob, mode: str, added: tuple[float, float]
 ) -> None:
-    # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange 75 MB more with AuxK.
+    # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange an additional 75 MB.
     batch_size = 4096 * (8 if mode == "tensor" else 1)
     job = wide(make_job, batch_size=batch_size).replace("parallel", mode=mode)
     time = step_time(workload(job, 2304, 8), NVLINK)
@@ -186,7 +186,7 @@ def test_a_sweep_with_enough_saes_is_distributed_over_devices(make_job: MakeJob)
     assert wire_of(workload(settled.job, 2304, 4)).n_bytes == 0
     alone, together = (memory.estimate(workload(one, 2304, 4)) for one in (settled.job, job))
     # In sweep mode, each of the four ranks holds all weights of one SAE.
-    # In the other modes, it holds a quarter of the weights of all SAEs.
+    # In the other modes, each rank holds a quarter of the weights of all SAEs.
     assert alone.weights == together.weights
     assert alone.gradients * 4 == together.gradients
     assert settle(Workload(job, 8, GPT2_XL), PlannedResources(NVLINK)).job.parallel.mode != "sweep"
@@ -218,7 +218,7 @@ def test_a_skip_connection_costs_two_matmuls_and_a_gradient_reduction(make_job: 
         workload(make_job(sae={"d_sae": 4096, "skip": skip}, train=train, parallel=parallel), 512, 2, d_out=256)
         for skip in (False, True)
     ]
-    # With unlimited memory bandwidth, only matmuls take time.
+    # If memory bandwidth is unlimited, only matmuls take time.
     without, with_skip = (step_time(work, Speeds(1e12, 1e30, 1e9, 0)).passes_s for work in works)
     tokens = 4096 if mode == "ddp" else 2048
     assert with_skip - without == pytest.approx(2 * 2 * tokens * 512 * 256 / 1e12)
@@ -240,7 +240,7 @@ def test_ranks_read_shards_of_rows_if_their_bus_beats_host_memory(make_job: Make
 
 
 def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_of_a_step(make_job: MakeJob) -> None:
-    # At 20 GB/s, eight ranks read row shards as fast as from host memory, but more slowly than the encoder runs.
+    # At 20 GB/s, exchanging row shards among eight ranks is as fast as host memory, but slower than the encoder.
     pcie = msgspec.structs.replace(NVLINK, bus_bytes_per_s=20e9)
     assert not read_parts(make_job, 8, pcie)
     assert not read_parts(make_job, 2, NVLINK, train={"batch_size": 16})

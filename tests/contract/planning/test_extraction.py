@@ -1,4 +1,4 @@
-"""Tests for the resources that an extraction needs, and for the problems reported if a resource is unavailable."""
+"""Tests for the resources that an extraction needs, and for the problems that are reported if one is unavailable."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
 
 
 def test_disk_space_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
-    # The simulated device computes 1 GFLOP/s.
+    # The simulated device runs at 1 GFLOP/s.
     box = MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
     assert look.d_in == D_IN
-    # The output holds fp32 rows of two hooks; each row also stores its token, position and document.
+    # The output contains fp32 rows of two hooks, each stored with its token, position and document.
     assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 12)
     whole = outlook_of_extraction(job, [], speeds=MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 2e9}, 1e9)}))
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
@@ -138,7 +138,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
     assert each.memory
     assert shared.memory
     assert (each.mode, shared.mode) == ("single", "spread")
-    # Each GPU holds one of the three blocks, with space for one more block.
+    # Each GPU holds one of the three blocks, and has space for one more.
     assert shared.memory.weights == pytest.approx(each.memory.weights * 2 / 3, rel=1e-3)
     assert shared.memory.activations == each.memory.activations
     assert (shared.seconds or 0) == pytest.approx(3 * (each.seconds or 0))

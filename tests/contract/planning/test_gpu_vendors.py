@@ -1,4 +1,4 @@
-"""Tests that CUDA_VISIBLE_DEVICES and its AMD counterparts select the same GPUs as in CUDA and ROCm."""
+"""Tests that CUDA_VISIBLE_DEVICES and its AMD counterparts select the same GPUs as CUDA and ROCm do."""
 
 from __future__ import annotations
 

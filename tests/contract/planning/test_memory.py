@@ -41,7 +41,7 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
-    """Return the estimated memory without NCCL's buffers, since a single rank needs no such buffers."""
+    """Return the estimated memory without NCCL's buffers, which a single rank does not need."""
     return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
 
 
@@ -51,11 +51,11 @@ def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
     # Deterministic mode disables CUDA graphs.
-    # Otherwise a single GPU would capture small steps in CUDA graphs, which need extra memory, but not larger steps.
+    # Otherwise, a single GPU would capture small steps, but not large ones, in CUDA graphs, which need extra memory.
     of = partial(of_tensors, deterministic=True)
     least = of(make_job, d_in, d_sae, batch_size, world_size)
     assert of(make_job, d_in, d_sae + more, batch_size, world_size) > least
-    # With few tokens, the forward and backward passes need less memory than the weight update that follows.
+    # With few tokens, the forward and backward passes need less memory than the subsequent weight update.
     assert of(make_job, d_in, d_sae, batch_size + more, world_size) >= least
     assert of(make_job, d_in, d_sae, batch_size + 64 * d_sae, world_size) > least
     assert of(make_job, d_in + more, d_sae, batch_size, world_size) > least
@@ -89,14 +89,14 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
     # Each replica stores its share of the held-out rows.
-    # An evaluation on a single GPU needs additional memory, since the captured steps remain in memory.
+    # Evaluating on a single GPU needs additional memory, since the captured steps stay in memory.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))
     assert msgspec.structs.replace(replica, slack=alone.slack) == msgspec.structs.replace(alone, communication=nccl)
     sharded = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert sharded.optimizer == alone.optimizer / 4
-    # The passes read 16-bit copies of all weights, so a rank keeps fp32 weights only of its own latents.
+    # The passes read 16-bit copies of all weights, so a rank keeps fp32 weights for its own latents only.
     assert sharded.weights == pytest.approx(alone.weights / 4, rel=1e-3)
     assert (sharded.gradients, sharded.activations) == (alone.gradients, alone.activations)
     in_fp32 = make_job(sae=sae, train=train | {"precision": "fp32"}, parallel={"mode": "ddp"})
@@ -119,7 +119,7 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
         ("NVIDIA A100-SXM4-80GB", 4, "ddp", 2.5),
         ("NVIDIA H100 80GB HBM3", 8, "ddp", 4.3),
         ("NVIDIA H100 80GB HBM3", 8, "tensor", 4.3),
-        # In hybrid mode, NCCL has one group of eight GPUs, two groups of four, and four pairs.
+        # In hybrid mode, NCCL creates one group of eight GPUs, two groups of four, and four pairs.
         ("NVIDIA H100 80GB HBM3", 8, "hybrid", 4.3 + 2.5 + 0.8),
         # The threads of one process communicate without NCCL.
         ("NVIDIA H100 80GB HBM3", 8, "dp", 0),
@@ -215,7 +215,7 @@ def test_sparse_architectures_hold_only_pre_activations_and_dense_ones_hold_more
     assert 1.2 * wide < chosen < 4 * wide
     settings["sae"]["architecture"] = "gated"
     assert 7 * wide < estimate(workload(make_job(**settings), 384)).activations < 9 * wide
-    # On a CPU, the latents of a gated SAE are selected sparsely too.
+    # On CPU, a gated SAE's latents are also selected sparsely.
     assert estimate(workload(make_job(**settings), 384, device="cpu")).activations <= chosen
 
 
@@ -225,7 +225,7 @@ def test_16_bit_matmuls_halve_the_pre_activations(make_job: MakeJob) -> None:
         return estimate(workload(job, 384, 1, device=device)).activations
 
     assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
-    # A CPU does not store the maxima of groups of latents.
+    # On CPU, the maxima of groups of latents are not stored.
     assert 0.9 * needed("fp32", 8192) < needed("auto", 8192, "cpu") <= needed("fp32", 8192)
 
 
@@ -269,7 +269,7 @@ def test_suggested_remedies_make_a_job_fit(make_job: MakeJob) -> None:
 
 def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: MakeJob) -> None:
     def spared(optimizer: str) -> int:
-        # With only 64 tokens, the weight update needs the most memory.
+        # With only 64 tokens, the weight update has the highest memory use.
         sae, train = {"d_sae": 4096, "auxk_alpha": 0.0}, {"batch_size": 64, "optimizer": optimizer}
         work = workload(make_job(sae=sae, train=train), 1024)
         plain, compiled = (of_plain_steps(work, is_compiled=one) for one in (False, True))
@@ -279,9 +279,9 @@ def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: Ma
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# The memory in MB that an H200 reserved for four steps without AuxK or an evaluation (PyTorch 2.11, CUDA 13).
+# The memory in MB that PyTorch reserved on an H200 for four steps without AuxK or evaluation (2.11, CUDA 13).
 # For d_in 768, the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64.
-# Only Signum's update was compiled, since torch compiles no other update.
+# Only Signum's update was compiled by torch.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),

@@ -1,4 +1,4 @@
-"""Tests for the choice of the GPUs that run the language model during training."""
+"""Tests for choosing the GPUs that run the language model during training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[..., JobConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return a function that creates a job with a language model of the given size, stored as a sparse file."""
+    """Return a function that creates a job with a language model of the given size, whose weights are a sparse file."""
     (tmp_path / "text.txt").write_text("a cat sat")
 
     def make_job(n_parameters: float = 10.5e9, gpus: str = "auto:8", d_sae: int = 65536, **sections: Any) -> JobConfig:
@@ -134,7 +134,7 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     assert together.reader is None
     assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
     assert together.sentence.endswith(("× as long", "about the same time"))
-    # If the bus is slow, it is slow to train on many GPUs.
+    # With a slow bus, training on many GPUs is slow.
     fast = assumed_speeds(H100, "bf16")
     slow = {f"{H100} x{n}": Bus(5e8, 1e-3) for n in (2, 4, 8)}
     box = MeasuredHardware({H100: DeviceSpeeds({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)

@@ -1,4 +1,4 @@
-"""Tests that the message about rows in an extraction's output folder matches what a run does with these rows."""
+"""Tests that the message about rows in an extraction's output folder matches what the extraction does with them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> N
     job, output = make(shard_rows=16), tmp_path / "rows"
     run_ranks(job, 2, tmp_path / "meet")
     assert "finished with 300 rows" in what_is_there(job)
-    # Write the state that each of two processes would leave when it is stopped.
+    # Write the state that each of two stopped processes would leave.
     state = json.loads((output / STATE).read_text()) | {"is_finished": False}
     (output / STATE).write_text(json.dumps(state | {"shards": [[], []]}))
     for rank, n in enumerate((2, 3)):

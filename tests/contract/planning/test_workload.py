@@ -19,7 +19,7 @@ def test_steps_and_tokens_and_mode_follow_from_the_job_and_its_ranks(make_job: M
     job = make_job(train={"batch_size": 64, "accumulate": 3, "n_tokens": 1000})
     layout = Layout(job, 2)
     assert layout.tokens_per_step == 64 * 3 * 2
-    assert layout.total_steps == 3  # a step has 384 tokens, and 1,000 tokens are 2.6 steps
+    assert layout.total_steps == 3  # a step has 384 tokens, so 1,000 tokens are 2.6 steps
     assert layout.total_tokens == 3 * 384
     assert Layout(job.replace("train", n_steps=7), 2).total_steps == 7
     assert (Layout(job, 1).mode, layout.mode) == ("single", "ddp")
@@ -49,7 +49,7 @@ def test_the_learning_rate_scales_with_the_tokens_of_a_step(make_job: MakeJob, s
         ({"n_tokens": 1_000_000}, 1, 1984, 505),
         ({"n_tokens": 300_000}, 1, 576, 521),
         ({"n_tokens": 10_000}, 1, 512, 20),
-        # The ranks together use the tokens of a single rank's step, but at least 64 tokens each.
+        # In total, the ranks use as many tokens as a single rank would, but at least 64 tokens each.
         ({"n_tokens": 1_000_000}, 4, 1792, 559),
         ({"n_tokens": 10_000}, 3, 576, 18),
         ({"n_tokens": 10_000}, 16, 1024, 10),

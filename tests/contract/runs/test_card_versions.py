@@ -1,4 +1,4 @@
-"""Tests for older versions of report cards, which are kept next to the weights of an SAE."""
+"""Tests for older versions of report cards, which are kept next to an SAE's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the shard record in a checkpoint, which shows whether the data is the same, extended or different."""
+"""Tests for a checkpoint's record of shards, which shows whether data is unchanged, extended or different."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def recorded(folder: Path) -> DataRecord:
-    """Return the record of a folder after a round trip through a checkpoint's JSON."""
+    """Return a folder's record after a round trip through the JSON of a checkpoint."""
     record = sampled(record_of([ShardSettings(str(folder))]))
     return msgspec.json.decode(msgspec.json.encode(record), type=DataRecord)
 
@@ -85,7 +85,7 @@ def test_copied_and_touched_files_with_the_same_content_are_the_same_data(folder
     os.utime(folder / "d.npy", ns=(2, 2))
     now = record_of([ShardSettings(str(folder))], before)
     assert news_of_data(before, now) is None
-    # A copy of the folder has the same sample of each shard.
+    # In a copy of the folder, each shard has the same sample.
     shutil.copytree(folder, tmp_path / "elsewhere")
     moved = record_of([ShardSettings(str(tmp_path / "elsewhere"))], before)
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]

@@ -30,7 +30,7 @@ def test_a_feature_contains_its_contexts(file: Path) -> None:
     first, second = feature.contexts
     assert [(token.text, token.act) for token in first.tokens] == [(" the", 0.0), (" Lämb", 4.0), ("s", 1.0)]
     assert (first.at, first.act) == (1, 4.0)
-    # An example at the beginning or end of a document has fewer tokens.
+    # An example at the start or end of a document has fewer tokens.
     assert ([token.text for token in second.tokens], second.at) == ([" Lämb"], 0)
     assert len(Features(file).feature(1).contexts) == 1
 
@@ -40,7 +40,7 @@ def test_promoted_tokens_are_included_if_the_file_has_them(file: Path) -> None:
     file.write_bytes(features_file(**MOVED))
     feature = Features(file).feature(0)
     assert [(one.text, one.logit) for one in (*feature.promoted, *feature.suppressed)] == [(" Lämb", 1.5), ("s", -2.5)]
-    # An evaluation writes all four tensors of promoted tokens or none, so an incomplete set is ignored.
+    # An evaluation writes either all four tensors of promoted tokens or none, so an incomplete set is ignored.
     file.write_bytes(features_file(promoted=MOVED["promoted"]))
     assert Features(file).feature(0).promoted == ()
 
@@ -59,7 +59,7 @@ def test_a_character_over_several_tokens_is_merged_with_the_largest_activation(f
     features = Features(file)
     (first, second), (third,) = features.feature(0).contexts, features.feature(1).contexts
     assert ([(one.text, one.act) for one in first.tokens], first.at) == ([(" 天", 4.0), ("气", 1.0)], 0)
-    # The most active token is kept even if it holds only part of a character.
+    # The most active token is kept, even if it contains only part of a character.
     assert ([one.text for one in second.tokens], second.at, second.act) == (["�"], 0, 2.0)
     assert ([(one.text, one.act) for one in third.tokens], third.at) == ([("气", 0.0), (" �", 3.0), (" ", 0.0)], 1)
 
@@ -107,12 +107,12 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
     ("fired", "order"),
     [
         # There are 100,000 rows, and the maximum activations of the two latents are 4 and 3.
-        # Either both latents fire on 0.01 to 1 % of the rows, or one latent is rarer or denser.
+        # Either both latents fire on 0.01 % to 1 % of the rows, or one of them is rarer or denser.
         ((10, 1000), [0, 1]),
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),
         ((5, 6), [0, 1]),
-        # The densest latent comes last, even after a rare latent.
+        # The densest latent comes last, even after a rare one.
         ((20_000, 2000), [1, 0]),
         ((2000, 3), [1, 0]),
     ],

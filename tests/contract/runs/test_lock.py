@@ -1,4 +1,4 @@
-"""Tests for a run's lock, which shows all users of the machine whether a process of the run is alive."""
+"""Tests for a run's lock, which shows every user of the machine whether a process of the run is alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture
 def looked_at(tmp_path: Path) -> Iterator[Path]:
-    """Yield the lock file of a run while another process repeatedly checks whether the lock is held."""
+    """Yield a run's lock file while another process repeatedly checks whether the lock is held."""
     file = RunPaths(tmp_path).lock_file
     with subprocess.Popen([sys.executable, "-c", LOOKS, str(file)], stdout=subprocess.PIPE, text=True) as looking:
         assert looking.stdout

@@ -1,4 +1,4 @@
-"""Tests for GPUs that run only the language model, and for their number in the spec that all ranks read."""
+"""Tests for GPUs that run only the language model, and for their number in the spec that every rank reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def given(tmp_path: Path) -> RankSpec:
-    """Return the spec of an attempt in which every device has a rank."""
+    """Return the spec of an attempt with one rank per device."""
     return RankSpec(
         tmp_path, tmp_path / "sae", attempt=1, world_size=4, device="cuda", gpu_uuids=UUIDS, gpu_vendor="nvml"
     )

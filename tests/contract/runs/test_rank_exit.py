@@ -1,4 +1,4 @@
-"""Tests that the rank that caused a failure is found among several ended ranks, which are real processes."""
+"""Tests, with real processes, that the rank that caused a failure is found among several exited ranks."""
 
 from __future__ import annotations
 
@@ -165,6 +165,6 @@ def test_a_truncated_shard_that_killed_a_rank_is_named(start, tmp_path):
     assert rank.error(2) == (
         f"rank 0: {shard} was truncated to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
     )
-    # A SIGBUS that was not caused by a truncated file is not reported as truncation.
+    # A SIGBUS without a truncated file is not reported as truncation.
     np.save(shard, np.zeros((100_000, 4), np.float32))
     assert rank.error(1) == "rank 0 was killed (SIGBUS); its last log line: checkpoint saved"

@@ -1,4 +1,4 @@
-"""Tests for reading and printing report cards, including old, damaged and incomplete ones."""
+"""Tests for reading and printing report cards, including outdated, damaged and incomplete ones."""
 
 from __future__ import annotations
 

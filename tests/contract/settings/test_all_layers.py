@@ -1,4 +1,4 @@
-"""Tests for hooks without a layer (which select all layers), for ranges of layers, and for complete MLPs."""
+"""Tests for hooks without a layer (which select all layers), for layer ranges, and for full MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.settings.job_file import load_job, parse_as, parse_job
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Write the files of a model with three blocks."""
+    """Write the files of a three-block model."""
     folder = tmp_path / "model"
     folder.mkdir()
     weights = json.dumps({"w": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}).encode()

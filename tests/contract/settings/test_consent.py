@@ -1,4 +1,4 @@
-"""Tests that code that a job file would run is found, and is only run with the user's consent."""
+"""Tests that code in a job file is detected, and runs only with the user's consent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_consent_allows_only_the_code_that_it_names() -> None:
         assert [code.path for code in refused(TABLE, Consent(names=(name,)))] == rest
         assert [code.path for code in refused(TABLE, NO_CONSENT.given([f" {given} = x", "sae.k=2"]))] == rest
     assert not refused(TABLE, Consent(to_all=True))
-    # If other users may write to the job file, they could change its code after the consent.
+    # If other users can write to the job file, they could change its code after the user has consented.
     assert len(refused(TABLE, Consent(to_all=True, names=("org/model",)), "others may write to it")) == 3
     assert not refused(without(TABLE, refused(TABLE, NO_CONSENT)), NO_CONSENT)
     assert TABLE["launch"]["python"]

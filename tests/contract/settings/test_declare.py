@@ -1,4 +1,4 @@
-"""Tests for settings and the descriptions that are derived from their declarations."""
+"""Tests for settings, and for the descriptions derived from their declarations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the job file of an extraction: default values, paths and error messages."""
+"""Tests for extraction job files: default values, paths and error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = {"kind": "extract", "model": {"path": "gpt2", "hooks": ["resid_post.2"]}
 
 
 def problems(**sections: Any) -> list[str]:
-    """Return the problems of the minimal job after the given changes."""
+    """Return the problems of a minimal job after the given changes."""
     table = {name: LEAST.get(name, {}) | changed if isinstance(changed, dict) else changed
              for name, changed in sections.items()}  # fmt: skip
     return [str(problem) for problem in parse_as(ExtractJob, LEAST | table)[1]]
@@ -108,8 +108,8 @@ def test_paths_are_relative_to_the_working_folder_or_else_to_the_job_file(tmp_pa
     assert job.extract.output == str(here / "activations")
     (here / "corpus.txt").write_text("here")
     assert load_as(ExtractJob, file).text.path == str(here / "corpus.txt")
-    # A model path found in neither folder is a name on the hub.
-    # A text path found in neither folder is reported as missing from the working folder.
+    # A model path that exists in neither folder is a name on the hub.
+    # A text path that exists in neither folder is reported as missing from the working folder.
     job = load_as(ExtractJob, file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
     assert (job.model.path, job.text.path) == ("org/name", str(here / "none.txt"))
     assert job.extract.n_tokens == 10_000

@@ -1,4 +1,4 @@
-"""Tests for the three ways to name a hook: this project's notation, TransformerLens's notation, and module paths."""
+"""Tests for the three ways to name a hook: this project's notation, TransformerLens's names, and module paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a written job file is read back unchanged, and that each mistake is reported with its setting."""
+"""Tests that a job file is read back as it was written, and that each mistake is reported with its setting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRESETS = sorted((Path(__file__).parents[3] / "data" / "presets").glob("*.toml")
 
 
 def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
-    """Draw a value of the given type; integers have up to 64 bits."""
+    """Draw a value of the given type. Integers have up to 64 bits."""
     match kind:
         case msgspec.inspect.Metadata():
             return values(kind.type)
@@ -71,7 +71,7 @@ MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
 MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
 
 
-# Arbitrary text could be read as several hooks, which would be an axis of a sweep.
+# Arbitrary text might be parsed as several hooks, and thus as a sweep axis.
 HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
 OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
 

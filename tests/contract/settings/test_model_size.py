@@ -1,4 +1,4 @@
-"""Tests for reading a language model's size from its files, compared with transformers and the GGUF format."""
+"""Tests for reading a language model's size from its files, compared with transformers and GGUF headers."""
 
 from __future__ import annotations
 

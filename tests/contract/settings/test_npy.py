@@ -1,4 +1,4 @@
-"""Tests that arrays saved by NumPy are valid shards, and that any other .npy file is refused in one sentence."""
+"""Tests that NumPy arrays can be read as shards, and that any other .npy file is rejected with a one-sentence error."""
 
 from __future__ import annotations
 

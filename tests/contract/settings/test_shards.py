@@ -1,4 +1,4 @@
-"""Tests that each kind of invalid activation file is reported in one sentence that names the setting."""
+"""Tests that each kind of invalid activation file gives a one-sentence error that names the setting."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 10**12))
-        stream.truncate(2 * 10**12)  # sparse: the file contains the long header that it claims, as zeros
+        stream.truncate(2 * 10**12)  # a sparse file that really contains the long header that it claims, as zeros
     assert "is not a whole safetensors file" in problem(file)
 
 

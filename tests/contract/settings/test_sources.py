@@ -1,4 +1,4 @@
-"""Tests that the shape of a job's data is determined without loading the data."""
+"""Tests that the shape of a job's data is determined without loading it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.fixture
 def stored(write_shard: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Return a function that writes inputs [1000, 8] and targets [n_targets, 24] and returns the path settings."""
+    """Return a function that writes inputs [1000, 8] and targets [n_targets, 24], and returns the path settings."""
 
     def write(n_targets: int = 1000) -> dict[str, str]:
         write_shard(n_targets - 10, 24)

@@ -23,7 +23,7 @@ from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
 class RoundSettings(ArchitectureSettings, frozen=True):
-    """The settings of a test architecture: the common setting k, and its own number, switch and list."""
+    """Settings of a test architecture: the shared setting k, and a number, a switch and a list of its own."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32
     roundness: Annotated[float, about("How round.", gt=0)] = 0.5
@@ -152,7 +152,7 @@ rates = st.lists(st.one_of(st.floats(1e-6, 1, exclude_min=True), st.just("auto")
 
 @st.composite
 def sweeps(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a job table with lists of values for some settings, in any order."""
+    """Draw a job table with lists of values for some settings, in arbitrary order."""
     architectures = draw(st.lists(st.sampled_from(["topk", "round"]), min_size=1, max_size=2, unique=True))
     sae = {"k": draw(values), "d_sae": draw(values), "architecture": architectures}
     if "round" in architectures:

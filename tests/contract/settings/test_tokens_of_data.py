@@ -1,4 +1,4 @@
-"""Tests for checking whether stored data includes its tokens, compared with the code that reads the tokens."""
+"""Tests that checking whether stored data includes tokens agrees with the code that reads the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for opening a store: every failure is reported in one sentence, and several processes may open it at once."""
+"""Tests for opening a store: each failure gives a one-sentence error, and several processes can open it at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Return the error message of a failed action on a store, and check that it is a single line."""
+    """Return the error message of a failing action on a store, and check that it is a single line."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -54,13 +54,13 @@ def message(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
-    """Create an empty control store, and return its path."""
+    """Create an empty control store and return its path."""
     return copy_store("control", tmp_path / "control.db")
 
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a control store of the first version with one job."""
+    """Create a control store of the first version, with one job."""
     path = tmp_path / "control.db"
     with monkeypatch.context() as before:
         before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
@@ -225,7 +225,7 @@ def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -
     def elsewhere(query: str) -> str:
         """Return the result of a query in another process.
 
-        If that process did not see our lock, it would assume that it is the last user of the store and delete the WAL.
+        If that process did not see our lock, it would conclude that it is the store's last user, and delete the WAL.
         """
         return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
 
@@ -446,12 +446,12 @@ def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_pa
 
 
 def read_only_connect(connect):
-    """Return a connect function that behaves as on a read-only file system."""
+    """Return a connect function that behaves as if the file system were read-only."""
     return lambda uri: connect(uri.replace("mode=rw", "mode=ro"))
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kill a writer that has changed pages of the file in an open transaction, on a file system without a WAL."""
+    """Kill a writer that, without a WAL, has changed pages of the file in an open transaction."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:

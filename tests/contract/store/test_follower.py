@@ -19,7 +19,7 @@ from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.metrics_store import MetricRow, SeriesReader, SeriesWriter
 
-# For each input line, this program writes that number of steps and prints the last step.
+# For each number that it reads, this program writes that many steps, and prints the last one.
 WRITER = """
 import sys
 from pathlib import Path
@@ -83,7 +83,7 @@ def write(path: Path, *steps: int) -> None:
 
 
 def replacement(path: Path, copy_store: Callable[..., Path], *steps: int) -> Path:
-    """Create a store with the given steps, ready to replace the store at `path`."""
+    """Create a store with the given steps that can replace the store at `path`."""
     other = copy_store("metrics", path.with_name("other.db"))
     write(other, *steps)
     return other
@@ -148,7 +148,7 @@ def test_a_new_file_with_the_same_inode_is_read_from_the_start(path: Path, follo
     copy = path.with_name("copy.db")
     write(path, 2)
     shutil.copy(path, copy)
-    # The file is overwritten in place, so that its inode stays the same.
+    # The file is overwritten in place, so its inode stays the same.
     path.write_bytes(copy.read_bytes())
     assert followed.poll()
     assert followed.seen == [1, 2]

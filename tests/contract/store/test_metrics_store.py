@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Open one store for all examples of a test; each example uses a new metric name."""
+    """Open one store for all examples of a test. Each example uses a new metric name."""
     with contextlib.closing(Store(tmp_path_factory.mktemp("series") / "metrics.db")) as opened:
         yield opened
 
@@ -100,7 +100,7 @@ flushes = st.lists(
 
 
 def naive_history(values: dict[int, float], most: int) -> list[Point]:
-    """Return the expected result of `history`, computed from all values at once."""
+    """Return the expected result of `history`, computed directly from all values."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(finite) <= most:
         return [Point(step, finite[step]) for step in sorted(finite)]
@@ -279,7 +279,7 @@ def test_a_reader_follows_a_writing_process_without_gaps(
         heartbeat = reader.heartbeat()
         new = reader.points("loss", after=len(values_read) - 1)
         values_read.extend(point.value for point in new)
-        assert len(values_read) % 10 == 0  # each flush becomes visible as a whole
+        assert len(values_read) % 10 == 0  # each flush becomes visible atomically
         assert heartbeat is None or heartbeat.step < len(values_read)
         assert len(reader.points("fvu")) >= len(values_read)
         return len(values_read) > 3000

@@ -1,4 +1,4 @@
-"""Tests that every field of a row of the control store survives a write and a read."""
+"""Tests that every field of a control store row survives a round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the store allows only the state transitions in the table, and refuses all others."""
+"""Tests that the store allows the state transitions in the table, and refuses all others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEGAL = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
-    """Open one store for all pairs of states; each test creates its own job."""
+    """Open one store for all pairs of states. Each test creates its own job."""
     with contextlib.closing(Control(tmp_path_factory.mktemp("states") / "control.db")) as opened:
         yield opened
 

@@ -1,4 +1,4 @@
-"""Tests that Arrow files are valid shards, including SAELens's cache of activations."""
+"""Tests that Arrow files, including SAELens's activation caches, can be read as shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(file: Path, *tables: pa.Table | pa.RecordBatch, form: Any = pa.ipc.new
 
 
 def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool, dtype: str) -> Dataset:
-    """Have SAELens store the activations of a tiny model, and return the dataset that it returns."""
+    """Have SAELens cache the activations of a tiny model, and return the resulting dataset."""
     import sae_lens.cache_activations_runner as saelens
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -52,7 +52,7 @@ def test_the_cache_of_saelens_is_read_as_saelens_reads_it(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)
-    # SAELens shuffles the dataset that it returns; the files keep the original order.
+    # SAELens shuffles the dataset that it returns, but the files keep the original order.
     assert shuffle == any(tmp_path.glob("cache-*.arrow"))
     cached = Dataset.load_from_disk(str(tmp_path))
     expected = torch.tensor(np.array(cached["blocks.0.hook_mlp_out"]), dtype=getattr(torch, dtype)).reshape(-1, D_IN)

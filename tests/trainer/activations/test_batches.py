@@ -41,7 +41,7 @@ def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float,
         open_batches(source, Cut(128, 1, shares, 0)) as first,
         open_batches(source, Cut(128, 1, shares, 1)) as second,
     ):
-        for _ in range(50):  # 50 batches are more than two epochs
+        for _ in range(50):  # 50 batches cover more than two epochs
             parts = first.next(), second.next()
             assert rows_of(whole.next().hooks[0][0]) == rows_of(parts[0].hooks[0][0]) | rows_of(parts[1].hooks[0][0])
             assert [part.of_all for part in parts] == [128, 128]
@@ -90,7 +90,7 @@ def test_ranks_that_read_together_stop_at_the_same_batch_and_resume_from_it(acti
         for start in range(0, 12, 3):
             batches = Batches(data, Cut(64), start=64 * start, device=torch.device("cpu"))
             for n in range(3):
-                # Delay one rank, so that the other rank is ahead of it.
+                # Delay one rank so that the other gets ahead.
                 time.sleep(0.02 * group.index * n)
                 taken.append(batches.next().hooks[0][0])
             batches.close()

@@ -1,4 +1,4 @@
-"""Tests that training is identical with every storage format, and works on data larger than memory."""
+"""Tests that training gives identical results with every storage format, and works on data larger than memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def write(x: torch.Tensor, form: str, folder: Path) -> None:
-    """Write rows as two shards in the given storage format."""
+    """Write rows to two shards in the given storage format."""
     folder.mkdir()
     for name, rows in (("a", x[:1700].clone()), ("b", x[1700:].clone())):
         file = folder / f"{name}.{form}"

@@ -1,4 +1,4 @@
-"""Tests for finding the dimensions that hold most of the variance, which are reported only if they are few."""
+"""Tests for heavy dimensions: at most 1 % of all dimensions that together account for over half of the variance."""
 
 from __future__ import annotations
 

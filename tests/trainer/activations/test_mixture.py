@@ -1,4 +1,4 @@
-"""Tests that sources are mixed exactly by weight, in an order that a run can resume from its position alone."""
+"""Tests that sources are mixed in exact proportion to their weights, and that a run can resume at any row position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for dropped rows: found by norm, replaced in batches, excluded from measurements, and counted by reason."""
+"""Tests that bad rows are found by norm, replaced in batches, excluded from measurements, and counted by reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.activations.outliers import LeftOut, Outliers
 
-# Maps the norm of a row to the reason why the row is dropped, or to "" if the row is kept.
+# Maps the norm of a row to the reason for dropping the row, or to "" if the row is kept.
 REASONS = {1.0: "", 100.0: "outliers", float("nan"): "not_finite", float("inf"): "not_finite", 0.0: "zero"}
 
 

@@ -1,4 +1,4 @@
-"""Tests that Parquet files, which pyarrow decodes, are valid shards."""
+"""Tests that Parquet files can be read as shards, using pyarrow."""
 
 from __future__ import annotations
 

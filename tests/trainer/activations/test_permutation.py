@@ -39,7 +39,7 @@ def test_each_seed_gives_another_order() -> None:
 
 @pytest.mark.parametrize("n", [16, 1000, 16_384])
 def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
-    # The rows at 16 positions are counted in 16 bins under 2,000 seeds.
+    # For 2,000 seeds, bin the rows found at 16 positions into 16 bins, and run a chi-squared test on the counts.
     places = np.linspace(0, n - 1, 16).astype(np.int64)
     counts = np.zeros((16, 16))
     for seed in range(2000):
@@ -51,7 +51,7 @@ def test_neighbours_are_separated() -> None:
     n = 100_000
     permuted = Permutation(n, 0)(np.arange(n)).astype(float)
     assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 4 / n**0.5
-    # In a random order, two thirds of the elements are local maxima or minima.
+    # In a random order, two thirds of the elements are local extrema.
     turns = np.diff(np.sign(np.diff(permuted))) != 0
     assert turns.mean() == pytest.approx(2 / 3, abs=0.01)
 

@@ -63,7 +63,7 @@ PLANS = st.builds(
 
 
 def folder_of(place: Path, n: int, width: int, dtype: torch.dtype, scale: float = 1.0, bad: int = 13) -> str:
-    """Write rows in two shards and return the folder. Some rows are zero or huge, and every `bad`th is NaN."""
+    """Write rows to two shards and return the folder. Some rows are zero or huge, and every `bad`th row is NaN."""
     folder = place / f"{n}-{width}-{dtype}-{scale}"
     if not folder.exists():
         folder.mkdir()
@@ -97,7 +97,7 @@ def open_batches(source: IndexedSource, plan: Plan, readers: Group, *, outliers:
 
 
 def batches_of(plan: Plan, place: Path, readers: Group) -> tuple[list[list[Pair]], list[Tensor]]:
-    """Return several batches of all hooks with outliers replaced, and the number of dropped rows for each hook."""
+    """Return several batches of all hooks, with outliers replaced, and the number of dropped rows per hook."""
     source = source_of(plan, place)
     samples = [source.of_hook(hook).pairs(range_of(60)) for hook in range(source.n_hooks)]
     outliers = [Outliers(x.float(), x.float() if y is x else y.float(), 5.0, drops_zero=True) for x, y in samples]
@@ -128,7 +128,7 @@ def test_every_rank_gets_the_bits_that_a_single_reader_would_get(tmp_path: Path,
 
 
 class Counted(Shards):
-    """Shards that count the rows that are read."""
+    """Shards that count how many rows are read."""
 
     n_read = 0
 
@@ -153,7 +153,7 @@ def test_each_rank_reads_only_its_share_of_a_batch(size: int, n_each: int, activ
 
 
 class Late(Threads):
-    """A group that fills gathered tensors only when a rank waits for them, and records the calls."""
+    """A process group that fills gathered tensors only when a rank waits for them, and records all calls."""
 
     def __init__(self, group: Threads) -> None:
         super().__init__(group._meeting, group.size, group.index)
@@ -252,7 +252,7 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_data(
     assert slow_data_s > fast_data_s
 
 
-# Each value contains the number of ranks, the mode, and the number of ranks that read different tokens.
+# Maps the name of each grid to the number of ranks, the mode, and the number of ranks that read different tokens.
 GRIDS = {
     "tensor-2": (2, "tensor", 1),
     "tensor-3": (3, "tensor", 1),
@@ -265,7 +265,7 @@ OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
 
 
 def left_by(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the exported SAEs and of the latest checkpoint, and all metrics except times."""
+    """Return the tensors of the exported SAEs and of the latest checkpoint, and all metrics except timings."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         curves = {
             name: [(one.step, one.value) for one in reader.points(name, rank)]
@@ -290,7 +290,7 @@ def same_files(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.fixture
 def awkward_data(tmp_path: Path) -> dict[str, Any]:
-    """Return the settings of data in two dtypes with outliers, non-finite rows and an odd width."""
+    """Return settings for data in two dtypes with outliers, non-finite rows and an odd width."""
 
     def folder(n: int, width: int, dtype: torch.dtype) -> str:
         return folder_of(tmp_path, n, width, dtype, bad=400)
@@ -312,7 +312,7 @@ TRAIN = {
     "checkpoint_every": 4,
     "report_card": False,
 }
-# Shares that are measured would vary between runs, and another order of summation would change the bits of the result.
+# Measured shares vary between runs, and a different summation order would change the lowest bits of the results.
 STEADY = {"shares": "even", "rebalance": False}
 SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 240, "resample_every_tokens": 240}
 
@@ -338,7 +338,7 @@ def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return the sizes of each rank's reads, in rows, as one set per rank."""
+    """Return the set of read sizes, in rows, of each rank."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

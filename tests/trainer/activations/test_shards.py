@@ -19,7 +19,7 @@ from trainer.contract.errors import JobFileError
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rows_are_read_back_exactly_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.randn(50, 7).to(dtype)
-    # The file starts with another tensor, so the rows do not start at the beginning of the data.
+    # Another tensor comes first in the file, so the rows do not start at data offset 0.
     save_file({"aaa": torch.ones(3, dtype=torch.int64), "activations": x}, tmp_path / "x.safetensors")
     source = Shards(path=str(tmp_path))
     assert (source.n_tokens, source.d_in) == (50, 7)
@@ -96,7 +96,7 @@ except MemoryError:
 
 
 def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
-    """Write targets [n, 4] whose first column is the row number; return the folder and the tensor."""
+    """Write targets [n, 4] whose first column is the row number, and return the folder and the tensor."""
     y = torch.arange(float(sum(sizes)))[:, None] + torch.arange(4.0) / 8
     folder.mkdir()
     for number, part in enumerate(y.split(sizes)):

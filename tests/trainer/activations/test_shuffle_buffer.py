@@ -15,7 +15,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace
 
 
 class Counting(StreamSource):
-    """A stream whose row j is [j] with target [-j]; every second call returns no rows."""
+    """A stream whose row j is [j] with target [-j]. Every second call returns no rows."""
 
     d_in, d_out = 1, 1
 
@@ -31,7 +31,7 @@ class Counting(StreamSource):
         first = self._place["next"]
         if first >= self._n_rows:
             return None
-        # The state that was returned before is modified, so that the test fails if the caller has not copied it.
+        # Modify the previously returned state, so that the test fails if the caller did not copy it.
         self._place["is_empty"] = not self._place["is_empty"]
         last = min(first + self._chunk, self._n_rows) if self._place["is_empty"] else first
         self._place["next"] = last

@@ -28,7 +28,7 @@ def synthetic(**settings: Any) -> Synthetic:
 
 
 def coefficients(source: Synthetic, n_rows: int) -> torch.Tensor:
-    """Solve for the coefficient of each feature in each row; exact if there are fewer features than dimensions."""
+    """Return each row's coefficients of all features, which are exact if there are fewer features than dimensions."""
     rows = source.rows(np.arange(n_rows)).double()
     return torch.linalg.lstsq(source.features.double().T, rows.T).solution.T
 
@@ -83,7 +83,7 @@ def test_coefficients_are_uniform_around_one() -> None:
     values = values[values > 0.1]
     once = values[values < 1.5]
     assert values.min() >= 0.5 - 1e-6
-    # In one of a hundred cases, a row draws the same feature twice, and the two coefficients add up.
+    # About 1 % of the rows draw the same feature twice, and the two coefficients add up.
     assert len(once) > 0.98 * len(values)
     counts = torch.histc(once, bins=10, min=0.5, max=1.5)
     assert counts.min() > 0.9 * counts.mean()

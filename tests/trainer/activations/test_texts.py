@@ -1,4 +1,4 @@
-"""Tests that no text has both training rows and held-out rows, whether texts, blocks or rows are held out."""
+"""Tests for the three ways to hold out rows (by text, by block or individually), and for clustering rows by text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeJob = Callable[..., JobConfig]
 
 @st.composite
 def shards_of_texts(draw: st.DrawFn) -> list[np.ndarray]:
-    """Draw the text number of each row of several shards, with texts of any length in any order."""
+    """Draw a text number for each row of several shards. Text lengths vary, and rows may be shuffled."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=4, max_size=30))
     names = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=len(lengths), max_size=len(lengths), unique=True))
     rows = np.repeat(np.array(names), lengths)
@@ -64,7 +64,7 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
     assert grown.held_out.tolist() == before.held_out.tolist()
-    # Rows of later shards that have no recorded texts are all used for training.
+    # If later shards have no recorded texts, all their rows are used for training.
     unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
     without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
     assert without.left_out.tolist() == before.held_out.tolist()
@@ -130,12 +130,12 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
 
 
 def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts() -> None:
-    # The text numbers restart at 0 in each shard, or in each process that wrote several shards.
+    # Text numbers restart at 0 in each shard, or in each process if a process wrote several shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
-    # An extraction continues its text numbers across shards.
+    # An extraction numbers its texts continuously across shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # A text may continue in the next shard, two processes' shards may alternate, and numbers may be unordered.
+    # A text may continue in the next shard, the shards of two processes may alternate, and numbers may be unordered.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]

@@ -1,4 +1,4 @@
-"""Tests that files from torch.save are valid shards, unless loading would run code or the file has no rows."""
+"""Tests that files written by torch.save can be read as shards, unless they contain code or no rows."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [saved(rows(3, 4), _use_new_zipfile_serialization=False), pickle.dumps([1]), saved(rows(3, 4))[:-30]],
-    # Without ids, pytest would name the cases after their bytes, which differ between processes.
+    # Without explicit ids, pytest would name the cases after their bytes, which differ between processes.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
 def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -27,7 +27,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneOf(Group):
-    """One rank of a simulated group in which all ranks have the same tensor."""
+    """One rank of a simulated process group whose ranks all have the same tensor."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -104,7 +104,7 @@ def test_a_stream_with_known_texts_holds_out_full_texts_in_all_parts(size: int) 
     of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
     assert of_texts.isdisjoint(trained_on)
     # The held-out texts are not the first texts of the stream.
-    # Training skips fewer than four times as many texts as are held out.
+    # Fewer than four texts are skipped in training for each held-out text.
     assert max(of_texts) > 25
     assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
@@ -173,11 +173,11 @@ def test_a_bad_row_is_reported_only_for_the_steps_that_contain_it() -> None:
     data = stream_data(first_bad=130, bad_rows=2)
     for position in range(0, 200, 20):
         go(data, 20, position)
-    # Either of the two bad rows may be used for training first.
+    # Either of the two bad rows may come first in the shuffled order.
     assert str(data.bad_row(0, 200, 20)) in [
         f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)
     ]
-    # Without the held-out rows, the two bad rows are rows 85 and 86, in the shuffled block of rows 50 to 99.
+    # Not counting held-out rows, the two bad rows are rows 85 and 86. They are shuffled within rows 50 to 99.
     steps = {start for start in range(0, 200, 20) if data.bad_row(start, start + 20, 20)}
     assert steps
     assert steps <= {40, 60, 80}

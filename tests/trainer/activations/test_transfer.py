@@ -1,4 +1,4 @@
-"""Tests for transferring batches during training to a simulated GPU, which makes each copy as late as possible."""
+"""Tests for transferring batches to a simulated GPU that performs each copy as late as possible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class LateLane:
-    """A simulated GPU that makes a copy only when a thread waits for it, as if it were busy with other copies."""
+    """A simulated GPU that performs a copy only when a thread waits for it, as if busy with other copies."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
@@ -65,7 +65,7 @@ class Mark:
 
 
 def batches_of(source: IndexedSource, n: int, lane: LateLane | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return the first n batches of 64 rows, transferred through `lane` or, if it is None, read directly."""
+    """Return the first n batches of 64 rows, transferred through `lane`, or read directly if `lane` is None."""
     transfer = Overlapped(CPU, lane) if lane else None
     opened = Batches(IndexedData(source, 0, 0, Group()), Cut(64), start=0, device=CPU, transfer=transfer)
     with contextlib.closing(opened) as batches:
@@ -140,7 +140,7 @@ def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
     for number in range(5):
         rows = transfer.begin()(3, 2, torch.float32).fill_(number)
         sent.append(transfer.send((rows, rows)))
-        # So far, only the copies from the buffer that is needed next have been made.
+        # At this point, only the copies from the buffer that is needed next have been made.
         assert len(lane.waiting) == min(number + 1, 2)
     for number, one in enumerate(sent):
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3

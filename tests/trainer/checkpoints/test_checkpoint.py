@@ -60,7 +60,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(make_job: Callable[..., JobConfi
 
     one, other = learner(0), learner(1)
     folder = Checkpoints(tmp_path / "c").save(dict(one.state.tensors()), Position(3, 900))
-    expected = torch.rand(1)  # the next random number after the save
+    expected = torch.rand(1)  # the first random number drawn after the save
     tensors, position = load(folder)
     assert torch.equal(torch.rand(1), expected)
     assert position == Position(3, 900)
@@ -164,7 +164,7 @@ def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_is_damage(
 ) -> None:
     (saved / name).unlink()
     put(saved / name)
-    # The file is read in another process, since reading a pipe or a device might never end.
+    # Read the file in another process, since reading a pipe or a device might block forever.
     looks = "from trainer.contract.runs.checkpoint_manifest import damage; print(damage(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {looks}"
     done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
@@ -208,7 +208,7 @@ def test_the_newest_checkpoint_has_the_highest_step_and_not_the_last_name(tmp_pa
     assert {folder.name for folder in (tmp_path / "c").iterdir()} == {"step-99999999", "step-100000000", "step-notes"}
 
 
-# The following tests use real processes and real failures.
+# Tests with real processes and real failures.
 
 
 def test_a_save_killed_at_any_moment_leaves_complete_checkpoints(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> No
     require_previous_checkpoint_only(lines, "File too large")
 
 
-# The following tests check when a run saves.
+# Tests of when a run saves a checkpoint.
 
 
 class Clock(RunProgress):
@@ -346,7 +346,7 @@ def test_checkpoints_are_saved_by_minutes_since_the_last_of_any_kind(
         job = make_job(train={"keep_checkpoints": 99, "checkpoint_every_minutes": 2.5} | train)
         return saved_steps(make_trainer, job, tmp_path / folder, Clock(monkeypatch, seconds=30))
 
-    # A save is requested in the step after the one in which the interval of 2.5 minutes ends.
+    # A save is requested in the step after the 2.5-minute interval has elapsed.
     assert steps("a") == [6, 12, 18, 20]
     assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
 
@@ -378,14 +378,14 @@ def test_the_best_checkpoint_of_a_run_outlives_newer_ones(
     assert saved_steps(make_trainer, job, tmp_path / "c") == [8, 16, 20]
 
 
-# The following test kills a rank.
+# A test that kills a rank.
 
 
 def test_a_run_killed_in_a_step_and_in_a_save_ends_with_the_same_weights(
     make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, tmp_path: Path
 ) -> None:
-    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter.
-    # The run of 30 × 200 tokens reaches a third epoch.
+    # `dead_after_tokens` is small so that AuxK is active and the dead-latent counters affect the result.
+    # 30 steps of 200 tokens reach the third epoch.
     job = make_job(
         train={"batch_size": 200, "n_steps": 30, "checkpoint_every": 10},
         sae={"dead_after_tokens": 400, "d_sae": 256},
@@ -419,5 +419,5 @@ def test_held_out_fvus_of_different_rows_are_not_compared(tmp_path: Path) -> Non
     for step, (fvu, held_out) in enumerate([(0.1, "of other rows"), (0.3, "rows"), (0.2, "rows"), (0.4, "rows")]):
         checkpoints.save({}, Position(step, step), fvu, held_out=held_out)
     assert [folder.name[-1] for folder in best_first(newest_first(tmp_path / "c"))] == ["2", "1", "3"]
-    # The checkpoint with the lowest FVU is not kept, since its FVU was measured on other rows.
+    # The checkpoint with the lowest FVU is not kept, since its FVU was measured on different rows.
     assert [folder.name[-1] for folder in newest_first(tmp_path / "c")] == ["3", "2", "1"]

@@ -1,4 +1,4 @@
-"""Tests that a finished run writes correct report cards at little cost, and that errors in them never fail the run."""
+"""Tests that a finished run writes correct report cards cheaply, and that no error while writing one fails the run."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def test_measured_rows_are_a_small_share_and_come_from_all_parts(
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # All held-out rows come from the same texts, so the report card and the training report the same standard error.
+    # The run records the card's standard error, since the measured rows come from the same texts as all held-out rows.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 
 
 def tell_tokens(activations: Path) -> None:
-    """Add a token id, a position and a document to each row; each document has 50 tokens."""
+    """Add a token id, a position and a document number to each row. Each document has 50 tokens."""
     names = [f" w{number}" for number in range(40)]
     (activations / "tokens.json").write_text(json.dumps(names))
     for file in activations.glob("*.safetensors"):
@@ -132,7 +132,7 @@ def test_contexts_are_found_if_the_data_has_tokens(
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
     features = Features(tmp_path / "sae" / "features.safetensors")
-    # A report card uses 1,024 rows, with activations scaled as in training.
+    # The examples of a report card come from 1,024 rows, scaled as in training.
     assert features.n_rows == 1024
     ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
     with learner.evaluating():

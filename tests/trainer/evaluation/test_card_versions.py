@@ -1,4 +1,4 @@
-"""Tests that an evaluation updates a report card, but keeps the parts that it does not measure and earlier versions."""
+"""Tests that an evaluation updates a report card, but keeps earlier versions and the parts that it does not measure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return the folder of a finished run on data with tokens, with an earlier checkpoint and an evaluation on rows."""
+    """Return the folder of a finished run on data with tokens. It has two checkpoints, and was evaluated on rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Update the report card like an evaluation that measures only the given parts."""
+    """Update the report card as an evaluation that measures only the given parts would."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}

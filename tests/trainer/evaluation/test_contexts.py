@@ -65,7 +65,7 @@ def sparse(x: Tensor) -> Acts:
 
 
 def text(lengths: list[int], seed: int, first_document: int = 0) -> TokenRows:
-    """Return the rows of concatenated documents with the given lengths."""
+    """Return the rows of concatenated documents of the given lengths."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
@@ -86,7 +86,7 @@ def features(found: list[TokenRows], folder: Path, acts_of=dense, outliers: Outl
 
 
 def naive_contexts(found: list[TokenRows], latent: int) -> list[tuple[float, str]]:
-    """Return the largest activation of each document with the surrounding words, in descending order."""
+    """Return each document's largest activation and the words around it, in descending order of activation."""
     best: dict[int, tuple[float, str]] = {}
     for one in found:
         acts, origin = dense(one.x).dense()[:, latent], one.origin
@@ -245,7 +245,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     model = make_model(tmp_path / "model", "gpt2")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in SPREAD_TEXTS))
-    # All rows are kept, because a dropped row could hold part of a character.
+    # No row is dropped as an outlier, because a dropped row could contain part of a character.
     every_row = {"skip_first": 0, "max_norm": 0.0}
     job = extraction_job(
         model, corpus, tmp_path / "rows", n_tokens=200, hooks=["resid_post.1"], context=64, **every_row
@@ -261,7 +261,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     told = {latent: ["".join(one.text for one in context.tokens) for context in read.feature(latent).contexts]
             for latent in read.order()}  # fmt: skip
     assert sum(map(len, told.values())) > 10
-    # A character that is cut off at the end of the model's context is shown as �.
+    # A character that is cut off at the end of the model's context is displayed as �.
     assert all(any(text.strip("�") in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
     for words in ("天气", "🎉", "ïve", "the cat sat", "很好，"):
         assert sorted(read.search(words)) == sorted(

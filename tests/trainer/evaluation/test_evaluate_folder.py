@@ -1,4 +1,4 @@
-"""Tests for report cards of SAEs in folders, measured on the held-out rows of their run or else on the given rows."""
+"""Tests for report cards of SAE folders, measured on the run's held-out rows or, if there is no run, on given rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_sae_next_to_its_run_is_measured_on_held_out_rows_of_the_run(
     assert one["figures"] == both[0]["figures"]
     assert one["data"]["is_held_out"]
     assert one["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu@k=2")[-1], rel=1e-3)
-    # The same rows remain held out after rows are added to the data.
+    # The same rows stay held out after rows are added to the data.
     save_file({"activations": torch.randn(1000, 16)}, activations / "c.safetensors")
     (later,) = cards(capsys, str(output / "k=2"))
     assert later["figures"] == one["figures"]
@@ -94,7 +94,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     fvu = float((output.x_hat - y).square().sum() / (y - y.mean(0)).square().sum())
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-4)
     assert card["figures"]["l0"] == pytest.approx(float((output.acts.dense() > 0).sum()) / 300)
-    # The input and output of the transcoder have the same width, but a row is never its own target.
+    # Inputs and targets have the same width, but the inputs are never used as targets.
     (theirs / "card.json").unlink()
     for arguments, reason in (
         ([str(theirs), "--data", inputs], "--targets: is missing: "),

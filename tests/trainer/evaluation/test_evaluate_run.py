@@ -1,4 +1,4 @@
-"""Tests that the evaluation of a real run matches the training's held-out metrics and is stored with the weights."""
+"""Tests that evaluating a real run reproduces its held-out metrics, and stores the results with the weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: object) -> Path:
-    """Train in this process, and write the files of a run's folder."""
+    """Train in this process, and write the files of a run folder."""
     assert make_trainer(job, kept, checkpoints=folder / "checkpoints", output=folder / "sae").run()
     (folder / "job.toml").write_text(dump_job(job))
     return folder
@@ -55,7 +55,7 @@ def test_a_card_matches_the_held_out_fvu_and_is_written_next_to_the_weights(
 
 
 def tell_texts(activations: Path, n_rows: int = 25) -> None:
-    """Store a text number with each row of both shards; each text has `n_rows` rows."""
+    """Store a text number with each row of both shards. Each text has `n_rows` rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -78,7 +78,7 @@ def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # All rows of zeros are equal, so 2 of the 150 held-out rows have copies.
+    # All rows of zeros are identical, so 2 of the 150 held-out rows have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
@@ -86,7 +86,7 @@ def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
     assert len(sums.errors) == 6
     assert (run / "sae" / SUMS).stat().st_mode & 0o777 == 0o600
     assert read_sums(run / "sae", 2 * card["figures"]["fvu"]) is None
-    # The sums of another SAE are comparable only if both SAEs were measured on the same rows.
+    # The sums of two SAEs can be compared only if both SAEs were measured on the same rows.
     for number, (seed, split_seed) in enumerate([(1, 0), (0, 1)]):
         job = make_job(train={"seed": seed}, data={"split_seed": split_seed})
         other = finished_run(job, make_trainer, tmp_path / f"other{number}", kept)
@@ -224,8 +224,8 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     assert not exported["W_dec"][:, 3].any()
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
-    # The expected FVU is computed from the exported tensors, with the top k latents of raw rows in float64.
-    # Errors are weighted by the training's dimension scales.
+    # Compute the expected FVU in float64 from the exported tensors, selecting the top k latents of each raw row.
+    # Errors are weighted by the dimension scales used in training.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])
@@ -310,7 +310,7 @@ def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(
     assert may_tell_tokens(job.hooks.values())
     told = evaluate(folder, best=False, device="cpu")
     assert len(told) == 2
-    # The text is read once for all SAEs of a hook, and the temporary rows are deleted.
+    # The text is read once for all SAEs of a hook, and its temporary rows are deleted afterwards.
     assert len(read) == 1
     assert not read[0].exists()
     for one in told:

@@ -1,4 +1,4 @@
-"""Tests for reading the job of a run to evaluate: remote code needs consent, and other users' files are not trusted."""
+"""Tests for reading an evaluated run's job: remote code requires consent, and other users' files are not trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that an SAE read back from its files computes the same results as the SAE that was exported."""
+"""Tests that an SAE loaded from its files computes the same results as the SAE that was exported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_sae_from_files_reconstructs_like_the_trained_one(
     with torch.no_grad(), learner.evaluating():
         own = learner.forward(x * learner.sae.x_scale, x * learner.sae.y_scale)
     acts, x_hat = read.reconstruct(x)
-    # A latent whose pre-activation is near the threshold may be active in only one of the two SAEs.
+    # If a pre-activation is close to the threshold, its latent may be active in only one of the two SAEs.
     assert float(((own.x_hat / learner.sae.y_scale - x_hat).norm(dim=1) < 1e-3).float().mean()) > 0.99
     assert float((acts.values > 0).sum()) == pytest.approx(float((own.acts.dense() > 0).sum()), rel=1e-3)
 

@@ -45,7 +45,7 @@ def w_dec() -> Tensor:
 @pytest.fixture(scope="module")
 def acts(rows: Tensor) -> Tensor:
     wanted = torch.rand(N, F, generator=torch.Generator().manual_seed(3))
-    # Latent 0 never fires, latent 1 always fires, latent 2 fires on a fifteenth of the rows, and latent 3 fires once.
+    # Latent 0 never fires, latent 1 always fires, latent 2 fires on every 15th row on average, and latent 3 fires once.
     share = torch.full((F,), 0.3)
     share[:3] = torch.tensor([0.0, 1.1, 1 / 15])
     fires = wanted < share
@@ -141,7 +141,7 @@ def test_the_clustered_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
     jackknife = math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
     by_text = [by_label(text, torch.from_numpy(one)) for one in (error, spread)]
     assert ratio_error(*by_text) == pytest.approx(jackknife, rel=0.02)
-    # If the rows were treated as independent, the standard error would be less than half as large.
+    # Treating rows as independent would give less than half this standard error.
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
@@ -158,7 +158,7 @@ def test_the_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
 
 
 def test_the_share_of_rare_latents_needs_enough_rows() -> None:
-    """Check that too few rows give None, since a single activation would exceed the threshold for rare latents."""
+    """Check that the share is None if there are too few rows to estimate such low densities."""
     fires = torch.zeros(LEAST_ROWS_FOR_RARE, 4)
     fires[:9, 0] = 1
     fires[:, 1] = 1

@@ -1,4 +1,4 @@
-"""Tests that labelled texts are read from the files of an installed package without importing it."""
+"""Tests that labelled texts are read from an installed package's files without importing the package."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainer.contract.errors import UserError
 from trainer.evaluation import probe_sets
 from trainer.evaluation.probe_sets import DEFAULTS, PACKAGE, PER_CLASS, read_sets
 
-# `make model` stores files here that only tests need.
+# `make model` downloads test-only files to this folder.
 FETCHED = Path(sys.prefix) / "model"
 
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder whose packages take precedence over the installed packages."""
+    """Return a folder whose packages take precedence over installed ones."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""Tests for k-sparse probing with latents known to separate two classes, compared with scikit-learn."""
+"""Tests for k-sparse probing: latents that are known to separate two classes, and a comparison with scikit-learn."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def load(folder: Path, *, whole: bool = False) -> LanguageModel:
 
 
 def alone(folder: Path, text: str) -> torch.Tensor:
-    """Return the second block's output for the last token of a text that is read alone, [d]."""
+    """Return the second block's output [d] for the last token of a text in an unbatched forward pass."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     ids = tokenizer(text)["input_ids"]

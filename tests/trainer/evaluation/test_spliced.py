@@ -36,7 +36,7 @@ from trainer.training.loop import Trainer
 HOOK = "resid_post.1"
 D_SAE = 7
 W_DEC = torch.randn(D_SAE, D_IN, generator=torch.Generator().manual_seed(1))
-# For each family, the path of the final norm, whether the norm subtracts the mean, and the number added to its weight.
+# Maps each family to its final norm's path, whether this norm subtracts the mean, and the number added to its weight.
 NORMS = {
     "gpt2": ("transformer.ln_f", True, 0.0),
     "llama": ("model.norm", False, 0.0),
@@ -66,7 +66,7 @@ def halved(x: Tensor, _: Tensor) -> tuple[DenseActs, Tensor]:
 
 
 class Spied:
-    """The unmodified model with a hook that can change the output of block 1."""
+    """The unmodified model, with a hook that can change the output of block 1."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -105,7 +105,7 @@ def test_losses_match_a_loop_over_single_documents(gpt2: Path, job: ExtractJob) 
         of_each = {
             name: spied.logits(ids, keep_first(change)).log_softmax(-1)[0].numpy() for name, change in changes.items()
         }
-        # The first token of each document is not patched, and the means exclude it.
+        # The first token of each document is neither patched nor included in the means.
         for at in range(1, ids.shape[1]):
             for name, changed in of_each.items():
                 kl[name].append(np.sum(np.exp(clean[at]) * (clean[at] - changed[at])))
@@ -132,7 +132,7 @@ def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) 
     lengths = [len(spied.tokenizer(one).input_ids) for one in sentences(80)]
     by_text = {name: np.zeros((len(lengths), 2)) for name in changes}
     text = n_read = 0
-    # A text that does not fit into a context continues in the next context.
+    # A text that does not fit into one context continues in the next.
     for ids in (torch.tensor([piece]) for pieces in contexts_of(spied, length=64) for piece in pieces):
         logits = {name: spied.logits(ids, change).log_softmax(-1)[0, 1:] for name, change in changes.items()}
         for name, own in logits.items():
@@ -150,8 +150,8 @@ def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) 
     spliced = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
     assert spliced.n_texts == len(lengths)
     assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
-    # Zeroing the hook barely changes the loss of an untrained model, so resampled CE scores are useless.
-    # The expected error is computed from its definition instead.
+    # Zero-ablating the hook barely changes an untrained model's loss, so bootstrapped CE scores would be meaningless.
+    # Compute the expected error from its definition instead.
     clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
     left = (zeros - sae) - spliced.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
@@ -189,12 +189,12 @@ def test_the_output_of_a_transcoder_replaces_another_hook(gpt2: Path, job: Extra
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
-    """Return the pieces of all documents after the text is split every `length` tokens."""
+    """Return the document pieces of all contexts of `length` tokens."""
     return [piece for context in contexts_of(spied, length) for piece in context]
 
 
 def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
-    """Return the document pieces of each context, with the concatenated documents split every `length` tokens."""
+    """Split the concatenated documents every `length` tokens, and return each resulting context's document pieces."""
     stream = [(number, one) for number, text in enumerate(sentences(80)) for one in spied.tokenizer(text)["input_ids"]]
     contexts = [stream[first : first + length] for first in range(0, len(stream), length)]
     return [
@@ -204,7 +204,7 @@ def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
 
 
 class LensModel:
-    """The interface of a TransformerLens model that SAELens' evaluation uses."""
+    """The part of TransformerLens's model interface that SAELens's evaluation uses."""
 
     def __init__(self, spied: Spied) -> None:
         self._spied = spied
@@ -228,7 +228,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
     sae = new_sae(TopK, D_IN, 64, k=8)
     export_sae(sae, tmp_path / "sae", {"hook_name": "blocks.1.hook_resid_post"})
     theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
-    # Each context holds one document of fixed length, and a special token marks the end of each document.
+    # Each context contains one document of fixed length, and a special token ends each document.
     spied = Spied(gpt2)
     texts = [" ".join(text.split()[:3]) for text in sentences(60)]
     ids = [spied.tokenizer(text)["input_ids"] for text in texts]
@@ -388,7 +388,7 @@ def test_the_card_of_a_run_on_extracted_rows_has_the_loss_of_the_model(
     feature = features.feature(features.order()[0])
     assert len(feature.promoted) == len(feature.suppressed) == N_MOVED
     assert feature.promoted[0].logit >= feature.promoted[-1].logit > feature.suppressed[-1].logit
-    # Promoted tokens have a text, even if they occur in no context.
+    # Promoted tokens are stored as text, even if they occur in no context.
     assert not any(one.text.startswith("[") for one in feature.promoted)
 
 
@@ -413,7 +413,7 @@ def job_of(folder: Path, hook: str = "resid_post.1") -> ExtractJob:
 
 
 def in_a_loop(model: Any, family: str) -> list[list[float]]:
-    """Return the logits of each decoder direction, computed one by one from the definition in float64."""
+    """Return the logits of each decoder direction, computed one at a time from the definition in float64."""
     path, takes_mean, added = NORMS[family]
     scale = (model.get_submodule(path).weight.double() + added).tolist()
     w_u = model.lm_head.weight.double().tolist()

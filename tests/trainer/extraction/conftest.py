@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path) -> Callable[..., ExtractJob]:
-    """Return a function that creates a small extraction job for a model family, with the output folder `name`."""
+    """Return a function that creates a small extraction job for a model family. The output folder is called `name`."""
 
     def make_job(family: str = "gpt2", name: str = "activations", text: Path = corpus, **settings: Any) -> ExtractJob:
         return extraction_job(tiny(family), text, tmp_path / name, **settings)

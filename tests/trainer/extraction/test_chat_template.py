@@ -1,4 +1,4 @@
-"""Tests that a faulty chat template is refused in one sentence, before it takes much time or memory."""
+"""Tests that a faulty chat template is rejected with a one-sentence error before it uses much time or memory."""
 
 from __future__ import annotations
 

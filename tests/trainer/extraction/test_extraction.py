@@ -1,4 +1,4 @@
-"""Tests that a job writes the same bytes despite interruptions, and that each row is stored or counted as dropped."""
+"""Tests that an interrupted extraction writes the same bytes, and that each row is stored or counted as dropped."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def meta(job: ExtractJob, hook: str) -> dict[str, Any]:
 
 
 def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
-    """Return an event and a callback; the callback sets the event after `n` batches to stop an extraction."""
+    """Return an event that stops an extraction, and a callback that sets the event after `n` batches."""
     stop, seen = threading.Event(), []
 
     def advance(rows: int) -> None:
@@ -69,7 +69,7 @@ def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
 
 @pytest.fixture(scope="module")
 def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, ExtractionResult]:
-    """Return an extraction of 300 rows from three Llama hooks, with a last shard that is partly filled."""
+    """Return an extraction of 300 rows from three Llama hooks. The last shard is only partly filled."""
     hooks = ["resid_post.1", "mlp_out.0", "layers.1.mlp"]
     job = extraction_job(tiny("llama"), corpus, tmp_path_factory.mktemp("example"), hooks=hooks)
     return job, run(job)
@@ -155,7 +155,7 @@ def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
     assert torch.equal(one.sort()[0], another.sort()[0])
 
 
-# With these shard sizes, a shard holds several batches, or a batch fills several shards.
+# With these sizes, either a shard contains several batches or a batch fills several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:
@@ -188,7 +188,7 @@ def test_an_extraction_killed_just_before_its_end_gives_the_same_files(make: Mak
 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
-    """Return the number of tokens in all contexts of a text, and the number of document pieces."""
+    """Return the total number of tokens in the contexts of a text, and the number of document pieces."""
     contexts = list(
         pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
     )
@@ -323,7 +323,7 @@ def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) 
     job = make()
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
-    # The stored state names the dtype that a GPU would have used.
+    # Pretend that the rows were extracted on a GPU, which would have used another dtype.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     was = r"^extract.output: the shards in .* contain bfloat16, but this device computes in float32; continue"
     with pytest.raises(UsageError, match=was):
@@ -373,7 +373,7 @@ def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.1])
 def test_reading_ahead_gives_the_same_bytes(make: Make, max_norm: float) -> None:
-    """Simulate a GPU: the extraction waits for the rows of a batch only after it has read the next batch."""
+    """Simulate a GPU, where the extraction waits for a batch's rows only after it has read the next batch."""
     whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
     run(whole)
     stop, advance = stop_after(4)
@@ -396,7 +396,7 @@ def fill_disk() -> Iterator[Callable[[int], None]]:
 def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
     whole, job = make(name="whole", n_tokens=900), make(n_tokens=900)
     run(whole)
-    # The file that cannot be written may be a shard or the state of the extraction.
+    # The file that cannot be written may be a shard or the extraction's state.
     with pytest.raises(UserError, match=r"^[^\n]* could not be written: [^\n]* and try again$"):
         run(job, advance=lambda _: fill_disk(stored_state(job).n_stored))
     fill_disk(0)

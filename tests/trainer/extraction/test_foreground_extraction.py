@@ -1,4 +1,4 @@
-"""Tests for `sae-train extract`: its output, its exit codes, and bit-identical files despite any interruption."""
+"""Tests for `sae-train extract`: its output, its exit codes, and bit-identical files after any interruption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Restore the signal handlers that a command has replaced."""
+    """Restore the signal handlers that a command replaces."""
     numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -39,7 +39,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def job_file(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write an extraction's job file into the working folder."""
+    """Write an extraction job file to the working folder."""
     monkeypatch.chdir(tmp_path)
     table = {
         "kind": "extract",
@@ -86,12 +86,12 @@ def test_each_hook_is_listed_with_its_transformer_lens_and_module_names(job_file
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(f"resid_post.1: {tmp_path}/activations/resid_post.1")
     assert lines[at + 1] == "  also called blocks.1.hook_resid_post and h.1"
-    # A hook given as a module path has no other names.
+    # A hook that is specified by its module path has no other names.
     assert lines[at + 2 : at + 4] == [f"h.0.mlp: {tmp_path}/activations/h.0.mlp", lines[-2]]
 
 
 class Gate(BaseHTTPRequestHandler):
-    """A server like the Hugging Face hub, on which all models are gated."""
+    """A fake Hugging Face hub on which every model is gated."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)

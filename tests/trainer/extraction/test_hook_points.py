@@ -32,8 +32,8 @@ IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
 BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
-# The module path of each site, by family.
-# `mlp_in` is the input of its module.
+# Maps each model family to the module paths of its sites.
+# `mlp_in` is the input of its module, and all other sites are outputs.
 # For Gemma, `mlp_out` and `attn_out` are the outputs of the norms that follow the MLP and the attention.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
@@ -58,7 +58,7 @@ MODULES["gemma3"] = MODULES["llama"] | {
 
 
 def reference(folder: Path, family: str) -> dict[str, Tensor]:
-    """Return the rows of each hook, read with the unmodified model from the transformers library."""
+    """Return the rows of each hook, computed with the unmodified model from the transformers library."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     rows: dict[str, Tensor] = {}
     for layer in range(N_BLOCKS):
@@ -82,7 +82,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return a function that returns the rows of a family's hooks, read by `LanguageModel` and by the reference."""
+    """Return a function that returns a family's rows at its hooks, read by `LanguageModel` and by the reference."""
 
     @functools.cache
     def read(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -133,7 +133,7 @@ def test_only_the_requested_rows_are_returned(tiny, both) -> None:
 
 
 class Mixed(nn.Module):
-    """A model with two blocks of four experts each, like early mixture-of-experts models."""
+    """A model with two blocks of four experts each, structured like early mixture-of-experts models."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests that documents in one context do not affect each other, and that invalid models are refused in one sentence."""
+"""Tests that documents packed into one context do not affect each other, and that invalid models are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows_of(model: LanguageModel, batch: ContextBatch) -> Tensor:
 
 
 def alone(folder: Path, ids: np.ndarray) -> Tensor:
-    """Return the output of the unmodified model's last block for a document that is read alone."""
+    """Return the output of the unmodified model's last block for a document in its own forward pass."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     outputs: list[Tensor] = []
@@ -52,7 +52,7 @@ def alone(folder: Path, ids: np.ndarray) -> Tensor:
 
 
 def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBatch]) -> list[int]:
-    """Check that each document piece has the same rows as if it was read alone; return the lengths of the pieces."""
+    """Check that each document piece has the same rows as in its own forward pass, and return the piece lengths."""
     lengths = []
     for batch in made:
         for ids, numbers, rows in zip(batch.ids, batch.documents, rows_of(model, batch), strict=True):
@@ -67,7 +67,7 @@ def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBat
 def test_a_packed_document_is_read_as_if_alone(tiny: Callable[[str], Path], family: str) -> None:
     model = load(tiny(family))
     assert model.packs
-    # The last context is shorter than the others, so it forms a separate batch.
+    # The last context is shorter than the others, so it is in a separate batch.
     made = list(batches(pack(model.tokenizer.tokens(sentences(6)), 32), 2, fills=False))
     assert made[-1].ids.shape < (1, 32) < made[0].ids.shape == (2, 32)
     lengths = require_like_alone(tiny(family), model, made)
@@ -317,7 +317,7 @@ def test_special_tokens_around_a_text_are_in_each_packed_piece(tiny) -> None:
 
 @pytest.fixture
 def load_whole(tiny: Callable[[str], Path]) -> Load:
-    """Return a function that loads the tiny model of a family with a hook in its first and in its last block."""
+    """Return a function that loads the tiny model of a family, with hooks in its first and last blocks."""
     hooks = ["mlp_in.0", f"resid_post.{N_BLOCKS - 1}"]
     return lambda family: LanguageModel(extraction_job(tiny(family), Path("text"), Path("rows"), hooks=hooks), CPU)
 

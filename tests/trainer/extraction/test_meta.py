@@ -1,4 +1,4 @@
-"""Tests that the hashes in metadata identify a model or tokenizer independently of its folder."""
+"""Tests that the hashes in metadata identify a model or tokenizer regardless of its folder."""
 
 from __future__ import annotations
 

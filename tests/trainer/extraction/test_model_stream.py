@@ -1,4 +1,4 @@
-"""Tests that `data.source = "model"` trains on the rows that an extraction would store, without storing them."""
+"""Tests that `data.source = "model"` trains on the rows that an extraction would store, but does not store them."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
             assert len(pairs) == len(expected) > 5
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
-    # After the first batch, the rest of the text is read twice, and each reading is divided among the ranks.
+    # After the first batch, the remaining text is read twice, each time divided among the ranks.
     # Before that, each rank reads at most two more batches.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
@@ -248,7 +248,7 @@ def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkey
     stream.begin(0, 1, CPU)
     stream.next_rows()
     assert is_ahead.wait(60)
-    # Restoring a position stops the reading threads, so the counts no longer change.
+    # Restoring a position stops the reading threads, so the counts stop changing.
     stream.restore({"batch": 0})
     assert sorted(n_read.values()) == [AHEAD, 1 + AHEAD]
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
@@ -343,7 +343,7 @@ def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    # The rest of the message depends on the machine's count of out-of-memory kills, which other tests also change.
+    # The message continues differently if the machine's count of OOM kills rises, which other tests also cause.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]
@@ -362,7 +362,7 @@ def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
         job, problems = parse_job(table | {"data": table["data"] | {"model_gpus": model_gpus}})
         assert job, problems
         run_dir = tmp_path / f"{model_gpus}"
-        # CPU processes take the place of GPUs, as in tests with simulated GPUs.
+        # CPU processes stand in for GPUs.
         spec = RankSpec(run_dir, run_dir / "sae", attempt=1, world_size=2, device="cpu", model_gpus=model_gpus)
         with new_run(job, run_dir) as lock:
             assert Foreground(job, spec, lock).run() == EXIT_FINISHED
@@ -416,7 +416,7 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # The sample covers the entire text, so the text is not read a second time for the sample.
+    # The sample covers the entire text, so the text is not read again for the sample.
     assert n_read == n_all > 200 * 64
 
 
@@ -497,7 +497,7 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_shows_it(
     assert job, problems
     work = Workload(job.replace("launch", nodes=nodes), 4, job.data_shape(), CPU_PROCESS)
     speeds = assumed_speeds(CPU_PROCESS, "fp32")
-    # Each of the four ranks reads either a quarter of the tokens of a step or all of them.
+    # Each of the four ranks reads either a quarter of a step's tokens or all of them.
     flops = job.data.settings.flops_per_token() * work.tokens_per_step / n_parts
     assert text_parts(work) == n_parts
     assert source_s(work, speeds) == pytest.approx(flops / speeds.flops_per_s)

@@ -1,4 +1,4 @@
-"""Tests that packing documents loses no token, fills each context, and starts each piece like a new text."""
+"""Tests that packing loses no tokens, fills each context, and starts each document piece like a new text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import PADDING, ContextBatch, Tokenizer, Tokens, batches, pack, separate
 
-# The special tokens that the tokenizer puts before and after a text; no other token has these ids.
+# The special tokens that the tokenizer adds before and after a text. No other token has these ids.
 BEFORE, AFTER = 900, 901
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
-    """Draw documents with special tokens around each, and a context length with space for at least one more token."""
+    """Draw documents with surrounding special tokens, and a context length with space for at least one more token."""
     around = draw(st.sampled_from([([], []), ([BEFORE], []), ([BEFORE], [AFTER]), ([BEFORE] * 2, [AFTER])]))
     documents = draw(st.lists(st.lists(st.integers(0, 800), max_size=40), max_size=8))
     length = draw(st.integers(len(around[0]) + len(around[1]) + 1, 24))
@@ -27,7 +27,7 @@ def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
 
 
 def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]]]:
-    """Return the document number, ids and positions of each piece (the part of a document in one context)."""
+    """Return the document number, token ids and positions of each piece (the part of a document in one context)."""
     laid = []
     for ids, positions, documents in contexts:
         rows = zip(documents[0].tolist(), ids[0].tolist(), positions[0].tolist(), strict=True)

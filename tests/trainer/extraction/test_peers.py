@@ -1,4 +1,4 @@
-"""Tests that several ranks together extract the same rows as one rank, and the same number, despite interruptions."""
+"""Tests that several ranks extract exactly the same rows as one rank, despite interruptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.extraction.state import STATE, stored_state
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
-# The text has fewer tokens, so an extraction of this many tokens reads the entire text.
+# More tokens than the text has, so that an extraction reads the entire text.
 ALL = 10**6
 
 
@@ -38,7 +38,7 @@ def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
 
 
 def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
-    """Return the rows of a hook by document, position and token; the pieces of a split document may share a key."""
+    """Return a dict that maps each (document, position, token) to its rows. Pieces of one document may share a key."""
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for file in sorted(job.folder(hook).glob("*.safetensors")):
         shard = load_file(file)

@@ -1,4 +1,4 @@
-"""Tests for reading ahead: items keep their order, only a limited number is read in advance, and the thread ends."""
+"""Tests for reading ahead: items keep their order, only a limited number is read in advance, and the thread exits."""
 
 from __future__ import annotations
 

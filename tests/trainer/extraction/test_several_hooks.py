@@ -1,4 +1,4 @@
-"""Tests that training at several hooks gives the same SAEs as training at each hook alone, and reads the text once."""
+"""Tests that training at several hooks gives the same SAEs as one run per hook, but reads the text only once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]
-# One hook name in this project's notation and one in TransformerLens's.
+# One hook name is in this project's notation, and one is in TransformerLens's.
 HOOKS = ["resid_post.0", "blocks.1.hook_resid_post"]
 LABELS = ["hook=L0", "hook=L1"]
 TRANSCODERS = ["mlp.0", "mlp.1"]
@@ -95,7 +95,7 @@ def hook_name(folder: Path) -> str:
 
 @pytest.fixture
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the contexts that models read, and return a function that returns the count and resets it."""
+    """Count the contexts that models read. Return a function that returns the count and resets it."""
     n_read = [0]
     read = LanguageModel.rows
 
@@ -113,7 +113,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture
 def stored(make: Make, long_text: Path) -> Path:
-    """Store the rows of both hooks and of four MLP inputs and outputs, and return the output folder."""
+    """Extract rows from both hooks and from the inputs and outputs of two MLPs, and return the output folder."""
     ends = [f"mlp_{end}.{layer}" for layer in (0, 1) for end in ("in", "out")]
     job = make(n_tokens=3000, text=long_text, hooks=[*HOOKS, *ends], shard_rows=1000)
     run(job)
@@ -302,7 +302,7 @@ def test_an_outlier_at_one_hook_is_kept_at_the_other(
     of_first, of_second = (torch.cat(seen[hook]) for hook in (0, 1))
     assert of_first.shape == of_second.shape == (20 * 64, 16)
     assert of_first.norm(dim=1).max() < 100
-    # Unless the row of the first hook was replaced, the two hooks' rows belong to the same token.
+    # Both hooks' rows belong to the same token, except where the first hook's row was replaced.
     indices = {tuple(row): place for place, row in enumerate(second.tolist())}
     tokens = torch.tensor([indices[tuple(row)] for row in of_second.tolist()])
     own = torch.tensor([token % 40 != 0 for token in tokens.tolist()])

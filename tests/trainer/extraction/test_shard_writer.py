@@ -1,4 +1,4 @@
-"""Tests for writing shards: all hooks are shuffled in the same order, files are atomic, and statistics are exact."""
+"""Tests that shards of all hooks are shuffled in the same order and written atomically, with exact statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.extraction.shard_writer import DimensionSums, RowOrigin, ShardBuffe
 
 
 def rows(first: int, n: int) -> tuple[list[Tensor], RowOrigin]:
-    """Return rows of two hooks, with 3 and 2 dimensions; each row contains its row number."""
+    """Return rows of two hooks, with 3 and 2 dimensions. Each row contains its row number."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
     return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], RowOrigin(ids, ids + 1000, ids // 10)
@@ -119,7 +119,7 @@ def test_row_bytes_equal_the_size_of_a_row_on_disk(blocks: ShardBuffer, tmp_path
 
 @pytest.fixture
 def small_files() -> Iterator[int]:
-    """Limit the size of files, to simulate a full disk; yield the limit in bytes."""
+    """Limit the size of files to simulate a full disk, and yield the limit in bytes."""
     limit = 4096
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

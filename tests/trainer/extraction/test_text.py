@@ -1,4 +1,4 @@
-"""Tests for reading documents from local files, and for the one-sentence error for each file that cannot be read."""
+"""Tests for reading documents from local files, and for the one-sentence errors about files that cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the bytes of a text's tokens join to the original text, even if a character spans several tokens."""
+"""Tests that the bytes of a text's tokens join into the original text, even if a character spans several tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainer.extraction.token_bytes import TOKENS, read_tokens, token_bytes, wri
 
 TEXTS = ["今天天气很好，我们去公园。”", "👩‍💻 is 🎉", "naïve café Ångström", "the cat sat", "  two\n\tspaces", ""]
 BYTE_LEVEL = make_tokenizer("gpt2")
-# Any text that can be encoded as UTF-8.
+# Any string that can be encoded as UTF-8.
 ANY = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def with_byte_fallback() -> Any:
-    """Return a tokenizer like SentencePiece's, with a few words and one token for each byte of other text."""
+    """Return a tokenizer like SentencePiece's, with a few words and byte tokens for all other text."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thecasomégà天"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
@@ -94,7 +94,7 @@ def test_stored_tokens_are_read_back_unchanged(tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("stored")
     write_tokens(folder, tokens)
     assert read_tokens(folder) == tokens
-    # A token that is valid text is stored as text, as in earlier versions.
+    # A token that is valid UTF-8 is stored as a string, as in earlier versions.
     assert [one for one in json.loads((folder / TOKENS).read_text()) if isinstance(one, str)] == [
         token.decode() for token in tokens if token.decode("utf-8", "ignore").encode() == token
     ]

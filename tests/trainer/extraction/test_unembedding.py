@@ -1,4 +1,4 @@
-"""Tests that a final norm is recognised by its effect on rows and not by the names of its parameters."""
+"""Tests that a final norm is recognised by its effect on rows rather than by its parameter names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.extraction.unembedding import Unembedding, folded
 
 
 class Shifted(nn.Module):
-    """A norm like Gemma's, which multiplies by its weight plus 1."""
+    """A norm that multiplies by its weight plus 1, like Gemma's."""
 
     def __init__(self, d: int) -> None:
         super().__init__()

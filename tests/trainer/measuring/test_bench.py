@@ -1,4 +1,4 @@
-"""Tests for what `bench` measures and prints, but not for the measured speeds."""
+"""Tests what `bench` measures and prints, but not the measured speeds."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_each_rank_takes_the_same_steps_as_a_real_one(job_file: Path, capsys: py
 
 
 def event(name: str, start_us: int, end_us: int, thread: int = 1) -> FunctionEvent:
-    """Create a profiler event, which is a phase mark or an operation."""
+    """Create a profiler event for a phase mark or an operation."""
     is_mark = name.startswith("sae:")
     return FunctionEvent(0, name, thread, start_us, end_us, is_user_annotation=is_mark, device_type=DeviceType.CPU)
 
 
 def kernel(number: int, started_us: int, took_us: int, thread: int = 1) -> list[FunctionEvent]:
-    """Create the profiler events of a kernel: the launch call, and the kernel that runs later on the GPU."""
+    """Create a kernel's two profiler events: the launch call, and the kernel's later execution on the GPU."""
     call = FunctionEvent(number, "cuLaunchKernelEx", thread, started_us, started_us + 5, device_type=DeviceType.CPU)
     begins = 10_000 + 1000 * number
     return [call, FunctionEvent(number, "_sum_bags", 0, begins, begins + took_us, device_type=DeviceType.CUDA)]
@@ -84,8 +84,8 @@ def test_on_a_gpu_phases_have_the_kernels_that_any_thread_launched_in_them() -> 
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
     ]
-    # The GPU trace also contains each phase mark, from the first kernel of the phase to the last.
-    # Operations and kernels have separate ids.
+    # The GPU trace also contains each phase mark, which spans the phase's first to last kernel.
+    # The ids of operations and kernels are independent.
     of_gpu = FunctionEvent(2, phases.FORWARD, 0, 11_000, 99_000, is_user_annotation=True, device_type=DeviceType.CUDA)
     operation = FunctionEvent(3, "aten::mm", 1, 1650, 1660, device_type=DeviceType.CPU)
     found = phases_ms([*MARKS, *kernels, of_gpu, operation])
@@ -107,8 +107,8 @@ def test_the_floor_is_the_matmul_time_or_the_memory_traffic_of_all_saes(make_job
     steps.take(1)
     figures = floor(steps, CPU, job)
     parameters = 2 * 16 * 64 + 64 + 16
-    # The weights and both moments are each read and written.
-    # The gradients and pre-activations are each written and read.
+    # The weights and both moments are each read once and written once.
+    # The gradients and pre-activations are each written once and read once.
     per_sae = 2 * 4 * 4 * parameters + 3 * 2 * 4 * 128 * 64
     assert figures["traffic_bytes"] == 2 * per_sae
     assert figures["traffic_ms"] == pytest.approx(1000 * figures["traffic_bytes"] / figures["bandwidth_bytes_per_s"])
@@ -173,7 +173,7 @@ def test_ranks_on_gpus_agree_on_kernels_before_the_measurement(
 
     kernels, gpu = triton_kernels.SPARSE_PRODUCTS, torch.device("cuda", 0)
     spec = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=1, device="cuda")
-    # The test replaces all functions that need a GPU.
+    # The test replaces all functions that require a GPU.
     monkeypatch.setattr(bench_rank, "rank_device", lambda *_: gpu)
     monkeypatch.setattr(bench_rank, "end_with_parent", lambda: None)
     monkeypatch.setattr(bench_rank, "arrange", lambda *_: (make_job(), None, Times()))

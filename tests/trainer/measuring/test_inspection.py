@@ -1,4 +1,4 @@
-"""Tests for `inspect` on stored activations, compared with NumPy in float64 and on data with a single fault each."""
+"""Tests for `inspect` on stored activations: a comparison with NumPy in float64, and data sets with one fault each."""
 
 from __future__ import annotations
 

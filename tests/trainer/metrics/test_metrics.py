@@ -26,7 +26,7 @@ D_SAE = 10
 
 
 def as_sparse(dense: Tensor) -> SparseActs:
-    """Return activations with an entry for every value, including inactive ones."""
+    """Return sparse activations with an entry for every value, including inactive ones."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
     indices = SparseIndices(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
@@ -49,7 +49,7 @@ def observation(
 
 
 def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
-    """Return an interval with a single metric, named "it", that has observed the given batches."""
+    """Return an interval that has observed the given batches with a single metric, named "it"."""
     entry = MetricEntry(f"{metric.__module__}:{metric.__name__}", "", Series("it"))
     interval = Interval(entries={"it": entry})
     for one in seen:
@@ -67,7 +67,7 @@ def measured(metric: type[Metric], *seen: Observation) -> float:
 
 
 def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return targets of very different norms, and reconstructions with a constant and a random error."""
+    """Return targets of very different norms, and reconstructions with both a constant and a random error."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(n, 5, generator=generator) * torch.linspace(1, 9, n)[:, None] + 3
     return y, y + torch.randn(n, 5, generator=generator) + torch.arange(5)
@@ -137,7 +137,7 @@ def test_l0_l1_and_dense_latents_match_a_loop(kind: str) -> None:
 
 
 def test_whether_a_latent_is_dense_depends_on_the_tokens_of_all_ranks() -> None:
-    # The latent is dense among the tokens of the first rank, but not among the tokens of both ranks.
+    # The latent is dense on the first rank's tokens, but not on the tokens of both ranks.
     ranks = []
     for n_tokens, n_active in ((100, 30), (900, 30)):
         dense = torch.zeros(n_tokens, D_SAE)
@@ -196,7 +196,7 @@ def test_sums_restart_after_every_log_and_are_exact_over_a_long_interval() -> No
             interval.observe(observed, terms_of(observed))
         sums.append(interval.sums(Latents(D_SAE)))
     for name, once in sums[0].items():
-        # The dead fraction is the value at the end of the interval, not a sum.
+        # The dead fraction is not a sum, but the value at the end of the interval.
         assert torch.equal(sums[1][name], once if name == "dead_fraction" else 1000 * once), name
 
 
@@ -211,7 +211,7 @@ def test_counts_and_sums_of_a_pass_are_reused() -> None:
 
 
 def with_a_nan(n: int = 50) -> Observation:
-    """Return a batch with far larger values, and with a NaN in one row of its targets and activations."""
+    """Return a batch with much larger values, and a NaN in one row of its targets and activations."""
     y, x_hat = random_batch(n, seed=1)
     y[7, 2] = torch.nan
     acts = three_active(n)
@@ -246,7 +246,7 @@ def test_an_interval_of_only_nan_batches_has_nan_values() -> None:
 
 
 class Waiting(Parallel):
-    """A single rank that reports `waited` seconds of waiting for other ranks."""
+    """A single rank that claims to have waited `waited` seconds for other ranks."""
 
     waited = 0.0
 
@@ -337,8 +337,8 @@ def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> N
 
 def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Each value is the share of an interval of 4 s that was spent waiting for data.
-    # A wait is reported if it exceeds 10 % for 10 s, and ends when the share is below 5 %.
+    # Each value is the share of a 4-second interval that was spent waiting for data.
+    # A wait is reported once the share exceeds 10 % for 10 s, and its end once the share is below 5 %.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]
     assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

@@ -20,7 +20,7 @@ def made(state: str, **settings: float) -> tuple[Adam, list[nn.Parameter]]:
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Return gradients of rare and frequent latents; in each step, a fifth of the latents have a zero gradient."""
+    """Return gradients of rare and frequent latents. In each step, a fifth of the latents have a zero gradient."""
     generator = torch.Generator().manual_seed(step)
     sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
     active = sizes * (torch.rand(300, generator=generator) < 0.8)
@@ -38,7 +38,7 @@ def trained(state: str, n_steps: int, **settings: float) -> tuple[Adam, list[nn.
 
 
 def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
-    """Return the weights after `n_steps` of the Adam paper's Algorithm 1, in float64."""
+    """Return the weights after `n_steps` steps of the Adam paper's Algorithm 1, in float64."""
     weights = [parameter.detach().double().numpy() for parameter in made("fp32")[1]]
     m, v = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(n_steps):
@@ -59,7 +59,7 @@ def test_the_weights_match_the_algorithm_of_the_paper(beta1: float) -> None:
 
 def test_a_step_in_tiles_equals_the_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, "bf16", CODECS["fp32"])
-    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # with this tile size, every matrix has several tiles
+    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # small enough for every matrix to have several tiles
     for one, other in zip(trained("bf16", 20)[1], trained("fp32", 20)[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -107,7 +107,7 @@ def test_moments_take_the_configured_number_of_bytes(state: str, n_bytes: int) -
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> None:
-    # In each step, the moment decays by a thousandth: less than half the distance between two stored numbers.
+    # Each step reduces the moment by a thousandth, which is less than half the spacing of representable values.
     optimizer, parameters = trained(state, 20)
     before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Tests that a new optimizer takes one file and one line, including its checks, estimates and checkpoints."""
+"""Tests that adding an optimizer, with its checks, estimates and checkpoints, takes just one file and one line."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def target(step: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(weight: Tensor, step: int) -> Tensor:
-    """Return a gradient that is 0 for some of the latents."""
+    """Return a gradient that is 0 for some latents."""
     difference = weight - target(step, tuple(weight.shape)).to(weight)
     difference[..., step % weight.shape[-1]] = 0
     return difference
@@ -63,7 +63,7 @@ def test_the_size_of_a_gradient_does_not_matter() -> None:
 
 
 def test_the_average_has_less_noise_than_the_stepped_weights() -> None:
-    # The minimum is at 0, but the stepped weights stay about one step length away from it.
+    # The minimum is at 0, but the raw weights keep moving around it at a distance of about one step.
     weight = nn.Parameter(torch.full((500,), 0.3))
     optimizer = Signum([weight], 0.05, momentum=0.95)
     for step in range(400):

@@ -1,4 +1,4 @@
-"""Compares the kernels of an update with float64 and with the passes that they replace.
+"""Compares the kernels of an optimizer update with float64, and with the tensor passes that they replace.
 
 `test_triton_update.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -30,7 +30,7 @@ from trainer.training.following import Following
 from trainer.training.learner import Learner, RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# The variants of an update: architectures, settings, and dtypes of the moments.
+# Variants of an update: architectures, settings, and dtypes of the moments.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "topk"}, "fp32"),
     ({"architecture": "topk"}, "bf16"),
@@ -58,7 +58,7 @@ def rows(n: int, d: int, seed: int) -> Tensor:
 def test_measured_norms_and_dot_products_match_float64(width: int, size: float) -> None:
     grad, weight = rows(5, width, 1), nn.functional.normalize(rows(5, width, 2))
     grad[2] = 0
-    # Make a gradient that is almost parallel to the row of its weight.
+    # Create a gradient that is almost parallel to its weight row.
     grad[3] = weight[3] + size * grad[3]
     squares, dots = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
     triton_update.measure(grad, weight, squares, dots)
@@ -93,7 +93,7 @@ def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
 
 
 class Twin(Group):
-    """A group of two replicas, in which the other replica always has the same values and updates no weights."""
+    """A group of two replicas. The other replica always has the same values, and updates no weights."""
 
     size = 2
 
@@ -104,7 +104,7 @@ class Twin(Group):
 def learners(
     sae: dict[str, Any], d_out: int | None = None, data: Group | None = None, **train: Any
 ) -> tuple[Learner, Learner]:
-    """Return two learners of the same SAE: one updated by kernels, the other by passes over entire matrices."""
+    """Return two learners of the same SAE: one is updated by kernels, the other by passes over entire matrices."""
     settings = {"batch_size": 16, "precision": "fp32", "lr": 1e-2, "grad_clip": 0.05} | train
     job = job_of({"d_sae": 6, "k": 3} | sae, settings, {"mode": "ddp"} if data else None)
     by_rows, by_passes = (Learner(job, 72, d_out, Parallel(DEVICE, data=data, world=data)) for _ in range(2))
@@ -118,7 +118,7 @@ def learners(
 
 
 def step(one: Learner, number: int, bad: float | None = None) -> None:
-    """Take a step; if `bad` is given, it replaces one value of the gradient."""
+    """Take a step. If `bad` is given, it replaces one value of the gradient."""
     one.begin_step(number)
     x = rows(16, 72, number)
     one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
@@ -134,12 +134,12 @@ def state(one: Learner) -> dict[str, Tensor]:
 def assert_alike(one: Learner, other: Learner) -> None:
     found, expected = state(one), state(other)
     assert found.keys() == expected.keys()
-    # The change of a step of 1e-2 if a moment is rounded to the neighbouring code.
+    # How much a step of 1e-2 changes if a moment is rounded to an adjacent code.
     off = 3e-7 if found["optimizer.exp_avg.W_enc"].dtype == torch.float32 else 2e-4
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
         if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
-            # A number that lies halfway between two codes may be rounded to either.
+            # A value halfway between two codes may be rounded to either.
             codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
             different = (codes.int() - others.int()).abs()
             assert int(different.max()) <= 1, name
@@ -196,7 +196,7 @@ def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
 
 
 class Measuring:
-    """A wrapper of the kernels that records the rows of each measured gradient, or None for all rows."""
+    """A wrapper of the kernels that records the measured rows of each gradient, or None if all rows are measured."""
 
     def __init__(self) -> None:
         self.asked: list[list[int] | None] = []
@@ -212,7 +212,7 @@ class Measuring:
 
 @pytest.fixture
 def measuring() -> Iterator[Measuring]:
-    """Use kernels for sums of gradients too, and record the rows that are measured again."""
+    """Use kernels to sum gradients as well, and record which rows are measured again."""
     kernels = Measuring()
     with use_kernels({OPTIMIZER_STEPS: kernels, SPARSE_PRODUCTS: triton_sparse}):
         yield kernels
@@ -301,7 +301,7 @@ def copies(one: Learner) -> dict[Tensor, NarrowCopy]:
 
 @pytest.mark.parametrize(
     ("sae", "moments", "dtype"),
-    # The interpreter is slow and therefore tests only about half of the combinations of variant and dtype.
+    # The interpreter is slow, so only about half of the combinations of variant and dtype are tested with it.
     [(*way, dtype) for n, way in enumerate(WAYS) for m, dtype in enumerate(NARROW) if ALL or n == 0 or (n + m) % 2],
     ids=str,
 )
@@ -331,7 +331,7 @@ def test_a_step_is_the_same_with_16_bit_copies_of_the_last_step_or_new_ones() ->
 def test_a_step_is_the_same_if_replicas_exchange_copies_or_fp32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Pretend that the kernels of sparse products work.
+    # Pretend that the sparse-product kernels work.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
     monkeypatch.setattr(Learner, "_may_exchange_narrow", lambda *_: True)
     one, _ = learners({"architecture": "topk"}, data=Twin(), precision="bf16")
@@ -386,8 +386,8 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # A latent's step is bit-identical whatever the other latents are.
-    # Therefore it depends neither on the shards nor on the order of programs.
+    # A latent's step is bit-identical, whatever other latents there are.
+    # Therefore, it depends neither on the sharding nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)
@@ -442,7 +442,7 @@ def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: f
     exact = vector.detach().double()
     m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
     for number in range(7):
-        # Like the gradients of rare and frequent latents, these gradients differ by orders of magnitude.
+        # These gradients differ by orders of magnitude, like the gradients of rare and frequent latents.
         vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
         grad, is_bad = vector.grad.double() / 3, number in (0, 4)
         optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)

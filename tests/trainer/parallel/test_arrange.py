@@ -1,4 +1,4 @@
-"""Tests that ranks choose a mode that fits into the memory that they are allowed to use."""
+"""Tests that ranks choose a mode that fits into the memory they may use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path)
     assert plan
     assert plan.mode != "ddp"
     assert plan.needs_bytes <= (ddp + tensor) // 2
-    # The reason contains the allowed memory and not the free memory.
+    # The reason states the allowed memory, not the free memory.
     least = gibibytes((ddp + tensor) // 2)
     assert plan.reason == f"{plan.mode} on 2: no other mode fits into the {least} that each rank may use"
 

@@ -1,4 +1,4 @@
-"""Tests for measuring speed on ranks with very little memory. The ranks are real processes with a memory limit."""
+"""Tests for measuring speeds on ranks with very little memory. The ranks are real processes with a memory limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel.threads import on_all
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that trains on `world_size` ranks; the last rank has only `mib` MiB of free memory.
+    """Return a function that trains on `world_size` ranks. The last rank has only `mib` MiB of free memory.
 
     The function returns the stored measurements and the plan.
     """
@@ -43,18 +43,18 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# The memory limits allow a copy of the entire test data, of a quarter of it, or of none.
+# The memory limits leave space for all of the test data, for a quarter of it, or for none.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(
     world_size: int, mib: int, is_kept: bool, run: Callable[..., Any]
 ) -> None:
     box, plan = run(world_size, mib)
-    # A speed is not stored for this machine if it is assumed or was measured with less data.
+    # Speeds that are assumed or were measured with less data are not stored for this machine.
     assert (CPU in box.devices) == is_kept
     assert plan.ranks == world_size
     if not is_kept:
-        # An assumed speed is no reason to give ranks different shares.
+        # Assumed speeds do not justify uneven shares.
         assert len(set(plan.token_shares)) == len(set(plan.latent_shares)) == 1
 
 
@@ -84,7 +84,7 @@ def test_smaller_measurements_are_tried_until_memory_suffices() -> None:
 
     def work(parts: int) -> str:
         tried.append(parts)
-        # No address space holds 2^60 bytes.
+        # 2^60 bytes are more than any address space.
         torch.empty(2**60 if parts < 4 else 1)
         return "measured"
 

@@ -1,7 +1,7 @@
 """Tests that all ranks make the same `torch.distributed` calls in the same order.
 
-The ranks are real processes. The ranks' groups pack and shard tensors, and start several transfers together. The code
-path of a GPU runs over gloo.
+The ranks are real processes. Their process groups pack and shard tensors, and start several transfers at once. The GPU
+code path runs over gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.parallel import group
 
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor", "hybrid")
-# Two ranks cannot form a hybrid. On the CPU path, the calls within a group do not depend on the number of ranks.
+# Two ranks are too few for hybrid mode. On the CPU path, a group's calls do not depend on the number of ranks.
 USUAL = [
     Case(size, path, {"architecture": kind}, {"mode": mode})
     for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
@@ -31,7 +31,7 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # The latents do not divide evenly over the replicas, or the tokens over the ranks that share latents.
+    # In the first case, latents do not divide evenly over replicas. In the second, neither do a rank's tokens.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]

@@ -1,4 +1,4 @@
-"""Tests that all ranks make the same exchanges in the same order, on the code paths of a CPU and of a GPU.
+"""Tests that all ranks make the same exchanges in the same order, on both the CPU and the GPU code path.
 
 The GPU path runs on CPU tensors that pretend to be on a GPU.
 """
@@ -23,7 +23,7 @@ from trainer.saes.kernels import dead_latents
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
-# On the GPU path, exchanges do not depend on values. The CPU path is tested with fewer ranks.
+# The CPU path is tested with fewer ranks than the GPU path, where exchanges do not depend on values.
 SIZES = {"cpu": (2, 4), "gpu": (2, 4, 8)}
 
 
@@ -55,7 +55,7 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # In other architectures, some pre-activation is so close to the bound that rounding decides.
+        # In the other architectures, one pre-activation is so close to the bound that rounding decides if it is active.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 

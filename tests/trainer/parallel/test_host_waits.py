@@ -1,4 +1,4 @@
-"""Tests that with several GPUs, the host waits for its GPU only in steps that log.
+"""Tests that with several GPUs, the host waits for its GPU only in steps that write metrics.
 
 Other steps read no values from the GPU. Their exchanges therefore cannot depend on values that might differ between
 ranks.
@@ -19,9 +19,9 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
-# Each value contains the number of ranks with different tokens, and the number of ranks that share the latents.
+# Maps each grid to the number of ranks with different tokens and the number of ranks that share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
-# The parallel and training settings of each case.
+# Maps each case to its parallel and training settings.
 SETTINGS: dict[str, Settings] = {
     "usual": ({}, {"precision": "bf16"}),
     "unusual": ({"zero": False, "gradients": "bf16"}, {"precision": "fp16", "accumulate": 2}),
@@ -31,7 +31,7 @@ CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "u
 
 def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
     ranks, mode = one_of_ranks(*GRIDS[grid])
-    # k is so small compared with a rank's latents that every architecture uses sparse products.
+    # k is small enough, compared with a rank's latents, for every architecture to use sparse products.
     sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
     return recorded_step(job_of(sae, {"batch_size": 32} | train, mode | parallel), 16, dead=True, parallel=ranks)
 

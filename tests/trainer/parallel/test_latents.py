@@ -73,7 +73,7 @@ def test_after_loading_all_ranks_know_that_one_has_a_dead_latent(make_job) -> No
         learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
-    # A rank that has dead latents exchanges AuxK candidates, and would wait forever for a rank without this exchange.
+    # A rank with dead latents exchanges AuxK candidates, and would wait forever for a rank that skips this exchange.
     assert on_all(2, may_have_dead) == [True, True]
 
 
@@ -83,7 +83,7 @@ def test_after_a_log_interval_all_ranks_agree_whether_any_latent_is_dead(make_jo
     def may_have_dead(group: Threads) -> list[bool]:
         learner, answers = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group)), []
         for since_fired_of_first in (0, 600):
-            # The host's upper bound has grown over many steps, although every latent has fired in the meantime.
+            # The host's upper bound has grown over many steps, although every latent has fired since.
             learner.sae.note_since_fired(torch.tensor([10**6]))
             learner.sae.n_tokens_since_fired[0] = since_fired_of_first * (group.index == 0)
             learner.accumulate(x, x)

@@ -32,7 +32,7 @@ NAMES = (
     "heldout_fvu",
     "heldout_l0",
 )
-# Each value contains the number of ranks, the mode's settings, and the number of ranks with different tokens.
+# Maps each mode to the number of ranks, its settings, and the number of ranks with different tokens.
 MODES = {
     "dp-2": (2, {"mode": "dp"}, 2),
     "ddp-2-not-dealt": (2, {"mode": "ddp", "zero": False}, 2),
@@ -46,9 +46,9 @@ MODES = {
     "tensor-3": (3, {"mode": "tensor"}, 1),
     "hybrid-4": (4, {"mode": "hybrid"}, 2),
 }
-# Latents become dead after few tokens, so that AuxK and the counters are active.
+# Latents are dead after relatively few tokens, so that AuxK is active and the counters matter.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
-# With this choice of held-out rows, some latents die early enough to be resampled.
+# With these held-out rows, some latents die early enough to be resampled.
 ROWS = {"hold_out": "rows"}
 
 
@@ -58,13 +58,13 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that a run exported. A TopK transcoder is exported in the format of sparsify."""
+    """Return the weights that a run has exported. TopK transcoders are exported in sparsify's format."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
 
 def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
-    """Require that all metrics have the same curves and that the final weights are the same."""
+    """Check that all metrics have the same curves, and that the final weights are the same."""
     at = f"@{label}" if label else ""
     for name in NAMES:
         assert curve(run_dir, name + at) == pytest.approx(kept.curve(name + at), rel=1e-3, abs=1e-5), name + at
@@ -86,7 +86,7 @@ def test_all_modes_learn_the_same_as_one_process_with_every_architecture(
     assert set(ranks.wait()) == {EXIT_FINISHED}
     for label in alone.learners:
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
-    # If AuxK is active, the ranks have also exchanged candidates among dead latents.
+    # AuxK is active, so the ranks have also exchanged candidates among dead latents.
     assert max(kept.curve("auxk@architecture=topk")) > 0
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
     make_trainer(make_job(data=data, sae=sae, train=train)).run()
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    # Each run resumes in the next mode: one process, a grid of four ranks, three ranks, and two replicas.
+    # Each run resumes in the next mode: one process, four ranks in hybrid mode, three ranks, and two replicas.
     start = tmp_path / "checkpoints" / "step-00000010"
     for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
         own = train | {"batch_size": batch_size}
@@ -227,7 +227,7 @@ def test_a_checkpoint_resumes_in_another_mode_with_the_same_result(
 
 
 def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-3) -> None:
-    """Require that states are the same; `atol` lets an 8-bit moment be rounded to the neighbouring code."""
+    """Check that states are the same. `atol` allows an 8-bit moment to be rounded to an adjacent code."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         slack = atol if "optimizer" in name else 1e-3

@@ -97,10 +97,10 @@ def test_fixed_shares_do_not_change() -> None:
 def test_rebalancing_badly_shared_work_does_not_change_what_is_learnt(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
-    # With the configured shares, rank 0 is slower than rank 1.
+    # The configured shares make rank 0 slower than rank 1.
     train = {"batch_size": 1024, "global_batch_size": 1024, "n_steps": 32, "log_every": 4, "checkpoint_every": 10}
     # With seed 0, two latents have bit-identical pre-activations in the first step.
-    # The selected latent takes a complete Adam step, which visibly changes one of the few held-out rows.
+    # Whichever latent is selected takes a full Adam step, which noticeably changes one of the few held-out rows.
     train["seed"] = 1
     sae = {"d_sae": 2048, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()

@@ -1,4 +1,4 @@
-"""Tests that ranks agree not to use a kernel that fails on one of them."""
+"""Tests that no rank uses a kernel that fails on any of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_one_rank_per_host_compiles_first_and_no_rank_uses_a_failed_kernel(
     tried: list[int] = []
     withheld: list[set[str]] = []
 
-    # In this test, the ranks are threads.
+    # The ranks are threads in this test.
     of_thread = threading.local()
 
     def try_all(device: torch.device, dtype: torch.dtype, _: object) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tests for exchanges between real processes, through shared memory or as between different machines."""
+"""Tests for exchanges between real processes, either through shared memory or over sockets as between machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks, and return the tensors that each rank has saved (none if the rank was killed)."""
+    """Run `size` ranks, and return the tensors that each rank saved (none if it was killed)."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -50,7 +50,7 @@ def test_exchanges_give_the_same_correct_values_on_all_ranks(size: int, apart: b
 
 
 def check_sums(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that sums are bit-identical on all ranks, and that gathered values equal the values of each rank."""
+    """Check that sums are bit-identical on all ranks, and that gathered values equal each rank's own values."""
     size = len(ranks)
     names = ["matrix", "tiny", "none", "half", "double", "odd", "even", "uneven", "pair's matrix", "pair's vector"]
     for name in names:
@@ -68,14 +68,14 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
         for index, rank in enumerate(ranks):
             assert float(rank[name]) == (sum(members) if index in members else index)
-    # The data does not fit into a connection's buffer, and only the first rank collects it.
+    # The data exceeds a connection's buffer, and only the first rank collects it.
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
     assert "collected" not in ranks[1]
 
 
 def check_parts(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that each rank gets its rows of a sum, in fp32 even for 16-bit inputs."""
+    """Check that each rank gets its own rows of a sum, in fp32 even if the inputs have 16 bits."""
     for name in ("even", "uneven", "half"):
         parts = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0).tensor_split(len(ranks))
         for rank, part in zip(ranks, parts, strict=True):
@@ -84,14 +84,14 @@ def check_parts(ranks: list[dict[str, Tensor]]) -> None:
 
 
 def check_owned(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that owners get their rows from all ranks, and that each rank gets back the results for its own rows."""
+    """Check that owners get their rows from all ranks, and that each rank gets back the results for its own rows."""
     for name in ("alike", "unlike"):
         of_all = torch.stack([rank[f"own {name}"] for rank in ranks])
         parts = of_all.tensor_split(len(ranks), dim=1)
         for rank, part in zip(ranks, parts, strict=True):
             assert torch.equal(rank[f"owned {name}"], part)
             assert torch.equal(rank[name], rank[f"own {name}"])
-    # In this case, there are fewer rows than ranks.
+    # There are fewer rows than ranks in this case.
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 
@@ -106,7 +106,7 @@ def test_ranks_can_wait_for_large_file_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()
-    # The first rank polls for less than these 0.1 s before it sleeps.
+    # The data arrives after 0.1 s, when the first rank no longer polls but sleeps.
     late = threading.Timer(0.1, far.send, [b"."])
     try:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
@@ -119,7 +119,7 @@ def test_ranks_can_wait_for_large_file_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# This program opens more connections than the listen queue can hold.
+# This program opens more connections than fit into the listen backlog.
 KNOCKS = """
 import os, socket, sys
 os.setuid(65534)

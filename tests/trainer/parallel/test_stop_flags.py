@@ -1,4 +1,4 @@
-"""Tests for how ranks agree to stop or to save, with simulated GPUs that run queued work only on request."""
+"""Tests for how ranks agree to stop or to save. The GPUs are simulated, and run queued work only on demand."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ zeros = torch.zeros
 
 
 class Gpu(threading.local):
-    """A simulated GPU for each thread, with its queued work and the number of times that the host had to wait."""
+    """A simulated GPU for each thread, which stores its queued work and counts how often the host had to wait."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
         self.waits = 0
 
     def catch_up(self) -> None:
-        """Run all work in the queue."""
+        """Run all queued work."""
         while self.queue:
             self.queue.popleft()()
 
 
 class Event:
-    """An event in the queue of a GPU. An event that was never recorded is treated as complete."""
+    """An event in a GPU's queue. An event that was never recorded counts as complete."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._n_ahead = gpu, 0
@@ -104,6 +104,6 @@ def test_a_gpu_that_lags_behind_gives_the_same_answers_in_the_same_steps(gpu: Gp
         answers.append(prompt.read(torch.tensor(total)))
     assert not gpu.waits
     assert [late.read(torch.tensor(total)) for total in totals] == answers == [NOTHING, NOTHING, SAVE, STOP]
-    # The host waited for the GPU three times, but never for the step that it had just queued.
+    # The host waited for the GPU three times, but never for the step it had just queued.
     assert gpu.waits == 3
     assert len(gpu.queue) == 2

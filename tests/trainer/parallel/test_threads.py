@@ -16,7 +16,7 @@ from trainer.runtime.device_queue import CompletedWork
 def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
     def work(group: Threads) -> list[torch.Tensor]:
         tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
-        # This tensor is not contiguous, like a weight in which each latent is contiguous.
+        # This tensor is non-contiguous, like a weight matrix that stores each latent contiguously.
         tensors.append(torch.full((6, 5), float(group.index + 1)).T)
         group.sum_(*tensors)
         return tensors
@@ -67,7 +67,7 @@ def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> N
         group.sum_parts_([tensor])
         part = tensor.tensor_split(3)[group.index]
         torch.testing.assert_close(part, owns.sum(dim=0).tensor_split(3)[group.index])
-        # The thread changes its part of the tensor, as an optimizer changes its part of the weights.
+        # The thread modifies its part of the tensor, as an optimizer updates its part of the weights.
         part += 1
         group.spread_parts_([tensor])
         return tensor

@@ -9,7 +9,7 @@ from trainer.parallel.waiting import CudaWaiting
 
 
 class Event:
-    """A simulated GPU event, which is complete if its number is at most `done`; events are one second apart."""
+    """A simulated GPU event that is complete if its number is at most `done`. Events are one second apart."""
 
     done, recorded = 0, 0
 

@@ -57,7 +57,7 @@ def test_the_environment_of_a_run_is_written_for_its_owner_only(tmp_path: Path) 
     assert hardware["memory_bytes"] > 2**28
     assert hardware.keys() == {"host", "cpu", "cores", "memory_bytes", "gpus", "driver"}
     assert len(hardware["gpus"]) == torch.cuda.device_count()
-    # The recorded command is the command of this process's parent.
+    # The recorded command is that of this process's parent.
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[0]
     assert environment["command"][0] == parent
     assert environment["started"][:2] == "20"

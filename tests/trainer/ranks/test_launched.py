@@ -1,4 +1,4 @@
-"""Tests for the parent process of a rank, with real processes: it records how the rank ended and forwards signals."""
+"""Tests, with real processes, that a rank's parent process records how the rank ended, and forwards signals to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.runs.remote_rank_status import RankMark, read_mark
 
-# Like a rank, the child blocks the stop signals, and then waits for one.
+# Like a rank, the child blocks the stop signals, and then waits for one of them.
 CHILD = """
 import os, signal, sys
 from pathlib import Path

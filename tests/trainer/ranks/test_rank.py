@@ -72,8 +72,8 @@ def test_two_ranks_learn_the_same_as_one_from_the_same_global_batches(
     kept,
     tmp_path: Path,
 ) -> None:
-    # Latents become dead after few tokens, so that AuxK and the counters over all ranks are active.
-    # The 40 steps of 256 tokens are more than three epochs.
+    # Latents are dead after relatively few tokens, so that AuxK is active and the counters over all ranks matter.
+    # 40 steps of 256 tokens are more than three epochs.
     sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
     alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)
     alone.run()
@@ -263,7 +263,7 @@ def test_a_waiting_rank_ends_with_its_supervisor_not_with_the_supervisors_thread
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # The rank has already received the signal that the kernel sends when the thread that started the rank dies.
+        # Wait until the rank has received the signal that the kernel sent when the thread that started the rank exited.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -296,7 +296,8 @@ def test_a_rank_in_a_hanging_exchange_ends_with_its_supervisor_and_rank_0(
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # The rank has already received the signal that the kernel sends when its supervisor dies, and waits for rank 0.
+        # Wait until the rank has received the signal that the kernel sent when its supervisor died.
+        # The rank still waits for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()
@@ -346,7 +347,7 @@ def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
     ("n_ranks", "rank", "name", "refusal"),
     [
         (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a MIG slice, and NCCL cannot connect slices"),
-        # A process sees only one MIG slice through CUDA, even if several slices are available.
+        # CUDA shows a process only one MIG slice, even if several slices are visible.
         (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a MIG slice, and NCCL cannot connect slices"),
         (1, 0, "NVIDIA H200 MIG 3g.71gb", "begun"),
         (2, 0, "NVIDIA H200", "begun"),

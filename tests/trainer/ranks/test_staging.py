@@ -1,4 +1,4 @@
-"""Tests that ranks restart with transfers through host memory if direct transfers fail (with gloo instead of NCCL)."""
+"""Tests, with gloo instead of NCCL, that ranks restart with transfers through host memory if direct transfers fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N_RANKS = 2
 
 
 def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], list[dict[str, Any]]]:
-    """Run all ranks until they end, and return their pids and reports."""
+    """Run all ranks until they exit, and return their pids and reports."""
     environment = {name: value for name, value in os.environ.items() if name != "NCCL_P2P_DISABLE"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", "support.staged_rank", str(folder), str(N_RANKS), fault]
@@ -55,7 +55,7 @@ def test_ranks_that_also_hang_through_host_memory_fail_in_one_sentence(tmp_path:
 
 
 class Lying(Threads):
-    """A group in which one exchange returns wrong values on one rank."""
+    """A process group in which one exchange returns wrong values on one rank."""
 
     lies = ""
 

@@ -31,7 +31,7 @@ MakeJob = Callable[..., JobConfig]
 def on_two_hosts(
     job_file: Path, out: Path, *overrides: str, module: str = "trainer", shares_store: bool = True, **variables: str
 ) -> list[str]:
-    """Run both torchrun agents until they end, and return their outputs.
+    """Run both torchrun agents until they exit, and return their outputs.
 
     With `shares_store`, the first agent hosts the store through which the ranks find each other. Otherwise rank 0 hosts
     the store.
@@ -103,7 +103,7 @@ def test_two_hosts_train_like_one_and_the_same_command_resumes_the_run(
     assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
     with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
         assert [point.value for point in reader.points("loss")] == pytest.approx(kept.curve("loss"), rel=1e-3)
-    # A stop request for an earlier attempt does not stop the next attempt.
+    # A stop request for an earlier attempt does not stop the next one.
     RunPaths(out).stop_file(1).touch()
     again, _ = on_two_hosts(job_file, out, "train.n_steps=30")
     assert "resumed from" in again
@@ -152,7 +152,7 @@ def test_variables_that_pytorch_reads_once_are_set_before_it_is_loaded(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loaded(Exception):
-        """Raised in place of importing torch."""
+        """Raised when torch would be imported."""
 
     def load() -> None:
         raise Loaded

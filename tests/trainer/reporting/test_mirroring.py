@@ -21,7 +21,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 class Toy(Mirror):
-    """A mirror that stores the data that it receives, and that can be made to fail or hang."""
+    """A mirror that stores the data it receives, and can be made to fail or hang."""
 
     opened: list[Toy] = []
     fails_in, hangs = "", threading.Event()
@@ -64,7 +64,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type[Toy]:
 
 @contextlib.contextmanager
 def reporting(job: JobConfig, folder: Path) -> Iterator[Any]:
-    """Yield a progress object that reports to the store and to the mirrors of a job."""
+    """Yield a progress object that reports to the store and the mirrors of a job."""
     stored = StoredProgress(folder / "metrics.db", 100, threading.Event(), None)
     progress = with_mirrors(stored, job, folder, 0)
     yield progress

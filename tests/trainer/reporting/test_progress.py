@@ -60,7 +60,7 @@ def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit each wait for a lock to 50 ms, and retry every 50 ms."""
+    """Wait for a lock for at most 50 ms, and retry every 50 ms."""
     monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
     monkeypatch.setattr("trainer.reporting.progress.RETRY_S", 0.05)
 
@@ -116,7 +116,7 @@ def test_while_rows_cannot_be_stored_each_step_touches_a_file(
             eventually(lambda: progress._outage)
             tries = progress._outage.retry_at
             eventually(lambda: progress._outage.retry_at > tries)
-            assert sign.stat().st_mtime == 1  # no step has been taken since then
+            assert sign.stat().st_mtime == 1  # no step has been taken since
             progress.heartbeat("training", 3, 120)
             eventually(lambda: sign.stat().st_mtime > 1)
 
@@ -167,7 +167,7 @@ def replace(path: Path) -> None:
 def checkpoint(path: Path) -> None:
     """Move the content of a store from its write-ahead log into its file.
 
-    Otherwise a small store would be only in the log, which this test does not damage.
+    Otherwise, a small store would exist only in the log, which this test does not damage.
     """
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -200,7 +200,7 @@ def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
         progress.heartbeat("training", 7, 280)
         progress.rows([MetricRow("loss", 7, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
-        # The store is opened by the app at the same time.
+        # The app has the store open at the same time.
         with contextlib.closing(read(path)) as reader:
             assert reader.latest() == {"loss": 1.0}
             spoil(path)
@@ -243,7 +243,7 @@ def test_a_stop_request_sets_the_flag_and_one_for_another_job_does_not(
         assert not requests.wanted().stop
         control.request(mine, "stop")
         eventually(stop.is_set, 5)
-        # A request sets the flag once. A new request sets it again.
+        # Each request sets the flag once.
         stop.clear()
         progress.settle()
         assert not stop.is_set()

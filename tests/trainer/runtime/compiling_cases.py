@@ -25,7 +25,7 @@ def _double(x, out, n: tl.constexpr):
 
 
 class Phases(RunProgress):
-    """A `RunProgress` that records all phases."""
+    """A `RunProgress` that records every phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_each_compiled_kernel_has_its_own_phase_until_training_begins(
     report_compiling(Compiling(progress, 7, 70).begin)
     x = torch.ones(64)
     kernels = [_double.warmup(x, x, n, grid=(1,)) for n in (16, 32, 16)]
-    # The hook does not prevent the compilation, so the kernel is compiled once for each n.
+    # The hook does not prevent compilation, so the kernel is compiled once for each n.
     assert all(kernel.asm["ptx"] for kernel in kernels)
     assert progress.phases == [f"compiling kernels, {number} of {n_kernels()}" for number in (1, 2)]
     assert progress.place == (progress.phases[-1], 7)

@@ -1,4 +1,4 @@
-"""Counts the kernels that all trials would compile on a GPU. The kernels run in Triton's interpreter."""
+"""Counts the kernels that all trials would compile on a GPU, by running them in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.M
 
     def begin(*, key: str, fn, **_) -> bool:
         begun.add((fn.name, key))
-        return True  # skips the compilation
+        return True  # skip the compilation
 
     driver.set_active(NoGpu())
     monkeypatch.setattr(*_hook_of_triton(), begin)

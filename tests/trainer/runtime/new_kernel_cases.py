@@ -1,4 +1,4 @@
-"""Tests that a kernel can be added to the registry, in Triton's interpreter on a CPU that pretends to be a GPU."""
+"""Tests adding a kernel to the registry, using Triton's interpreter on a CPU that pretends to be a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def doubled(kernels: Kernels, x: Tensor) -> Tensor:
 
 
 def reported() -> list[str]:
-    """Return the messages that ranks report when they agree on kernels before a job begins."""
+    """Return the messages that ranks report when they agree on kernels before a job starts."""
     sentences: list[str] = []
     agree(Group(), CPU, job_of({}, {}), compiles=True, report=sentences.append)
     return sentences

@@ -44,9 +44,9 @@ class OnSecondGpu(torch.Tensor):
 
 
 class Event:
-    """A GPU event that records the name of its queue.
+    """A GPU event that records the name of its queue (CUDA stream).
 
-    By default, this is the current queue, which belongs to the first GPU.
+    By default, that is the current queue, which belongs to the first GPU.
     """
 
     recorded: ClassVar[list[str]] = []
@@ -94,7 +94,7 @@ def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyP
     made.hold(torch.device("cuda:2"))
     assert Event.recorded == ["queue of cuda:1"]
     assert [queue for queue, _ in held] == ["queue of cuda:2"]
-    # An operation on a CPU is complete when the call returns, so no GPU has to wait for it.
+    # A CPU operation is complete when its call returns, so no GPU has to wait for it.
     moment(CPU).hold(torch.device("cuda:2"))
     assert len(held) == 1
 

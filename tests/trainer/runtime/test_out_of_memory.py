@@ -1,4 +1,4 @@
-"""Tests that errors from all libraries that mean a lack of memory are recognised."""
+"""Tests that out-of-memory errors from all libraries are recognised."""
 
 from __future__ import annotations
 

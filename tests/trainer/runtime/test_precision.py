@@ -29,7 +29,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the process-wide precision settings after the test."""
+    """Restore the process-wide precision settings after each test."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
@@ -69,7 +69,7 @@ GPUS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), 
 def test_auto_is_the_low_precision_that_is_fast_on_a_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The capability is simulated, since no machine has GPUs of all these generations.
+    # The compute capability is simulated, since no machine has GPUs of all these generations.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_precision("auto", CUDA) == expected
     assert resolve_precision("auto", CPU) == "fp32"
@@ -181,7 +181,7 @@ def test_a_compiler_loaded_later_is_deterministic_and_is_not_loaded_for_this() -
 
 
 class Older:
-    """A compiler's configuration that rejects unknown names, as torch's configuration does."""
+    """A compiler configuration that rejects unknown names, as torch's does."""
 
     __slots__ = ()
 

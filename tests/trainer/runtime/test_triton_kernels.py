@@ -1,4 +1,4 @@
-"""Tests that if Triton cannot run a kernel, there is a warning and the kernel is not used."""
+"""Tests that if Triton cannot run a kernel, the kernel is not used and a warning is issued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_TRITON = [one for one in KERNELS.values() if one != COMPILED_UPDATES]
 def test_if_triton_fails_there_is_a_warning_and_no_kernel_is_used(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No kernel can run on this CPU. The warning appears only once.
+    # Kernels cannot run on this CPU. The warning is issued only once.
     triton_kernels.forget()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     purpose = f"{kernels.purpose} in float16" if kernels.by_dtype else kernels.purpose
@@ -49,7 +49,7 @@ Trials = Callable[..., Kernels]
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
-    """Return a function that adds a kernel module; each trial of the module raises the next of the given errors."""
+    """Return a function that adds a kernel module. Each trial of the module raises the next of the given errors."""
     monkeypatch.setattr(triton_kernels, "KERNELS", {})
     monkeypatch.setattr(triton_kernels, "RETRY_S", 0.0)
     triton_kernels.forget()
@@ -112,7 +112,7 @@ def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:
 
 
 def test_no_kernel_combines_a_check_for_none_with_another_condition() -> None:
-    # Triton 3.2 (PyTorch 2.6) compiles a branch with such a condition even if the tensor is None, and fails.
+    # If the tensor is None, Triton 3.2 (PyTorch 2.6) still compiles a branch with such a condition, and fails.
     modules = sorted(Path(trainer.__file__).parent.rglob("triton_*.py"))
     kernels = [(module, kernel) for module in modules for kernel in kernels_of(module)]
     assert len(kernels) > 20

@@ -1,4 +1,4 @@
-"""Tests that ranks that share latents compute the same AuxK gradients as one rank; see also `test_topk.py`."""
+"""Tests that ranks that share the latents compute the same AuxK gradients as one rank. See also `test_topk.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.parallel.latents import shard_latents
 from trainer.training.learner import Learner
 
 D_IN, D_SAE = 12, 48
-# At most 12 latents are AuxK candidates, and 6 of them are active for each token.
+# At most 12 latents are AuxK candidates, and 6 of them are active on each token.
 DEAD_AFTER = 1000
 GRIDS = [(n_ranks, sharing) for n_ranks, sharing in grids((2, 4, 8)) if sharing > 1]
 
@@ -35,7 +35,7 @@ def rows(n: int = 26) -> Tensor:
 
 
 def silences(case: str, sharing: int) -> Tensor:
-    """Return the number of tokens since each latent fired in a case."""
+    """Return a case's number of tokens since each latent fired."""
     silent = torch.arange(D_SAE) % 7
     if case == "few are dead":
         silent[[3, 4, 40]] = DEAD_AFTER
@@ -67,7 +67,7 @@ def gradients(
 
 
 def whole(name: str, ranks: list[Trained]) -> Tensor:
-    """Return a parameter's gradient summed over ranks, with the part of each latent at its global index."""
+    """Return a parameter's gradient summed over ranks, with each latent at its global index."""
     saes = [rank.learner.sae for rank in ranks]
     total = torch.zeros({"W_enc": (D_IN, D_SAE), "b_enc": (D_SAE,), "W_dec": (D_SAE, D_IN), "b_dec": (D_IN,)}[name])
     for sae in saes:

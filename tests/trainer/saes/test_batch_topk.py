@@ -24,7 +24,7 @@ def random_batch_topk(*shape: int, **settings: Any) -> BatchTopK:
 
 
 def largest_of_batch(pre_acts: Tensor, k: int) -> Tensor:
-    """Keep the k · n_tokens largest pre-activations that are positive, one by one, and set all others to zero."""
+    """Keep the k · n_tokens largest positive pre-activations, one by one, and set all others to zero."""
     acts = torch.zeros_like(pre_acts)
     for place in pre_acts.flatten().argsort(descending=True)[: k * len(pre_acts)].tolist():
         token, latent = divmod(place, pre_acts.shape[1])
@@ -63,10 +63,10 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
-    # Our class and SAELens' class agree under three conditions.
-    # Decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and dead latents have positive activations.
-    # The AuxK of SAELens is a plain squared error.
-    # The threshold of SAELens starts at 0, so this test uses a rate of 1 to compare only the averaged values.
+    # Our class and SAELens's class agree under three conditions:
+    # decoder rows have norm 1, at most k_aux = d_in / 2 latents are dead, and dead latents have positive activations.
+    # SAELens's AuxK loss is a plain squared error.
+    # SAELens's threshold starts at 0. This test uses a rate of 1, so that the initial value has no effect.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 
@@ -114,11 +114,11 @@ def test_a_batch_without_any_activation_works() -> None:
     torch.testing.assert_close(output.x_hat, sae.b_dec.expand(len(x), -1))
 
 
-# Tests of the threshold.
+# Tests for the threshold.
 
 
 def learn(sae: BatchTopK, x: Tensor) -> float:
-    """Run a step without a weight update, and return the smallest active value of its batch."""
+    """Run a step without a weight update, and return the smallest active value in its batch."""
     values = sae(x, x).acts.values
     sae.end_step(sae.n_tokens_in_step())
     return values[values > 0].min().item()
@@ -160,7 +160,7 @@ def test_a_skipped_step_leaves_the_threshold_unchanged() -> None:
 def test_in_evaluation_exactly_the_latents_above_the_threshold_are_active() -> None:
     sae, x = random_batch_topk().eval(), batch(200)
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
-    # As in SAELens' JumpReLU, a value equal to the threshold is inactive.
+    # As in SAELens's JumpReLU, a value equal to the threshold is inactive.
     sae.threshold.copy_(pre_acts.detach().flatten().topk(100).values[-1])
     output = sae(x, x)
     assert isinstance(output.acts, SparseActs)

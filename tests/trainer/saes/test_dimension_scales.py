@@ -1,4 +1,4 @@
-"""Tests that the per-dimension scales of the training are folded exactly into the exported weights."""
+"""Tests that the per-dimension scales used in training are folded exactly into the exported weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [(None, False), (7, False), (7, True)]
 
 @torch.no_grad()
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
-    """Create a random float64 SAE whose weights are zero, and whose mean is stored, at dimensions with scale 0."""
+    """Create a random float64 SAE. At dimensions with scale 0, its weights are zero and its mean is stored."""
     kind_class, own, _ = KINDS[kind]
     sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), scales_dimensions=True, **own)
     if skip:
@@ -40,7 +40,7 @@ def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scal
 
 
 def by_hand(sae: Sae, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute activations and reconstructions from exported tensors, in the same way as SAELens."""
+    """Compute activations and reconstructions from exported tensors, as SAELens does."""
     product = (x if sae.is_transcoder else x - weights["b_dec"]) @ weights["W_enc"]
     if "r_mag" in weights:
         acts = (product * weights["r_mag"].exp() + weights["b_mag"]).relu() * (product + weights["b_gate"] > 0)

@@ -24,7 +24,7 @@ def new_topk() -> TopK:
 
 
 def sample(n: int = 500, d: int = 6, seed: int = 0) -> Tensor:
-    """Draw rows with a mean far from 0 and a different spread in each dimension."""
+    """Draw rows whose mean is far from 0, with a different spread in each dimension."""
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)) * torch.arange(1.0, d + 1) + 40
 
 

@@ -58,9 +58,9 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
 
 
 def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    # Our class and SAELens' class agree under three conditions.
-    # SAELens gets our widths as its matryoshka_widths, its AuxK per level is disabled, and decoder rows have length 1.
-    # SAELens sums the errors of the levels, whereas our loss is their mean.
+    # Our class and SAELens's class agree under three conditions.
+    # SAELens gets our widths as its matryoshka_widths, its per-level AuxK is disabled, and decoder rows have norm 1.
+    # SAELens sums the errors of the levels, whereas our loss averages them.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.matryoshka_batchtopk_sae import (
         MatryoshkaBatchTopKTrainingSAE,
@@ -104,7 +104,7 @@ def test_tokens_and_levels_without_active_latents_are_reconstructed_correctly() 
 def test_in_evaluation_inner_levels_are_measured_for_dense_and_sparse_activations() -> None:
     sae, x = random_matryoshka().eval(), batch(200)
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
-    # The threshold is midway between two values, so that rounding does not change which values are above it.
+    # The threshold is halfway between two values, so rounding does not change which values are above it.
     sparse = pre_acts.flatten().topk(301).values[-2:].mean().item()
     for threshold, is_dense in ((0.0, True), (sparse, False)):
         sae.threshold.fill_(threshold)
@@ -117,7 +117,7 @@ def test_in_evaluation_inner_levels_are_measured_for_dense_and_sparse_activation
 
 
 def left_over_by_the_first(n_levels: int, width: int) -> float:
-    """Return the FVU of the first `width` latents after a short training on sparse sums of 30 directions."""
+    """Return the FVU of the first `width` latents after a short training run on sparse sums of 30 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions

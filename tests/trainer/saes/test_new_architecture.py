@@ -1,4 +1,4 @@
-"""Tests that a new architecture takes one file and one line, including its checks, training and export."""
+"""Tests that adding an architecture, with its checks, training and export, takes just one file and one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_loudest(activations: Path) -> MakeJob:
-    """Return a function that creates a job with the new architecture; its keyword arguments are settings of `[sae]`."""
+    """Return a function that creates a job with the new architecture. Its keyword arguments are settings of `[sae]`."""
 
     def make(**settings: Any) -> JobConfig:
         sae = {"architecture": "loudest", "d_sae": 64, "n_loudest": 4} | settings

@@ -1,4 +1,4 @@
-"""Tests of standard, gated and JumpReLU SAEs: losses, gradients, and the weight of the sparsity penalty."""
+"""Tests for standard, gated and JumpReLU SAEs: losses, gradients, and the weight of the sparsity penalty."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
     """Create a random SAE in which half of the latents fire, or only a few if `is_sparse` is true."""
     kind_class, own = KINDS[kind]
     sae = random_sae(kind_class, *shape, **(PENALISED | own | settings))
-    # Decoder rows get different lengths here, since only some kinds of SAE keep their length at 1.
+    # Give decoder rows different norms, since only some architectures keep their norms at 1.
     sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
     if kind.startswith("jumprelu"):
         sae.threshold.data.abs_()
@@ -54,7 +54,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Compute the losses, activations and x_hat token by token and latent by latent, with plain autograd.
 
-    Where the activation has a jump, the gradient is that of a function that is linear in a window around the jump.
+    Where the activation jumps, its gradient is that of a function that is linear in a window around the jump.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []
@@ -88,7 +88,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value of `act` has a jump. The gradient for the threshold, and for z with a tanh penalty, is that of `slope`.
+    # The value of `act` jumps. Its gradients with respect to the threshold and, for tanh, z come from `slope`.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -118,9 +118,9 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
-    # In SAELens, the reconstruction from the gate also moves the decoder, which the paper forbids.
-    # For the loss of the gate, only the gradients of the encoder are compared.
-    # SAELens multiplies the gate's penalty by the norms of decoder rows, which are 1 in our gated SAE.
+    # In SAELens, the gate's reconstruction loss also trains the decoder, contrary to the paper.
+    # Therefore, only the encoder gradients of the gate's loss are compared.
+    # SAELens multiplies the gate's penalty by decoder row norms, which are 1 in our gated SAE.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()
     if kind == "gated":
@@ -166,11 +166,11 @@ def saelens_twin(kind: str, sae: Any) -> Any:
     return twin
 
 
-# Tests of known pitfalls.
+# Tests for known pitfalls.
 
 
 def test_latents_far_below_their_threshold_have_no_penalty() -> None:
-    # With a sigmoid instead of a jump, dead latents would add to L0, and the gradient of L0 would kill other latents.
+    # With a sigmoid instead of a jump, dead latents would count towards L0, and L0's gradient would kill other latents.
     for kind in ("jumprelu", "jumprelu_tanh"):
         sae, x = made(kind), batch()
         sae.threshold.data[:] = 1e3
@@ -188,7 +188,7 @@ def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
-    # If Adam updated the logarithm of a threshold, it would barely move a threshold of 1e-3.
+    # If Adam updated the threshold's logarithm, a threshold of 1e-3 would barely move.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
@@ -221,7 +221,7 @@ def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
 
 
 def test_negative_thresholds_are_clamped_to_0() -> None:
-    # Below 0, a threshold would still have a gradient, although the activation has no jump there.
+    # A negative threshold would still have a gradient, although the activation does not jump there.
     sae = made("jumprelu")
     sae.threshold.data[:3] = -0.5
     thresholds = sae.threshold.detach().clone()[3:]
@@ -238,12 +238,12 @@ def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
     torch.testing.assert_close(sae(x, x).acts.dense(), trained.acts.dense())
 
 
-# Tests on the code path of a GPU, where the host does not know how many values are above the bound.
+# Tests on the GPU code path, where the host does not know how many values are above the bound.
 
 
 @pytest.fixture
 def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
-    """Return a function that makes an SAE presize its buffers as on a GPU, with sparse products at any density."""
+    """Return a function that makes an SAE presize its buffers as on a GPU, and use sparse products at any density."""
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
 
     def go(sae: Penalised) -> None:
@@ -274,7 +274,7 @@ def test_losses_and_gradients_with_presized_buffers_match_dense_products(
     torch.testing.assert_close(sparse.x_hat, dense.x_hat)
     assert_same(sparse.losses, dense.losses)
     for name, loss in dense.losses.items():
-        # A gradient of 0 may be a sum whose terms do not cancel exactly.
+        # A gradient that should be 0 may be a sum whose terms do not cancel exactly.
         tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
         assert_same(gradients(sae, sparse.losses[name]), gradients(sae, loss), **tolerance)
     assert not sae.has_overflowed()
@@ -329,7 +329,7 @@ def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_one_succeeds(
     for step in range(buffer_sizer.MEMORY):
         take_cut(one, step, rows(step), n_passes)
     before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
-    # Rows that are ten times as large activate more latents than the buffer can hold.
+    # Rows that are ten times as large activate more latents than fit into the buffer.
     many = rows(9)
     many[-64:] *= 10
     take_cut(one, 9, many, n_passes)
@@ -378,7 +378,7 @@ def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
     assert skips(one) == (1, 1, 0)
 
 
-# Tests of the weight of the penalty.
+# Tests for the weight of the penalty.
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Tests for the resampling of dead latents: the choice of tokens, and the new weights."""
+"""Tests for resampling dead latents: the choice of tokens, and the new weights."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_revived_latents_fire_again_and_have_no_optimizer_state(
 
 
 def moments(learner: Learner) -> list[tuple[str, Tensor]]:
-    """Return the optimizer's moments for all parameters that have one part per latent."""
+    """Return the optimizer moments of all parameters that have a slice per latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
     states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]

@@ -51,10 +51,10 @@ def test_row_gradients_of_several_passes_are_added_to_a_gradient_or_to_none(
 
 
 def by_autograd(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
-    """Return the AuxK reconstruction, with weights whose gradients autograd scatters over all latents."""
+    """Return the AuxK reconstruction. Autograd scatters its weights' gradients over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
-    # The bias has already been subtracted. This term is therefore 0, but it passes on the gradient.
+    # The bias has already been subtracted, so this term is 0. It only propagates the gradient.
     subtracted = reads @ (sae.input_bias - sae.input_bias.detach()).to(centred.dtype)
     bias = torch.where(candidates.rows.b_enc > -torch.inf, b_enc - subtracted, -torch.inf)
     acts = torch.addmm(bias, centred, reads.T)
@@ -94,7 +94,7 @@ def test_an_undone_pass_leaves_no_row_gradients(make_job: MakeJob) -> None:
     learner, x = Learner(make_job(), 16, None, ALONE), torch.randn(100, 16)
     learner.initialise(x, x)
     learner.sae.n_tokens_since_fired[5:25] = 10**6
-    # The test simulates running out of memory directly after the backward pass.
+    # Simulate running out of memory directly after the backward pass.
     learner.sae.objective(learner.forward(x, x).losses).backward()
     learner.forget_pass()
     learner.sae.row_gradients.add()

@@ -26,7 +26,7 @@ def run(sae: TopK, x: Tensor) -> Any:
 
 
 def k_largest(pre_acts: Tensor, k: int) -> Tensor:
-    """Keep the k largest pre-activations of each token that are positive, and set all others to zero."""
+    """Keep each token's k largest positive pre-activations, and set all others to zero."""
     acts = torch.zeros_like(pre_acts)
     for token, row in enumerate(pre_acts):
         for latent in row.argsort(descending=True)[:k]:
@@ -70,11 +70,11 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
-    # Our class and SAELens' class agree under three conditions.
-    # Decoder rows have length 1, since SAELens ranks latents by act · ‖W_dec‖.
+    # Our class and SAELens's class agree under three conditions.
+    # Decoder rows have norm 1, since SAELens ranks latents by act · ‖W_dec‖.
     # At most k_aux = d_in / 2 latents are dead.
     # The activations of dead latents are positive, since SAELens applies no ReLU to them.
-    # The AuxK of SAELens is a plain squared error, whereas ours is divided by the residual's variance.
+    # SAELens's AuxK loss is a plain squared error, whereas ours is divided by the residual's variance.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
 
@@ -176,7 +176,7 @@ def test_a_step_updates_the_residual_variance_and_a_skipped_step_does_not() -> N
 def test_k_falls_linearly_over_the_first_part_of_a_run() -> None:
     sae = random_topk(k=4, k_anneal_fraction=0.5)
     counts = []
-    # The values are not in order, since a resumed run starts in the middle.
+    # The fractions are not in order, since a resumed run starts in the middle.
     for progress in (0.75, 0.0, 0.25, 0.5, 0.375):
         sae.begin_step(progress)
         counts.append(run(sae, batch(3)).acts.values.numel() / 3)

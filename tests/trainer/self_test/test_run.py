@@ -24,7 +24,7 @@ def wrong(checks: Iterator[Check]) -> list[Check]:
 
 @pytest.fixture
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omit the products with the widths of real models, which take ten seconds on a CPU."""
+    """Omit the products with real models' widths, which take ten seconds on a CPU."""
     monkeypatch.setattr(products, "CASES", {name: case for name, case in products.CASES.items() if "d_in" not in name})
 
 

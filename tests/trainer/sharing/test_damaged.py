@@ -1,4 +1,4 @@
-"""Tests that damaged or unexpected files from other tools are either read or refused in one sentence."""
+"""Tests that damaged or unexpected files from other tools are either read or rejected with a one-sentence error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool,
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an SAE of each kind in its format, and rows for importing it."""
+    """Write an SAE of each kind in its format, along with rows for importing it."""
     root = tmp_path_factory.mktemp("damaged")
     (root / "acts").mkdir()
     save_file({"activations": torch.randn(200, D_IN)}, root / "acts" / "a.safetensors")
@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_or_refused(folder: Path, world: Path) -> None:
-    """Read, run and import an SAE; each of these must either work or fail with a one-sentence error."""
+    """Read, run and import an SAE. Each of these must either work or fail with a one-sentence error."""
     for use in (_run, lambda folder: _import(folder, world)):
         try:
             sae = use(folder)
@@ -168,7 +168,7 @@ def test_damaged_bytes_are_read_or_refused(
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in indices:
-            # Change only the beginning and the end of the file, since most other bytes are numbers.
+            # Change only the start and the end of the file, since most other bytes are tensor values.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 

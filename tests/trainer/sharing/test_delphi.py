@@ -1,4 +1,4 @@
-"""Tests that delphi, which `make model` downloads, can read the caches that are written for it."""
+"""Tests that delphi (downloaded by `make model`) can read the activation caches that are written for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(of: Firings, folder: Path) -> list[str]:
 
 
 def dense(folder: Path) -> Tensor:
-    """Return the activations in a cache, in which latent ids are relative to the first id in the file's name."""
+    """Return the activations in a cache, whose latent ids are relative to the first id in the file name."""
     acts = torch.zeros(5, 64, D_SAE)
     for file in folder.glob("*.safetensors"):
         split = load_file(file)
@@ -93,7 +93,7 @@ def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
 
 
 def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # delphi imports these packages but does not need them to read a cache.
+    # delphi imports these packages, but does not need them to read a cache.
     peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
     loader = peer(monkeypatch, "delphi.latents.loader")

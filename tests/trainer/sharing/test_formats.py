@@ -1,6 +1,6 @@
 """Tests that other tools compute the same results as the exported SAE.
 
-Each tool reads the format written for it. `make model` downloads the tools, and tests of missing tools are skipped.
+Each tool reads the format written for it. `make model` downloads the tools. Tests for missing tools are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ORIGIN = {
 
 
 class Computed(NamedTuple):
-    """The results of an SAE for raw data x: activations [n_tokens, d_sae] and reconstructions."""
+    """An SAE's results for raw data x: activations [n_tokens, d_sae] and reconstructions."""
 
     x: Tensor
     acts: Tensor
@@ -48,7 +48,7 @@ def form_of(name: str) -> Format:
 def written(
     name: str, kind: str, folder: Path, d_out: int | None = None, *, skip: bool = False
 ) -> tuple[Sae, Computed, list[str]]:
-    """Write an SAE in a format; return the SAE, its results in the trainer, and the notes of the export."""
+    """Write an SAE in a format. Return the SAE, its results in the trainer, and the export's notes."""
     sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     x = torch.randn(300, 32) * 3
     put_bar_into_a_gap(sae, x * SCALE)
@@ -99,7 +99,7 @@ def test_sparsify_computes_the_same_as_the_trainer(
     assert (coder.cfg.transcode, coder.cfg.skip_connection) == (d_out is not None, skip)
     top = coder.encode(expected.x)
     acts = torch.zeros_like(expected.acts).scatter(1, top.top_indices, top.top_acts)
-    # If Triton is installed, sparsify's decoder uses a kernel that only runs on GPUs.
+    # If Triton is installed, sparsify's decoder uses a GPU-only kernel.
     monkeypatch.setattr(sparsify, "decoder_impl", lambda indices, values, rows: acts @ rows.mT)
     assert_computes(acts, coder(expected.x).sae_out, expected)
 
@@ -136,7 +136,7 @@ def test_circuit_tracer_computes_the_same_as_the_transcoder(
 
 
 def k_largest(pre_acts: Tensor) -> Tensor:
-    """Keep the 8 largest pre-activations of each row, like circuit-tracer 0.5.0's TopK, which the tested fork lacks."""
+    """Keep each row's 8 largest pre-activations, like TopK in circuit-tracer 0.5.0, which the tested fork lacks."""
     largest = pre_acts.topk(8)
     return torch.zeros_like(pre_acts).scatter(-1, largest.indices, largest.values)
 

@@ -1,4 +1,4 @@
-"""Tests that an SAE on the hub is read from the local cache, and is downloaded first if the cache does not have it."""
+"""Tests that an SAE on the hub is read from the local cache, and is downloaded first if it is not cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.sharing.from_hub import parse
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Start a fake hub that has an SAE for each of two layers, and use an empty cache."""
+    """Start a fake hub with an SAE for each of two layers, and use an empty cache."""
     hub = Hub()
     for name, value in hub.environment(str(tmp_path / "home")).items():
         monkeypatch.setenv(name, value)

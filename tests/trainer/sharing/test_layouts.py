@@ -1,4 +1,4 @@
-"""Tests that an SAE from another tool is read correctly from every file layout that the tool has used."""
+"""Tests that another tool's SAEs are read correctly from every file layout that the tool has ever used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def given_by(flags: tuple[str, ...]) -> Given:
 
 
 def written(layout: Layout, folder: Path) -> tuple[Reference, SharedSae]:
-    """Write an SAE in a layout, and read it as an import does; return the reference implementation and the SAE."""
+    """Write an SAE in a layout, and read it as an import does. Return the reference implementation and the SAE."""
     reference = layout.write(folder)
     found = find(folder / layout.place)
     assert found.form == layout.form
@@ -80,7 +80,7 @@ def _of_sparsify(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, _: str
     coder = module.SparseCoder.load_from_disk(place)
     top = coder.encode(x)
     acts = torch.zeros(len(x), D_SAE).scatter(1, top.top_indices, top.top_acts)
-    # If Triton is installed, sparsify's decoder uses a kernel that only runs on GPUs.
+    # If Triton is installed, sparsify's decoder uses a GPU-only kernel.
     monkeypatch.setattr(module, "decoder_impl", lambda indices, values, rows: acts @ rows.mT)
     return acts, coder(x).sae_out
 

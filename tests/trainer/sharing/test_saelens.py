@@ -44,8 +44,7 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @torch.no_grad()
 def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
-    # The raw values have a standard deviation of 3.
-    # The trainer's scaled inputs are up to five times smaller or larger.
+    # The raw values have a standard deviation of 3. The trainer's inputs are the raw values times `scale`.
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")
@@ -127,7 +126,7 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "sae").symlink_to(precious)
     with pytest.raises(UserError, match="sae is a link, which is not followed; remove it"):
         export_sae(made(), tmp_path / "sae", {})
-    # If a file in the folder is a link, the link is replaced and its target is kept.
+    # If a file in the folder is a symbolic link, the link is replaced and its target is kept.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cfg.json").symlink_to(precious / "cfg.json")
     export_sae(made(), tmp_path / "other", {})
@@ -240,7 +239,7 @@ def test_saelens_computes_the_same_from_files_of_any_version(name: str, tmp_path
     reference = LAYOUTS[name].write(tmp_path)
     theirs = sae_lens.SAE.load_from_disk(tmp_path)
     x = torch.randn(60, LAYOUTS_WIDTH) * 2
-    # `clear` marks the rows whose selected latents cannot change by rounding.
+    # `clear` marks rows whose selected latents cannot be changed by rounding.
     clear = reference(x)[2]
     acts, x_hat = ExportedSae(SaeLens().read(tmp_path), CPU).reconstruct(x)
     others = theirs.encode(x)

@@ -1,4 +1,4 @@
-"""Tests that captured steps are bit-identical to plain steps, on a CPU that pretends to be a GPU.
+"""Tests that captured steps are bit-identical to eager steps, on a CPU that pretends to be a GPU.
 
 `test_graph_replay.py` runs this file with TRITON_INTERPRET=1, since Triton kernels compute the update.
 """
@@ -42,11 +42,11 @@ ALONE = Parallel(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the code path of a GPU on a CPU, with Triton kernels for errors and updates, and with torch for the rest."""
+    """Run the GPU code path on a CPU, with Triton kernels for errors and updates, and torch for everything else."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     # With few tokens, the number of active latents varies widely between batches.
     monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
-    # Triton's interpreter is slow, so only one plain step is run before a step is captured.
+    # Triton's interpreter is slow, so only one eager step runs before a step is captured.
     monkeypatch.setattr(graph_replay, "PLAIN_STEPS", 1)
     by_torch = SPARSE_PRODUCTS, LATENT_SELECTIONS, DEAD_LATENTS, ENCODER_INPUTS, METRIC_SUMS
     with use_kernels(all_kernels() | dict.fromkeys(by_torch)):
@@ -58,7 +58,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 class Run:
-    """Two learners of the same SAE; the steps of one learner are captured."""
+    """Two learners of the same SAE. The steps of one learner are captured."""
 
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
@@ -117,10 +117,10 @@ class Run:
     ],
     ids=str,
 )
-def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train: dict[str, Any]) -> None:
+def test_captured_steps_are_bit_identical_to_eager_ones(architecture: str, train: dict[str, Any]) -> None:
     run = Run({"architecture": architecture}, train)
     steps = run.record()
-    # In these steps, the learning rate rises and falls.
+    # The learning rate rises and falls during these steps.
     run.take(4)
     found, expected = run.intervals()
     assert found == expected
@@ -166,7 +166,7 @@ def test_a_captured_step_with_a_nan_is_skipped() -> None:
     assert steps.n_replayed == 3
 
 
-def test_a_batch_of_another_size_is_run_plainly_before_steps_are_captured_again() -> None:
+def test_a_batch_of_another_size_runs_eagerly_before_steps_are_captured_again() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(3)
@@ -219,7 +219,7 @@ def test_a_run_continues_from_the_state_that_captured_steps_saved() -> None:
     steps = run.record()
     run.load_again()
     run.take(3)
-    # The state is loaded once more, this time between two captured steps.
+    # Load the state again, this time between two captured steps.
     n = steps.n_replayed
     run.load_again()
     run.take(1)
@@ -263,7 +263,7 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
     run.assert_alike()
 
 
-# Tests with a penalty, where the host sizes the buffer of active latents from the numbers of earlier batches.
+# Tests with a penalty, where the host sizes the buffer for active latents from their numbers in earlier batches.
 
 
 PENALISED = [
@@ -273,14 +273,14 @@ PENALISED = [
 
 
 class PlainSteps(GraphReplay):
-    """A `GraphReplay` that makes decisions as early as for captured steps, but runs every step plainly."""
+    """A `GraphReplay` that makes its decisions as early as for captured steps, but runs every step eagerly."""
 
     def _may_record(self, decided: Any) -> bool:
         return False
 
 
 class LateCopy(HostCopy):
-    """A number that a GPU has computed only after the step. Reading it earlier would stall the GPU."""
+    """A number that is available only after the GPU has completed the step. Reading it earlier would stall the host."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)
@@ -294,10 +294,10 @@ class LateCopy(HostCopy):
 
 
 class Penalty(Run):
-    """Two learners. From their fourth step on, their buffers hold `capacity` latents per token, which the test sets."""
+    """Two learners whose buffers, from the fourth step on, have space for `capacity` latents per token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
-        # `told` collects the numbers of earlier batches that the host has read.
+        # `told` collects the numbers from earlier batches that the host has read.
         self.capacity, self.told = 6, list[float]()
         monkeypatch.setattr(buffer_sizer, "MEMORY", 2)
         monkeypatch.setattr(latent_capacity, "per_token", self._per_token)
@@ -312,7 +312,7 @@ class Penalty(Run):
 
     @property
     def capacities(self) -> list[int | None]:
-        """The capacity per token in the last step of each learner."""
+        """The capacity per token in each learner's last step."""
         passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.captured))
         return [one.capacity and one.capacity // one.n_tokens for one in passes]
 
@@ -325,12 +325,12 @@ class Penalty(Run):
 
 
 @pytest.mark.parametrize("sae", PENALISED, ids=str)
-def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
+def test_captured_steps_with_a_penalty_are_bit_identical_to_eager_ones(
     sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue: list[LateCopy] = []
     monkeypatch.setattr(buffer_sizer, "HostCopy", lambda number: LateCopy(number, queue))
-    # In these steps, the penalty is warmed up and adjusted.
+    # The penalty is warmed up and adjusted during these steps.
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)
     assert run.steps.n_replayed == 4
@@ -421,7 +421,7 @@ def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monk
             with one.evaluating():
                 evaluated.append(one.forward(*one.normalised(x, x)).x_hat)
     assert torch.equal(*evaluated)
-    # Loading a checkpoint replaces the tensors that hold the moments.
+    # Loading a checkpoint replaces the moments' tensors.
     run.take(3)
     assert run.steps.n_replayed == 2
     run.assert_same_intervals()

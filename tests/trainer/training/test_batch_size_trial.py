@@ -1,4 +1,4 @@
-"""Tests that smaller micro-batches are tried if memory is really short. The address space of a rank is limited."""
+"""Tests that smaller micro-batches are tried if memory really runs out, since each rank's address space is limited."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from trainer.training.learner import Learner
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# The pre-activations of all tokens take 256 MiB. A pass allocates twice as much at first, and its threads take 128 MiB.
+# The pre-activations of all tokens take 256 MiB. A pass first allocates twice as much, and its threads take 128 MiB.
 TIGHT_MIB = 900
-# Modes and architectures whose passes contain an exchange between ranks.
+# Modes and architectures whose passes include an exchange between ranks.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
 
@@ -89,7 +89,7 @@ def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
     mode: str, architecture: str, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = shared_job(mode, architecture, "auto")
-    # Each rank holds half of the pre-activations that a single rank would hold.
+    # Each rank has only half of a single rank's pre-activations.
     prepare = functools.partial(log_in_little_memory, TIGHT_MIB // 2, 1, tmp_path)
     ranks = start_ranks(job, 2, run_dir=tmp_path / "tight", prepare=prepare)
     assert ranks.wait() == [EXIT_FINISHED] * 2, ranks.processes[1].stderr.read()
@@ -107,7 +107,7 @@ def test_halving_is_reported_to_change_the_sae_if_latents_are_chosen_per_piece()
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """Return random data, and a learner that was initialised from this data without exchanges between ranks."""
+    """Return random data, and a learner that was initialised from it without exchanges between ranks."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with dry_run(learner.sae):

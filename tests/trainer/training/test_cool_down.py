@@ -1,4 +1,4 @@
-"""Tests that a run that is asked to finish early cools down over its next steps and ends as finished."""
+"""Tests that a run that is asked to finish early cools down over its next steps, and then counts as finished."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
     for step in (0, begin // 2, begin):
         assert after.lr_factor(step) == pytest.approx(before.lr_factor(step))
         assert after.progress(step) == pytest.approx(before.progress(step))
-    # The learning rate falls linearly from its value at the request to 0 after the last step.
+    # From its value at the time of the request, the learning rate falls linearly to 0 after the last step.
     full = before.lr_factor(begin)
     steps = sorted({begin, begin + 1, begin + length // 2, cool_down.end - 1})
     assert [after.lr_factor(step) for step in steps] == pytest.approx(
@@ -128,7 +128,7 @@ def test_a_run_stopped_in_its_cool_down_resumes_to_bit_identical_weights(
 ) -> None:
     whole, _ = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "whole", output=tmp_path / "one")
     cut, _ = asked_to_finish(finish=ASKED - 1, stop=ASKED + 9, checkpoints=tmp_path / "cut", output=tmp_path / "two")
-    # A stop request during the cool-down ends the run immediately.
+    # A stop request during the cool-down stops the run immediately.
     assert not cut.is_finished
     assert cut.position.step == ASKED + 10
     resumed, _ = asked_to_finish(

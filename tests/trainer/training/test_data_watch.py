@@ -1,4 +1,4 @@
-"""Tests of real trainings whose data changes before a run is resumed, or while the run reads it."""
+"""Tests with real training runs whose data changes before they are resumed, or while they read it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
     return trainer.data._order.token_slice(trainer.position.tokens, 5 * trainer.data.split.n_train)
 
 
-# Tests of data that grew between two attempts.
+# Tests with data that grows between two attempts.
 
 
 def grown_twice(folders: list[Path]) -> None:
@@ -101,7 +101,7 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
 
 
 def write_texts(file: Path, texts: range, seed: int) -> None:
-    """Write 25 rows of each text, and store the number of the text with each row."""
+    """Write 25 rows of each text, and store the text number with each row."""
     write(file, 25 * len(texts), seed)
     document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
     save_file(load_file(file) | {"document": document}, file)
@@ -136,11 +136,11 @@ def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
         make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
 
 
-# Tests of data that changes while a run reads it.
+# Tests with data that changes while a run reads it.
 
 
 class AtStep:
-    """A change of the data after a given step, as a user might make it while the run trains."""
+    """A change to the data after a given step, like one that a user makes while the run trains."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act
@@ -195,9 +195,9 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was truncated to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
-    # The space reserved for the last checkpoint was freed before the save.
+    # The space reserved for the last checkpoint was freed before saving.
     assert was_reserved == [False]
-    # The run continues after the file has been copied again.
+    # The run can be resumed after the file has been copied again.
     file.write_bytes(whole)
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
 

@@ -70,7 +70,7 @@ def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Reconstruct x in float64, as sparsify's documentation describes it for a TopK coder."""
+    """Reconstruct x in float64, as sparsify's documentation describes for a TopK coder."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = x.double() if config["transcode"] else x.double() - weights["b_dec"]
     values, latents = (x @ weights["encoder.weight"].T + weights["encoder.bias"]).relu().topk(config["k"], dim=1)
@@ -88,7 +88,7 @@ def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
     config, expected = (json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", run_dir / "sae"))
     measured = {"l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0"}
     expected["metadata"] = {name: value for name, value in expected["metadata"].items() if name not in measured}
-    # A trainer that runs in this process does not store the measured values of the run.
+    # A trainer that runs in this process does not store the run's metrics.
     assert config == expected
 
 
@@ -139,7 +139,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert [folder.name for folder in none.iterdir()] == [labels[1]]
     assert export(run_dir, tmp_path / "third", "--only", "k=3") == EXIT_USAGE
     assert capsys.readouterr().err == f"--only: no SAE is called k=3; the SAEs are {', '.join(labels)}\n"
-    # The model card for the hub lists only the SAEs that are exported.
+    # The hub's model card lists only the exported SAEs.
     card = hub_card([newest_whole(run_dir / "checkpoints")], "sparsify", "me/sae", labels[:1])
     assert labels[0] in card
     assert labels[1] not in card
@@ -156,7 +156,7 @@ def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun,
         assert (recipe.batch_tokens, recipe.steps, recipe.planned_steps, recipe.tokens) == (192, 20, 20, 3840)
         assert recipe.passes == pytest.approx(3840 / trainer.data.n_train)
         assert (recipe.warmup_fraction, recipe.target_l0) == (0.1, learner.sae.k)
-        # The highest learning rate, between warm-up and decay, equals the rate in the recipe.
+        # The peak learning rate, between warm-up and decay, equals the rate in the recipe.
         decoder, encoder = (learner.optimizer.param_groups[place] for place in (0, 1))
         learner.begin_step(5)
         assert decoder["lr"] == pytest.approx(recipe.lr)

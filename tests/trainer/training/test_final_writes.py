@@ -1,4 +1,4 @@
-"""Tests that a run that ends on a full disk waits for space, keeps its SAE on another disk, and loses nothing."""
+"""Tests that a run that finishes on a full disk waits for space, keeps its SAE on another disk, and loses nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 
-# The file size limit in bytes, which is enough for settings but too low for weights.
+# A file size limit in bytes that is enough for settings, but too low for weights.
 SMALL = 4000
 MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a folder for SAEs that wait for space; the folder is treated as another disk."""
+    """Create a folder that is treated as another disk, for SAEs that wait for space."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """A user who acts while the run waits for space, simulated by a function call."""
+    """Simulates a user who acts while the run waits for space, by calling a function."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.heartbeat
@@ -83,7 +83,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     wait = Wait(kept, free)
     job = make_job(train={"n_steps": 3, "report_card": False})
     trainer = make_trainer(job, wait.progress)
-    # This limit is too low for the optimizer's state, and for the weights in the run's folder.
+    # This limit is too low for the optimizer state, and for the weights in the run folder.
     export, only_here = trainer._exporter._export_one, tmp_path / "sae"
 
     def where_there_is_room(*arguments, **others) -> None:
@@ -162,7 +162,7 @@ def test_a_write_that_can_never_succeed_is_not_retried_and_the_sae_is_still_writ
     assert space_messages(kept) == []
 
 
-# Tests of the reserved space.
+# Tests for the reserved space.
 
 
 def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(

@@ -83,7 +83,7 @@ def bits(one: Learner) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that differ."""
+    """Return the names of tensors that differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -176,7 +176,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "LARGEST_SCALE", math.inf)
-    one, first = fp16(make_job), 2.0**70  # at this scale, squares of gradients overflow fp32
+    one, first = fp16(make_job), 2.0**70  # with this scale, squared gradients overflow fp32
     one.loss_scale.factor.fill_(first)
     for step in range(60):
         take_alone(one, step, batch(step))

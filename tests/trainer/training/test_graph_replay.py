@@ -21,7 +21,7 @@ CASES = Path(__file__).with_name("graph_replay_cases.py")
 
 
 @in_two_shares
-def test_captured_steps_equal_plain_steps(among: str) -> None:
+def test_captured_steps_equal_eager_steps(among: str) -> None:
     run_cases(CASES, on_cpu=True, among=among)
 
 
@@ -84,7 +84,7 @@ def test_a_failed_capture_restores_the_gpus_memory_pool_and_stream(
         CudaTape().record(wait)
     assert card.stream is card
     assert not card.under_way
-    # If a capture ends normally, torch frees its pool together with the graph.
+    # If a capture ends normally, torch frees its memory pool along with the graph.
     assert card.pools == (set() if breaks else {(0, 7)})
 
 

@@ -45,7 +45,7 @@ def data(tmp_path: Path) -> Path:
 def shared(
     name: str, kind: str, folder: Path, x: Tensor, d_out: int | None = None, *, skip: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Write an SAE in a format; return its activations and reconstructions for raw x."""
+    """Write an SAE in a format, and return its activations and reconstructions for raw x."""
     sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     put_bar_into_a_gap(sae, x * SCALE)
     FORMATS[name].load()().write(shared_form(sae, {"training_architecture": kind}, k=8), folder)
@@ -87,7 +87,7 @@ def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: 
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
-    # The SAE uses the scale of the data, and not the scale stored in its file.
+    # The SAE uses the scale of the data, not the scale stored in its file.
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
@@ -360,7 +360,7 @@ def test_wrong_flags_are_refused_and_nothing_is_overwritten(
 
 @pytest.fixture
 def low_rank(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Write 1,000 rows in four directions around a point far from the origin; return the folder and an exact SAE."""
+    """Write 1,000 rows in four directions around a point far from the origin. Return the folder and an exact SAE."""
     basis = torch.linalg.qr(torch.randn(32, 4)).Q
     mean = torch.full((32,), 20.0)
     rows = torch.randn(1000, 4) * 3 @ basis.T + mean
@@ -394,12 +394,12 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # This SAE expects rows that are scaled to a mean norm of √32.
+    # This SAE expects rows scaled to a mean norm of √32.
     # Its b_dec, the mean of the rows, is therefore scaled too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (
-        # The encoder of this SAE expects x, although its settings say x − b_dec.
+        # This SAE's encoder expects x, although its settings say x − b_dec.
         (
             "bias",
             weights | {"b_enc": -weights["b_dec"] @ weights["W_enc"]},

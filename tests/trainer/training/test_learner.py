@@ -110,5 +110,5 @@ def test_latents_and_dimensions_are_distinguished_if_d_sae_equals_d_in(optimizer
         own = where if name.endswith("W_dec") else where.T
         assert not own[torch.arange(16) != 3].any(), name
     moments = [where for name, where in changed.items() if name.startswith("optimizer.")]
-    # Signum copies the current weights to its state z, which must not change the weights.
+    # Signum copies the current weights to its state z, which must not modify the weights.
     assert optimizer == "signum" or any(where.any() for where in moments)

@@ -46,7 +46,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A host copy that records whether it is read in the step that made it."""
+    """A host copy that records whether it is read in the same step that made it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -79,8 +79,8 @@ def only(trainer: Trainer) -> Learner:
 def test_a_run_resumed_at_step_10_of_20_is_bit_identical(
     sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    # `dead_after_tokens` is small, so that AuxK and the counters of dead latents matter.
-    # The 20 steps of 200 tokens reach a second epoch.
+    # `dead_after_tokens` is small so that AuxK is active and the dead-latent counters affect the result.
+    # 20 steps of 200 tokens reach the second epoch.
     sae = {"dead_after_tokens": 400, "d_sae": 256} | sae
     job = make_job(train={"batch_size": 200, "checkpoint_every": 10} | train, sae=sae)
     whole = make_trainer(job)
@@ -103,7 +103,7 @@ def test_a_skip_connection_resumes_bit_for_bit(
 
 
 def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """Resume from a checkpoint of `whole`, and require that the final weights, states and files are the same."""
+    """Resume from a checkpoint of `whole`, and check that the final weights, states and files are the same."""
     start = tmp_path / "checkpoints" / f"step-{step:08d}"
     resumed = make_trainer(job, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2")
     assert resumed.position.step == step
@@ -126,7 +126,7 @@ def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     assert whole.run()
     messages = [message for kind, _, message in kept.events if kind == "resampled"]
     # Latents are resampled every 800 tokens in the first half of the run.
-    # The first resampling is already after 4 steps, since some latents never fire.
+    # Some latents never fire, so the first resampling already happens after 4 steps.
     assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
     assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
@@ -293,7 +293,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
-    # The ten rows are consecutive, so a batch of neighbouring rows would contain several of them.
+    # The ten rows are consecutive, so a batch of adjacent rows would contain several of them.
     x[1234:1244, 3] = value
     save_file({"activations": x}, activations / "a.safetensors")
     data = {"held_out_tokens": 0, "max_norm": max_norm}
@@ -315,7 +315,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"]
     # Like the first tokens of texts, these rows all have the same direction.
-    # They are easy to learn and hold most of the variance.
+    # They are easy to learn, and account for most of the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
     x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")
@@ -377,14 +377,14 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
-    # On the code path of a GPU, a buffer for a tenth of the expected latents always overflows.
+    # On the GPU code path, a buffer for a tenth of the expected latents always overflows.
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
     monkeypatch.setattr(latent_capacity, "MARGIN", 0.1)
     monkeypatch.setattr(base, "above", only(trainer).sae._buffer_sizer.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
-    # Every fifth step overflows, since each guess of the buffer size needs the numbers of four complete steps.
+    # Every fifth step overflows, since each guess of the buffer size requires the numbers of four complete steps.
     assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0
@@ -599,7 +599,7 @@ def test_the_log_lists_the_sae_every_row_and_all_saved_files(
 ) -> None:
     make_trainer(make_job()).run()
     lines = capsys.readouterr().out.splitlines()
-    # The first lines of the log report the held-out rows, and copies among these random rows.
+    # The log starts with lines about the held-out rows and about copies among these random rows.
     begin = next(number for number, line in enumerate(lines) if "rank 0 of 1" in line)
     first, *rows, heldout, checkpoint, sae, last = lines[begin:]
     time_stamp = r"\d\d:\d\d:\d\d  "

@@ -29,7 +29,7 @@ from trainer.training.hub_card import hub_card, is_on_the_hub
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Start a fake hub, and log this process's hub client in to it."""
+    """Start a fake hub, and log this process's hub client in."""
     hub = Hub()
     for name, value in hub.environment(str(tmp_path / "home")).items():
         monkeypatch.setenv(name, value)

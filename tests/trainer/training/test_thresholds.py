@@ -1,4 +1,4 @@
-"""Compares thresholds set on held-out rows with sorting, and tests checkpoints that are older than these thresholds."""
+"""Compares thresholds set on held-out rows with sorting, and tests checkpoints that predate such thresholds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def active_above(values: Tensor, threshold: float) -> int:
 
 @given(st.lists(st.integers(-64, 512), min_size=1, max_size=200), st.integers(1, 9), st.integers(1, 20))
 def test_no_other_threshold_is_closer_to_the_requested_l0(eighths: list[int], k: int, n_rows: int) -> None:
-    # Distinct values differ by more than the width of a bin, and many values occur several times.
+    # Distinct values differ by more than a bin width, and many values occur several times.
     values = torch.tensor(eighths) / 8
     counts = torch.zeros_like(count_values(values), dtype=torch.float64)
     for part in values.split(7):
@@ -68,7 +68,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The threshold learnt in training is stored separately, and differs from the threshold set on held-out rows.
+        # The threshold learnt in training is stored separately, and differs from the one set on held-out rows.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):
@@ -82,7 +82,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
 
 class Rows:
-    """A source of the same held-out rows for every rank, in two halves."""
+    """A source that returns the same two halves of held-out rows on every rank."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x

@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 class Late(NamedTuple):
-    """A transfer whose result is NaN until a rank has waited for it."""
+    """A transfer whose result is NaN until a rank waits for it."""
 
     target: Tensor
     result: Tensor
@@ -41,7 +41,7 @@ class Late(NamedTuple):
 
 
 class LateThreads(Threads):
-    """Threads whose asynchronous exchanges deliver results only when a rank waits for them."""
+    """Threads whose asynchronous exchanges deliver their results only when a rank waits for them."""
 
     def finish(self, transfers: list[Any]) -> None:
         for transfer in transfers:
@@ -137,8 +137,8 @@ def test_the_next_pass_uses_replaced_weights() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One thread replaces the attribute for all threads, and one thread restores it.
-    # If several threads did so, they would restore each other's values.
+    # A single thread replaces the attribute for all threads, and restores it.
+    # If several threads did this, they would restore one another's values.
     on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
     on_cpu = threading.Barrier(4, monkeypatch.undo, TIMEOUT_S)
 

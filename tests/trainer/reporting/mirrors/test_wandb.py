@@ -30,7 +30,7 @@ def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
         assert run["curves"]["fvu"] == pytest.approx(stored(run_dir, f"fvu@{label}"))
         assert run["curves"]["tokens_per_s"] == pytest.approx(stored(run_dir, "tokens_per_s"))
         assert run["config"]["sae"]["k"] == int(label[-1])
-        # The summary of a W&B run contains only held-out values.
+        # A W&B run's summary contains only held-out values.
         assert run["sums_up"] == {"heldout_fvu": True, "heldout_l0": True, "fvu": False, "l0": False}
         ids[label] = run["id"], run["group"]
     assert ids["k=2"][0] != ids["k=4"][0]
@@ -48,7 +48,7 @@ def test_a_resumed_run_keeps_its_ids(train: Callable[..., Path]) -> None:
 
 
 def runs(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the content of each run file that `wandb sync` would upload."""
+    """Return the contents of each run file that `wandb sync` would upload."""
     return [contents(file) for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
 
 
@@ -69,7 +69,7 @@ def contents(file: Path) -> dict[str, Any]:
 
 
 def records(data: bytes) -> Iterator[Record]:
-    """Yield the records of a W&B file: 7 bytes, then LevelDB's log format with 32-KiB blocks of record parts."""
+    """Yield the records of a W&B file: a 7-byte header, then LevelDB's log format with records in blocks of 32 KiB."""
     assert re.match(rb":W&B", data)
     at, whole = 7, b""
     while at + 7 <= len(data):

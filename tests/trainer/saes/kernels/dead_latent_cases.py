@@ -1,4 +1,4 @@
-"""Compares the kernels that find AuxK's candidates with single torch operations.
+"""Compares the kernels that find AuxK's candidates with the equivalent torch operations.
 
 `test_triton_dead_latents.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -46,7 +46,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
-    """Return the number of tokens since each latent fired, with at most `n_different` values for dead latents."""
+    """Return the number of tokens since each latent fired, with at most `n_different` values among dead latents."""
     generator = torch.Generator().manual_seed(n_latents + n_dead)
     silent = torch.randint(DEAD_AFTER, (n_latents,), generator=generator)
     dead = torch.randperm(n_latents, generator=generator)[:n_dead]
@@ -55,7 +55,7 @@ def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
 
 
 def naively(silent: Tensor, n: int, dead_after: int) -> list[int]:
-    """Return the `n` dead latents that fired least recently; lower ids win ties, and counts are capped at 2³¹ − 1."""
+    """Return the `n` dead latents that fired least recently. Lower ids win ties, and counts are capped at 2³¹ − 1."""
     lengths = [min(one, 2**31 - 1) for one in silent.tolist()]
     dead = [latent for latent, length in enumerate(silent.tolist()) if length >= dead_after]
     return sorted(sorted(dead, key=lambda latent: (-lengths[latent], latent))[:n])
@@ -74,7 +74,7 @@ def assert_found(silent: Tensor, n: int, dead_after: int = DEAD_AFTER, dtype: to
     is_dead = silent[latents] >= dead_after
     assert latents[is_dead].tolist() == expected
     assert bias.dtype == dtype
-    # Triton's interpreter truncates the numbers that a GPU would round.
+    # Triton's interpreter truncates values that a GPU would round.
     torch.testing.assert_close(bias[is_dead], b_enc.detach()[expected].to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
     assert (bias[~is_dead] == -torch.inf).all()
     assert weight == (1 / VARIANCE if expected else 0)
@@ -177,7 +177,7 @@ def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int
         for one, by in ((with_kernels, Counted(used)), (without, None)):
             with use_kernels({DEAD_LATENTS: by} | dict.fromkeys(others)):
                 one.begin_step(number)
-                # The step has two micro-batches. The row gradients of the first pass are added before the second pass.
+                # The step has two micro-batches. Row gradients of the first pass are added before the second pass.
                 for part in (slice(14), slice(14, None)):
                     one.accumulate(x[part], x[part] if d_out is None else y[part])
                 one.update()
@@ -191,7 +191,7 @@ def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int
 
 
 class Counted:
-    """A wrapper of the kernels that records the names of the kernels that are used."""
+    """A wrapper of the kernels that records the names of those used."""
 
     def __init__(self, used: list[str]) -> None:
         self._used = used
@@ -202,7 +202,7 @@ class Counted:
 
 
 def learner(sae: dict[str, object], d_out: int | None, n_dead: int) -> Learner:
-    """Return a learner with `n_dead` dead latents, but at most 8 AuxK candidates."""
+    """Return a learner with `n_dead` dead latents and at most 8 AuxK candidates."""
     settings = {"architecture": "topk", "d_sae": 48, "k": 3, "k_aux": 4} | sae
     one = Learner(job_of(settings, {"batch_size": 24, "precision": "fp32"}), 20, d_out, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, d_out or 20, seed=8 if d_out else 7))

@@ -1,4 +1,4 @@
-"""Compares the kernel that centres rows with torch.
+"""Compares the kernel that centres rows with the equivalent torch operations.
 
 `test_triton_encode.py` runs this file in a separate process. With TRITON_INTERPRET=1, the kernel runs on a CPU;
 otherwise it needs a GPU.
@@ -22,7 +22,7 @@ def test_rows_are_centred_and_rounded_as_torch_does(shape: tuple[int, int], dtyp
     x, bias = (torch.randn(*size, generator=torch.Generator().manual_seed(7)).to(DEVICE) for size in (shape, shape[1:]))
     x[:, 0] = torch.nan
     found = triton_encode.centre(x, bias, dtype)
-    # Triton's interpreter truncates to bf16 instead of rounding.
+    # Triton's interpreter truncates to bf16 rather than rounding.
     rtol = 2**-7 if dtype == torch.bfloat16 else 0
     torch.testing.assert_close(found, (x - bias).to(dtype), rtol=rtol, atol=0, equal_nan=True)
 

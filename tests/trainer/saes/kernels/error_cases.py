@@ -36,7 +36,7 @@ from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# By default, a learner uses none of these kernels.
+# In this file, a learner uses none of these kernels unless a test enables them.
 NONE: dict[Kernels, Any] = dict.fromkeys(
     (DEAD_LATENTS, LATENT_SELECTIONS, OPTIMIZER_STEPS, RECONSTRUCTION_ERRORS, SPARSE_PRODUCTS)
 )
@@ -93,7 +93,7 @@ def test_other_dtypes_and_empty_batches_are_left_to_torch() -> None:
 
 
 def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_hat, its squared error, and the summed squared errors of all shorter prefixes, computed in float64."""
+    """Return x_hat, its squared error, and the sum of the squared errors of all shorter prefixes, all in float64."""
     errors = offset[..., None, :] - y.double()[:, None] + parts.cumsum(dim=1)
     return y + errors[:, -1], errors[:, -1].square().sum(), errors[:, :-1].square().sum()
 
@@ -125,7 +125,7 @@ def test_nested_prefixes_and_their_gradients_match_float64(n_levels: int, is_vec
 
 
 def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> SparseActs:
-    """Return activations with `counts` entries per token and level, followed by `n_beside` padding entries."""
+    """Return activations that have `counts` entries per token and level, followed by `n_beside` padding entries."""
     generator = torch.Generator().manual_seed(d_sae)
     of_bags = torch.tensor(counts).flatten()
     n = int(of_bags.sum())
@@ -184,13 +184,13 @@ def test_errors_of_entries_summed_by_level_match_float64(
         expected[:, :-1].square().sum(),
         *(one for moment in (missed, centred) for one in (moment.square().sum(), moment.sum(dim=0))),
     )
-    # With these two limits, each program handles either a single token or all tokens.
+    # With one of these limits, each program handles a single token; with the other, one program handles all tokens.
     for full in (10**9, 1):
         monkeypatch.setattr(triton_errors, "_FULL", full)
         found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
         for one, other in zip(all_of(found), exact, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-        # The kernel that reads the summed levels gives the same result.
+        # The kernel that reads the sums of the levels gives the same result.
         apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
         for one, other in zip(all_of(found), apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -208,7 +208,7 @@ def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int
     for one, other in zip(numbers_of(found.sums), numbers_of(expected.sums), strict=True):
         assert torch.equal(one, other)
     assert found.narrow.dtype == dtype
-    # Triton's interpreter truncates the numbers that a GPU would round.
+    # Triton's interpreter truncates values that a GPU would round.
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
@@ -223,19 +223,19 @@ def test_the_error_that_dead_latents_leave_has_their_dtype_and_its_square_fp32(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
-    # The error of the last level is strided, because the errors of all levels are interleaved in memory.
+    # The last level's error is strided, because the errors of all levels are interleaved in memory.
     error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
     weight = torch.full((), 0.3, device=DEVICE)
     square, twice = triton_errors.add_and_square(explained, error, weight)
     exact = explained.double() + error
     torch.testing.assert_close(square.double(), 0.3 * exact.square().sum(), rtol=1e-5, atol=0)
     assert twice.dtype == dtype
-    # Triton's interpreter truncates the numbers that a GPU would round.
+    # Triton's interpreter truncates values that a GPU would round.
     torch.testing.assert_close(twice.double(), 2 * exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 class NumbersAreRounded(TorchDispatchMode):
-    """A dispatch mode that rounds scalar factors to the dtype of the matrix, as a GPU does but a CPU does not."""
+    """A dispatch mode that rounds scalar factors to the matrix's dtype, as GPUs do but CPUs do not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mul" in func.__name__ and isinstance(args[1], Tensor) and not args[1].dim():
@@ -291,7 +291,7 @@ SLOW = ("topk", "matryoshka_batch_topk")
             pytest.param(one, triton_sparse, marks=pytest.mark.slow if one in SLOW else ())
             for one in catalog.ARCHITECTURES
         ),
-        # The error kernels are also tested alone: for one level, for several levels, and with a penalty.
+        # The error kernels are also tested without the others: for one level, for several levels, and with a penalty.
         *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
     ],
     ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
@@ -300,18 +300,18 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    # The interpreter is slow, so the test has few rows. By default the kernels reject so small a batch.
+    # The interpreter is slow, so the test uses few rows. By default, the kernels reject such a small batch.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
     some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
     with use_kernels(NONE):
         with_kernels, without = learner(architecture), learner(architecture)
-    # The second step also uses the state that the first step has changed.
+    # The second step also uses state that the first step changed.
     for number in range(2):
         x = numbers(24, 20, seed=number)
         for one, kernels in ((with_kernels, NONE | some), (without, NONE)):
             with use_kernels(kernels):
                 one.begin_step(number)
-                # Each step has two micro-batches, and its sums cover both.
+                # Each step has two micro-batches, and the sums cover both of them.
                 for rows in x.split([14, 10]):
                     one.accumulate(rows, rows)
                 one.update()
@@ -333,7 +333,7 @@ def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch:
             one.accumulate(x, x)
         gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
     for name, expected in gradients[1].items():
-        # The gradients may differ only by the rounding of 16-bit numbers.
+        # The gradients may differ only by 16-bit rounding.
         assert (gradients[0][name] - expected).norm() < 0.01 * expected.norm(), name
 
 

@@ -1,4 +1,4 @@
-"""Compares the kernels that run at the end of a step with torch.
+"""Compares the kernels that run at the end of a step with the equivalent torch operations.
 
 `test_triton_since_fired.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -96,7 +96,7 @@ def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
         for number in range(4):
             before = {name: tensor.clone() for name, tensor in one.state.tensors()}
             batch = x[16 * number : 16 * number + 16].clone()
-            # The NaN causes step 2 to be skipped.
+            # Because of the NaN, step 2 is skipped.
             batch[3, 2] = torch.nan if number == 2 else batch[3, 2]
             one.begin_step(number)
             one.accumulate(batch, batch)

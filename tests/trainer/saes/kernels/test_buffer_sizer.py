@@ -1,4 +1,4 @@
-"""Tests for selecting the values above a bound when the host must guess their number, even if the guess is too low."""
+"""Tests for selecting the values above a bound when the host must guess their number, and may guess too low."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainer.saes.kernels.pre_acts import PreActs
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor | float, int]:
-    """Draw pre-activations of any dtype, with or without ties, one bound or a bound per latent, and a buffer size."""
+    """Draw pre-activations of any dtype, with or without ties, one bound or one per latent, and a buffer size."""
     n_tokens, d_sae = draw(st.integers(1, 60)), draw(st.sampled_from([1, 7, 24, 64]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     values = torch.randn(n_tokens, d_sae, generator=generator) + draw(st.sampled_from([-2.0, 0.0]))
     values = (values.round() if draw(st.booleans()) else values).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # The bounds are so close to the values that the difference is 0 in 16 bits.
+    # The bounds are so close to the values that the differences are 0 in 16 bits.
     bounds = values[0].to(wide) + 1e-9 * torch.randn(d_sae, generator=generator, dtype=wide)
     return values, bounds if draw(st.booleans()) else 0.0, draw(st.integers(1, n_tokens * d_sae))
 
@@ -84,7 +84,7 @@ def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
 
 
 def capacities(sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
-    """Return the capacity per token for each batch, or None for a batch if all its values are kept."""
+    """Return each batch's capacity per token, or None if all values of the batch are kept."""
     found = []
     for n in n_per_token:
         decided = sizer.decide(50, 400) if ahead else None
@@ -102,7 +102,7 @@ def capacities_in_step(sizer: BufferSizer, *n_per_token: int) -> list[int | None
 
 def test_the_capacity_is_a_quarter_above_the_maximum_of_earlier_batches(sizer: BufferSizer) -> None:
     assert capacities(sizer, 4, 9, 8, 9) == [None] * buffer_sizer.MEMORY
-    # A quarter above the maximum of 9 is 11.25, which is rounded up to one of a few sizes.
+    # A quarter above the maximum of 9 is 11.25, which is rounded up to one of a few allowed sizes.
     assert capacities(sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
@@ -145,7 +145,7 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
     waits = []
 
     class Number(HostCopy):
-        """A number that a GPU has computed only after the host has queued the entire step."""
+        """A number that the GPU computes only after the host has queued the entire step."""
 
         def __init__(self, number: Tensor) -> None:
             super().__init__(number)
@@ -159,7 +159,7 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
     for _ in range(6):
         of_step.clear()
         capacities_in_step(sizer, 8, 9, 8)
-    # Except in the last step, each number was read after the end of its own step.
+    # Except for the last step's, each number was read after its own step had ended.
     assert waits == [False] * 15
 
 
@@ -172,14 +172,14 @@ def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(s
     assert capacities(sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert sizer.overflowed
     assert capacities(sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
-    # Without capacities that are decided in advance, the numbers of all batches are known.
+    # If capacities are not decided in advance, the numbers of all earlier batches are known.
     assert capacities(sizer, 40, 30, 30, 30, 30) == [56] * 5
 
 
 def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(sizer: BufferSizer) -> None:
     sizer._expected = deque(maxlen=6)
     assert capacities(sizer, *[32] * 6, ahead=True)[-1] == 40
-    # If k is 32, the capacity of 40 is exactly one of the possible sizes.
+    # For a k of 32, the capacity of 40 is exactly one of the allowed sizes.
     assert capacities(sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
     assert capacities(sizer, *[32] * 20, ahead=True) == [48] * 20
     assert capacities(sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
@@ -203,10 +203,10 @@ def test_each_replay_of_a_pass_counts_as_a_batch(sizer: BufferSizer) -> None:
     found = []
     for n in (9, 40, 9, 9):
         found.append(sizer.decide(50, 400))
-        # A replayed pass counts no more values than its buffer can hold.
+        # A replayed pass counts at most as many values as fit into its buffer.
         n_above.fill_(50 * min(n, 10))
         sizer.queued()
-    # The number 9 of the first replay has been read, and is treated as growth.
+    # The 9 from the first replay has been read, and counts as growth.
     assert found == [500, 500, 800, None]
 
 

@@ -23,14 +23,14 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Return a mask of about half of the entries, with none for token 2 or latent 3 and nearly all for latent 5."""
+    """Return a mask that selects about half of the entries, none of token 2 or latent 3, and nearly all of latent 5."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask
 
 
 def inputs(moves: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Return x, W_enc, b_enc and an input bias, which is trainable if `moves` is true."""
+    """Return x, W_enc, b_enc and an input bias that is trainable if `moves` is true."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N_TOKENS, D_IN, dtype=dtype, generator=generator)
     shapes = [(D_IN, D_SAE), (D_SAE,), (D_IN,)]
@@ -94,7 +94,7 @@ def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
 
     results: list[Tensor] = []
     for batch, is_sparse in batches:
-        # Two of the batches are encoded in inference mode, as in an evaluation.
+        # Two of the batches are encoded in inference mode, as during evaluation.
         with torch.inference_mode(len(results) in (0, 6)):
             choose = indices if is_sparse else lambda pre_acts: None
             weights = [tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias)]
@@ -102,5 +102,5 @@ def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
     for (batch, is_sparse), dense in zip(batches, results, strict=True):
         expected = (batch.double() - bias) @ W_enc + b_enc
         mask = a_mask()[: len(batch)] if is_sparse else 1
-        # The last batch is in fp32, so the tolerance is that of fp32.
+        # The last batch is in fp32, so the fp32 tolerance applies.
         torch.testing.assert_close(dense.double(), expected * mask, rtol=1e-5, atol=1e-5)

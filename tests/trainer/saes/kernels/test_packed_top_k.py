@@ -1,4 +1,4 @@
-"""Compares the selection of the largest bf16 numbers of each row with a full sort."""
+"""Compares the selection of each row's largest bf16 values with a full sort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.saes.kernels.packed_top_k import largest_of_each
 
 @pytest.fixture(autouse=True, scope="module")
 def groups_of_groups() -> Iterator[None]:
-    """Lower the limit on columns, so that even short rows are divided into groups of groups."""
+    """Lower the column limit so that even short rows are divided into groups of groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_top_k, "AT_ONCE", 16)
         yield
@@ -50,7 +50,7 @@ def test_all_positive_numbers_are_found_in_rows_with_few(n: int, k: int, seed: i
     assert torch.equal(values.gather(1, columns).float(), largest)
     expected = values.float().sort(dim=1, descending=True).values[:, :k]
     assert torch.equal(largest.relu().sort(dim=1, descending=True).values, expected.relu())
-    # The first number returned for a row is the smallest of the k largest, or any number that is not positive.
+    # The first value returned for a row is the smallest of the k largest, or any non-positive value.
     assert torch.equal(largest[:, 0] > 0, expected[:, -1] > 0)
 
 

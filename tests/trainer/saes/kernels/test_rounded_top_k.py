@@ -1,4 +1,4 @@
-"""Compares a top-k search that starts from a rounded product with the top k of the exact product."""
+"""Compares a top-k search that starts from a rounded matrix product with the top k of the exact product."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ cases = st.builds(
 
 
 def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
-    """Require equality except for the last bits of fp32 sums, which depend on the summation order."""
+    """Check equality, except for the last bits of fp32 sums, which depend on the summation order."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
 
 
@@ -160,7 +160,7 @@ def test_a_first_pass_is_used_only_for_fp32_on_a_cpu_with_fast_bf16(monkeypatch:
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 256)
     assert not rounded_top_k.pays(case, 512)
-    # For the top k of a whole batch, choosing among exact values is as fast as a rounded first pass.
+    # For the top k of an entire batch, selecting from exact values is as fast as a rounded first pass.
     assert rounded_top_k.pays(case, 128, of_batch=True)
     assert not rounded_top_k.pays(case, 256, of_batch=True)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)

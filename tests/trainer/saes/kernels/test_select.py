@@ -14,7 +14,7 @@ from trainer.saes.sparse_acts import SparseIndices
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """Draw pre-activations of any width, with or without ties, mostly negative or not, and a k of at most d_sae."""
+    """Draw pre-activations of any width, with or without ties, possibly mostly negative, and a k of at most d_sae."""
     n_tokens, d_sae = draw(st.integers(1, 200)), draw(st.sampled_from([1, 2, 7, 24, 64, 97]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     values = torch.randn(
@@ -31,7 +31,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 
 def assert_consistent(indices: SparseIndices, n_tokens: int) -> None:
-    """Require that entries are unique and ordered by token, and that `starts` indexes each token's first entry."""
+    """Check that entries are unique and sorted by token, and that `starts` contains each token's first index."""
     bounds = [*indices.starts.tolist(), len(indices.tokens)]
     assert len(indices.starts) == n_tokens
     assert indices.tokens.tolist() == [
@@ -106,7 +106,7 @@ def test_a_gpu_searches_the_maxima_of_groups_instead_of_all_columns() -> None:
 
 
 def test_an_unrepresentative_sample_does_not_change_the_result() -> None:
-    # The sample contains every 10th token, and these tokens have far larger values than all others.
+    # The sample contains every 10th token, and these tokens have much larger values than all others.
     pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
     pre_acts[::10] += 100
     _, values = k_per_batch(PreActs(pre_acts), 20)

@@ -14,8 +14,8 @@ from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_p
 from trainer.saes.sparse_acts import DenseActs, SparseActs, SparseIndices
 
 N_TOKENS, D_SAE, D = 5, 9, 4
-# The tokens have no, one or several entries.
-# Latent 2 is active for all tokens that have entries, and three latents are never active.
+# Tokens have zero, one or several entries.
+# Latent 2 is active on all tokens that have entries, and three latents are never active.
 # One entry is repeated.
 COUNTS = [3, 0, 1, 6, 2]
 LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
@@ -60,7 +60,7 @@ def test_dot_products_of_corresponding_rows_work_in_any_memory_layout(n: int) ->
 
 @pytest.fixture(params=[False, True], ids=["by token", "by latent"])
 def reads_by_latent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Set the cache size to 0 in one of two cases, so that the rows do not fit into the cache."""
+    """In one of the two cases, set the cache size to 0 so that rows do not fit into the cache."""
     if request.param:
         monkeypatch.setattr(sparse, "CACHE_BYTES", 0)
     return bool(request.param)
@@ -137,7 +137,7 @@ def test_entries_are_sorted_once_and_keep_their_order_when_regrouped() -> None:
 
 
 class Noting(Threads):
-    """Threads that record the dtype of the rows that they gather."""
+    """Threads that record the dtype of the rows they gather."""
 
     types: tuple[torch.dtype, ...] = ()
 
@@ -149,7 +149,7 @@ class Noting(Threads):
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_all_ranks_gather_a_gradient_in_one_dtype(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Pretend that the kernels work.
+    # Pretend that the kernels are available.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
 
     def types_of(thread: Threads) -> tuple[torch.dtype, ...]:

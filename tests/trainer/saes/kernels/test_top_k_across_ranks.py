@@ -1,4 +1,4 @@
-"""Compares the largest values found by several ranks with the largest values of the complete matrix."""
+"""Compares the largest values found by several ranks with the largest values of the full matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.saes.sparse_acts import SparseIndices
 def marked(indices: SparseIndices, shape: tuple[int, int]) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[indices.tokens, indices.latents] = True
-    # No entry is repeated, and `starts` holds the index of the first entry of each token.
+    # No entry is repeated, and `starts` contains the index of each token's first entry.
     assert int(mask.sum()) == len(indices.latents)
     n = len(indices.latents) if indices.filled is None else int(indices.filled.n)
     assert torch.equal(indices.starts, torch.searchsorted(indices.tokens[:n], torch.arange(shape[0])))
@@ -41,7 +41,7 @@ def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
 def over_latents(
     pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None, *, may_wait: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """Choose latents that are split over ranks; return a mask [n_tokens, d_sae] and how many values each rank sent."""
+    """Select latents that are split over ranks. Return a mask [n_tokens, d_sae] and how many values each rank sent."""
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
@@ -91,13 +91,13 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
 
 def test_a_rank_sends_few_candidates_and_more_only_for_tokens_that_need_them() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
-    # The values are sorted and dealt to the ranks in turn, so every rank has the same number of the largest values.
+    # Sorted values are dealt to the ranks in turn, so every rank has the same number of the largest values.
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    # For each token, a rank sends its candidates and an upper bound of the token's other values.
+    # For each token, a rank sends its candidates and an upper bound on the token's other values.
     assert sent == [n_tokens * (few + 1)] * n_ranks
-    # A single rank holds all large values of token 3.
+    # One rank has all large values of token 3.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
@@ -112,7 +112,7 @@ def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
-    # A rank with nearly all of the largest values sends more candidates.
+    # A rank that has nearly all of the largest values sends more candidates.
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
@@ -144,7 +144,7 @@ def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
     looked, plain = [], rounded_top_k.look
     monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
-    # After rounding, many latents have equal pre-activations, so that some tokens need exact values.
+    # Rounding makes many latents' pre-activations equal, so some tokens need exact values.
     weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
     pre_acts = x @ weights.T
 

@@ -26,7 +26,7 @@ def rows(n_rows: int, n: int, seed: int = 0) -> Tensor:
 
 
 def some_cases() -> Iterator[pytest.param]:
-    """Yield test cases, each with rows and a k."""
+    """Yield test cases, each consisting of rows and a k."""
     yield pytest.param(rows(3, 1000), 7, id="any numbers")
     yield pytest.param(rows(3, 1003), 40, id="a partly filled last group")
     yield pytest.param(rows(2, 5), 5, id="a whole row that is shorter than a group")
@@ -57,10 +57,10 @@ def some_cases() -> Iterator[pytest.param]:
 
 
 CASES = [*some_cases()]
-# The kinds of result of a selection.
+# The three kinds of results that a selection can return.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
-# The names of the cases that depend on the bits of numbers; these cases are tested with all dtypes.
+# Cases whose outcome depends on the bit patterns of values. They are tested with all dtypes.
 OF_BITS = ("any numbers", "numbers of all magnitudes", "NaN, infinities and zeros of both signs")
 
 
@@ -166,12 +166,12 @@ def test_the_largest_of_all_rows_match_a_full_sort(
 def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(12, 512).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
-        # The bound is the second number. Its low bits are all 0, or all 1 for -0.0. It occurs in all tiles except one.
+        # The bound is the second value, whose low bits are all 0, or all 1 for -0.0. It occurs in all tiles but one.
         indices = torch.arange(12 * 512, device=DEVICE).view(12, 512)
         values = torch.where(indices % 150 == 7, numbers[2], torch.where(indices // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 75)
-    # The 12 tiles of maxima are more than one program counts, and more than are summed at once.
+    # One program counts fewer than the 12 tiles of maxima, and fewer are summed at once.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
     monkeypatch.setattr(triton_top_k, "COUNTS", 2)
     assert torch.equal(triton_top_k.largest_of_all(values, 75), expected_ones)

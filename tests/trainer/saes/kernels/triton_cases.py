@@ -26,19 +26,19 @@ from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 # This tolerance is relative to the largest sum.
-# The reference uses the same bf16 inputs, so only sums are rounded differently.
+# The reference uses the same bf16 inputs, so only the sums are rounded differently.
 TOLERANCE = 2e-6
 
 
 class Case(NamedTuple):
-    """Random activations with a given number of entries per token, and the rows that they are multiplied with."""
+    """Random activations with a given number of entries per token, and the rows to multiply them with."""
 
     acts: SparseActs
     rows: Tensor
     dense: Tensor
 
     def matrix(self) -> Tensor:
-        """Return the activations as a float64 matrix [n_tokens, d_sae], in which repeated entries are added up."""
+        """Return the activations as a float64 matrix [n_tokens, d_sae], with repeated entries added up."""
         indices = self.acts.indices
         whole = torch.zeros(len(indices.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
         n = len(indices.tokens) if indices.filled is None else int(indices.filled.n)
@@ -148,7 +148,7 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
 
 
 def assert_both_are_right(case: Case) -> None:
-    """Check the gradients of the weights and of the entries, both multiplied by a factor.
+    """Check the gradients of weights and entries, both multiplied by a factor.
 
     The gradient of the weights is a transposed product, and the gradients of the entries are dot products of rows.
     """
@@ -204,7 +204,7 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     exact_dots = (sums * unit_rows).sum(dim=1)
     exact = (sums - exact_dots[:, None] * unit_rows).square().sum(dim=1)
     torch.testing.assert_close(dots.double(), exact_dots, rtol=1e-5, atol=1e-5)
-    # If the component is a ten-thousandth of the sum, a difference of squares would have an error of 10 %.
+    # If the component is 1/10,000 of the sum, computing it as a difference of squares would have an error of 10 %.
     torch.testing.assert_close(squares.double(), exact, rtol=1e-3, atol=1e-12)
 
 
@@ -220,7 +220,7 @@ def test_squares_of_split_sums_are_right_without_unit_rows(monkeypatch: pytest.M
 def test_programs_share_latents_with_any_number_of_tokens(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One latent is active for all tokens and other latents for few or none, so that windows start and end anywhere.
+    # One latent is active on all tokens and others on few or none, so windows start and end at arbitrary positions.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
     for width in (20, 48):
@@ -300,7 +300,7 @@ def test_under_autocast_rows_are_16_bit_and_sums_are_fp32(dtype: torch.dtype) ->
     assert rows.grad is not None
     assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
     assert values.grad is not None
-    # Both gradients use the same gathered rows, in 16 bits.
+    # Both gradients use the same gathered 16-bit rows.
     indices = case.acts.indices
     products = case.dense.to(dtype).double() @ case.rows.to(dtype).double().T
     assert_near(values.grad, products[indices.tokens, indices.latents])
