@@ -1,4 +1,4 @@
-"""Compares this machine's memory with the values reported by psutil."""
+"""Compares the reported memory of this machine with psutil's values."""
 
 from __future__ import annotations
 

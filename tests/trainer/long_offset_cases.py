@@ -1,7 +1,7 @@
 """Tests that kernels work on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
 
 `test_long_offsets.py` runs this file with TRITON_INTERPRET=1. All rows of a matrix except the last are 0, and only the
-last programs of each launch are run. Each result must equal that of a matrix with only the last row.
+last programs of each launch are run. Each result must equal the result for the last row alone.
 """
 
 from __future__ import annotations

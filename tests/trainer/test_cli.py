@@ -115,7 +115,7 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
     assert result["best_sae"] == "k=4"
 
 
-# Batch systems send signals to all processes of a job. The other cases are Ctrl-C and a closed terminal.
+# Signals that batch systems send to all processes of a job. The test also covers Ctrl-C and a closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 

@@ -34,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make new programs record their sockets and the data that they unpickle, and return the file of records."""
+    """Make new programs record their sockets and the data that they unpickle, and return the file with the records."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))

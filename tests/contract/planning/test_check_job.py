@@ -24,7 +24,7 @@ N_TOKENS, D_IN = 20_000, 8
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Return a machine with five GPUs: free, busy, broken, without a memory sensor, and nearly full."""
+    """Return a machine with five GPUs: a free, a busy, a broken, one without a memory sensor, and a nearly full one."""
     gpus = (
         MachineGpu(0, "RTX 3090", 23 * GIB),
         MachineGpu(1, "RTX 3090", 20 * GIB, busy="python of bob, pid 12"),

@@ -147,7 +147,7 @@ def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -
 def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
     make_job: MakeJob, mode: str, added: tuple[float, float]
 ) -> None:
-    # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange an additional 75 MB.
+    # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange another 75 MB for it.
     batch_size = 4096 * (8 if mode == "tensor" else 1)
     job = wide(make_job, batch_size=batch_size).replace("parallel", mode=mode)
     time = step_time(workload(job, 2304, 8), NVLINK)

@@ -35,7 +35,7 @@ Make = Callable[..., JobConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return a function that creates a job with a language model of the given size, whose weights are a sparse file."""
+    """Return a function that creates a job with a language model of the given size, stored as a sparse file."""
     (tmp_path / "text.txt").write_text("a cat sat")
 
     def make_job(n_parameters: float = 10.5e9, gpus: str = "auto:8", d_sae: int = 65536, **sections: Any) -> JobConfig:
@@ -117,7 +117,7 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
     )
     assert chosen.reader
     assert chosen.reader.total > 2 * 10.5e9
-    # The training GPUs hold no language model.
+    # The training GPUs do not hold the language model.
     stored = memory.estimate(chosen.settled.held)
     assert stored.weights == stored.gradients
     assert chosen.needs_bytes == max(stored.total, chosen.reader.total)

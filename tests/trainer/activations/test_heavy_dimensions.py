@@ -1,4 +1,4 @@
-"""Tests for heavy dimensions: at most 1 % of all dimensions that together account for over half of the variance."""
+"""Tests for finding heavy dimensions: the few dimensions that together account for over half of the variance."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_read_ahead_thread_uses_the_gpu_of_its_rank(activations: Path, monke
 
 
 class Unaware(Shards):
-    """Shards that ignore the given buffer and allocate memory for their rows."""
+    """Shards that ignore the given buffer, and allocate new memory for their rows."""
 
     def rows(self, indices: Indices) -> Tensor:
         return super().rows(indices)

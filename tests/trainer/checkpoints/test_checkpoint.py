@@ -304,7 +304,7 @@ def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> No
     require_previous_checkpoint_only(lines, "File too large")
 
 
-# Tests of when a run saves a checkpoint.
+# Tests for when a run saves a checkpoint.
 
 
 class Clock(RunProgress):

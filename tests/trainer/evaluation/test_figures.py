@@ -1,4 +1,4 @@
-"""Tests for the metrics of an SAE, compared with naive loops in float64 and with SAELens' evaluation."""
+"""Tests for the metrics of an SAE, compared with naive loops in float64 and with SAELens's evaluation."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return a function that returns a family's rows at its hooks, read by `LanguageModel` and by the reference."""
+    """Return a function that reads the rows of a family's hooks with `LanguageModel` and with the reference."""
 
     @functools.cache
     def read(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -343,7 +343,7 @@ def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    # The message continues differently if the machine's count of OOM kills rises, which other tests also cause.
+    # The remainder of the message depends on the machine's count of OOM kills, which other tests may increase too.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]

@@ -72,7 +72,7 @@ def table_of(data: dict[str, Any], n_steps: int = 40, **train: Any) -> dict[str,
 
 
 def streamed(job: ExtractJob, text: Path, hook: Any) -> dict[str, Any]:
-    """Return the settings of data streamed from the model of an extraction job."""
+    """Return data settings that stream rows from the model of an extraction job."""
     sizes = {"context": 32, "batch_tokens": 256, "shuffle_tokens": 500}
     return {"source": "model", "model": job.model.path, "hook": hook, "text": str(text)} | sizes
 

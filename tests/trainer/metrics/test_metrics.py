@@ -86,7 +86,7 @@ def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
     return float((scores * weights).sum() / weights.sum())
 
 
-# Tests of individual metrics.
+# Tests for individual metrics.
 
 
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
@@ -162,7 +162,7 @@ def test_a_ratio_is_the_same_from_one_rank_or_three(metric: type[Metric], expect
         assert metric().value(sums_of(metric, observation(y)) * ranks) == pytest.approx(expected)
 
 
-# Tests of log intervals.
+# Tests for log intervals.
 
 
 def terms_of(seen: Observation) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ def test_an_interval_of_only_nan_batches_has_nan_values() -> None:
         assert math.isnan(values[name]), name
 
 
-# Tests of the pace of a run.
+# Tests for the pace of a run.
 
 
 class Waiting(Parallel):

@@ -31,7 +31,7 @@ def test_the_orthogonal_matrix_of_zeros_is_zero() -> None:
 
 
 def naive(weight: Tensor, gradients: list[Tensor], lr: float, momentum: float) -> Tensor:
-    """Return the weight after muon.py's updates in float64: Nesterov momentum and a polynomial of singular values."""
+    """Return the weight after muon.py's updates in float64: Nesterov momentum and a polynomial in singular values."""
     weight, buffer = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
     for gradient in gradients:
         buffer = momentum * buffer + (1 - momentum) * gradient

@@ -1,4 +1,4 @@
-"""Compares the kernels of an optimizer update with float64, and with the tensor passes that they replace.
+"""Compares the kernels of an optimizer update with a float64 reference, and with the tensor passes that they replace.
 
 `test_triton_update.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -196,7 +196,7 @@ def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
 
 
 class Measuring:
-    """A wrapper of the kernels that records the measured rows of each gradient, or None if all rows are measured."""
+    """A wrapper around the kernels that records the rows measured of each gradient, or None for all rows."""
 
     def __init__(self) -> None:
         self.asked: list[list[int] | None] = []

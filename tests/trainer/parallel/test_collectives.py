@@ -31,7 +31,7 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # In the first case, latents do not divide evenly over replicas. In the second, neither do a rank's tokens.
+    # Latents that do not divide evenly over the replicas, and tokens that do not over the ranks that share latents.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]

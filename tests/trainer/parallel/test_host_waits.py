@@ -1,4 +1,4 @@
-"""Tests that with several GPUs, the host waits for its GPU only in steps that write metrics.
+"""Tests that with several GPUs, the host waits for its GPU only in steps that log metrics.
 
 Other steps read no values from the GPU. Their exchanges therefore cannot depend on values that might differ between
 ranks.

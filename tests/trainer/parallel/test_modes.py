@@ -213,7 +213,7 @@ def test_a_checkpoint_resumes_in_another_mode_with_the_same_result(
     assert ranks.wait() == [EXIT_FINISHED] * n_ranks
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
     alike(load_file(ranks.spec.run_dir / "sae" / "sae_weights.safetensors"), expected)
-    # The checkpoint of several ranks equals that of one process, tensor by tensor.
+    # The checkpoints of several ranks and of one process are equal, tensor by tensor.
     last = "step-00000020"
     one, several = (folder / "checkpoints" / last for folder in (tmp_path, ranks.spec.run_dir))
     alike(load_file(several / "tensors.safetensors"), load_file(one / "tensors.safetensors"), atol=2.0)

@@ -169,7 +169,7 @@ def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
     )
     assert len(job) == len(first) == len(second) == 4
     for of_job, *of_ranks in zip(job, first, second, strict=True):
-        # The rate of a rank excludes the time that it waited for other ranks.
+        # A rank's rate excludes the time that it waited for other ranks.
         assert 0.9 * of_job < sum(of_ranks) < 3 * of_job
     assert max(first + second) < 5 * min(first + second)
 

@@ -35,7 +35,7 @@ def rows(n: int = 26) -> Tensor:
 
 
 def silences(case: str, sharing: int) -> Tensor:
-    """Return a case's number of tokens since each latent fired."""
+    """Return the number of tokens since each latent fired, for one of the cases."""
     silent = torch.arange(D_SAE) % 7
     if case == "few are dead":
         silent[[3, 4, 40]] = DEAD_AFTER

@@ -88,7 +88,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value of `act` jumps. Its gradients with respect to the threshold and, for tanh, z come from `slope`.
+    # The value of `act` jumps. Its gradients come from `slope`: for the threshold and, with a tanh penalty, for z.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -161,7 +161,7 @@ def saelens_twin(kind: str, sae: Any) -> Any:
     settings = {"jumprelu_bandwidth": 0.5, "jumprelu_sparsity_loss_mode": mode}
     settings |= {"l0_coefficient": 1.0, "jumprelu_ste_to_input": kind == "jumprelu_tanh"}
     twin = peers_twin(jumprelu_sae.JumpReLUTrainingSAE, jumprelu_sae.JumpReLUTrainingSAEConfig, sae, **settings)
-    # SAELens' threshold is in fp32, which is not precise enough for sums over hundreds of tokens.
+    # SAELens's threshold is in fp32, which is too imprecise for sums over hundreds of tokens.
     twin.threshold = torch.nn.Parameter(sae.threshold.detach().clone())
     return twin
 

@@ -308,7 +308,7 @@ def test_an_npz_file_runs_no_code_and_cannot_claim_more_than_it_stores(tmp_path:
 
 
 def _promise(file: Path, arrays: dict[str, Any]) -> None:
-    """Write an array of 2 numbers whose header claims 2^44 numbers."""
+    """Write an array of 2 numbers with a header that claims 2^44 numbers."""
     import io
     import zipfile
 

@@ -207,7 +207,7 @@ def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> Non
 def test_the_norm_of_a_large_gradient_matches_float64(shape: tuple[int, ...]) -> None:
     gradients = [torch.randn(shape), torch.randn(7)]
     if len(shape) == 2:
-        # This tensor has the memory layout of the encoder's gradient, in which latents are contiguous.
+        # This tensor has the memory layout of the encoder's gradient, where each latent is contiguous.
         gradients.append(torch.randn(shape).T)
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
     assert float(total_square(gradients)) == pytest.approx(expected, rel=1e-6)

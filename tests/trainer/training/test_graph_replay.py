@@ -26,7 +26,7 @@ def test_captured_steps_equal_eager_steps(among: str) -> None:
 
 
 class Card:
-    """A simulation of torch's memory pools, in which a failed capture remains active."""
+    """Simulates torch's memory pools, where a failed capture stays active."""
 
     device_index = 0
 

@@ -31,7 +31,7 @@ def learner(job: JobConfig) -> Learner:
 def test_micro_batches_of_any_sizes_give_the_mean_gradient_over_all_tokens(
     sizes: tuple[int, ...], make_job: MakeJob
 ) -> None:
-    # A step expects 128 tokens, but its size does not depend on the number of tokens that it gets.
+    # A step is configured for 128 tokens, but its learning rate does not depend on how many tokens it actually gets.
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))

@@ -178,7 +178,7 @@ def test_reading_values_a_step_late_gives_the_same_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
-    # After a log point there may be a step, a save, an evaluation, another log point, or the end of the run.
+    # A log point may be followed by a step, a save, an evaluation, another log point, or the end of the run.
     train = {"n_steps": 23, "log_every": 3, "eval_every": 6, "checkpoint_every": 7}
     job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
     for late in (False, True):
@@ -305,7 +305,7 @@ def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     left_out = max(kept.curve("not_finite_fraction")[-1], kept.curve("outlier_fraction")[-1])
     assert 0.001 < left_out < 0.01
     messages = [message for kind, level, message in kept.events if kind == "not_finite" and level == "warning"]
-    # A row with a norm of 1e19 is finite, so it is reported as an outlier and not as a bad row.
+    # A row with a norm of 1e19 is finite, so it is reported as an outlier rather than a bad row.
     assert len(messages) == (value != 1e19)
     assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in messages)
 
@@ -368,7 +368,7 @@ def test_a_skipped_step_changes_no_state(make_job: MakeJob, make_trainer: MakeTr
     before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     take_alone(learner, 2, bad)
     for name, tensor in learner.state.tensors():
-        # Rows of W_dec are normalised once more, and rounding may change their last digit.
+        # Rows of W_dec are normalised once more, and rounding may change their last digits.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
     assert skips(learner) == (1, 1, 0)
 
@@ -463,7 +463,7 @@ def test_a_diverging_sae_does_not_stop_the_other_saes_of_a_sweep(
 
 
 def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
-    # In three large steps of the encoder, the thresholds cannot adapt.
+    # Three large encoder steps are too few for the thresholds to adapt.
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
     assert missed[0] == "warning"

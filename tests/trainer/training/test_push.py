@@ -1,4 +1,4 @@
-"""Tests for `sae-train export --push`, which uploads exactly the files of an export."""
+"""Tests for `sae-train export --push`, which uploads exactly the exported files."""
 
 from __future__ import annotations
 

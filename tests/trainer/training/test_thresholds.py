@@ -102,7 +102,7 @@ def test_ranks_that_share_the_latents_set_the_same_thresholds_as_one_rank(
     def whole_numbers(*shape: int) -> Tensor:
         return torch.randint(-9, 10, shape, generator=generator).float()
 
-    # Sums of products of small integers are exact, whatever the order of summation.
+    # Sums of products of small integers are exact, regardless of the order of summation.
     rows, weights = whole_numbers(201, 16), whole_numbers(16, 64)
 
     def thresholds(parallel: Parallel) -> list[float]:

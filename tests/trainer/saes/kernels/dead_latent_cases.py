@@ -191,7 +191,7 @@ def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int
 
 
 class Counted:
-    """A wrapper of the kernels that records the names of those used."""
+    """A wrapper around the kernels that records the names of the kernels used."""
 
     def __init__(self, used: list[str]) -> None:
         self._used = used

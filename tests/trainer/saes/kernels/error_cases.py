@@ -1,4 +1,4 @@
-"""Compares the kernels that sum errors with float64.
+"""Compares the kernels that sum errors with a float64 reference.
 
 `test_triton_errors.py` runs this file in a separate process. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise
 they need a GPU.

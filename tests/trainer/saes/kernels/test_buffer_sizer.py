@@ -159,7 +159,7 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
     for _ in range(6):
         of_step.clear()
         capacities_in_step(sizer, 8, 9, 8)
-    # Except for the last step's, each number was read after its own step had ended.
+    # Every number except the last step's was read after its own step had ended.
     assert waits == [False] * 15
 
 
@@ -203,7 +203,7 @@ def test_each_replay_of_a_pass_counts_as_a_batch(sizer: BufferSizer) -> None:
     found = []
     for n in (9, 40, 9, 9):
         found.append(sizer.decide(50, 400))
-        # A replayed pass counts at most as many values as fit into its buffer.
+        # A replayed pass never counts more values than fit into its buffer.
         n_above.fill_(50 * min(n, 10))
         sizer.queued()
     # The 9 from the first replay has been read, and counts as growth.

@@ -171,7 +171,7 @@ def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, mon
         values = torch.where(indices % 150 == 7, numbers[2], torch.where(indices // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 75)
-    # One program counts fewer than the 12 tiles of maxima, and fewer are summed at once.
+    # With these limits, the 12 tiles of maxima are counted by several programs and summed in several parts.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
     monkeypatch.setattr(triton_top_k, "COUNTS", 2)
     assert torch.equal(triton_top_k.largest_of_all(values, 75), expected_ones)
