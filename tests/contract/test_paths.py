@@ -98,7 +98,7 @@ def test_a_file_in_place_of_a_folder_is_reported_with_a_fix(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("made", "found"), [([], False), (["cfg.json"], True), (["k=4/cfg.json", "k=8/x"], True)])
-def test_exported_saes_are_found_alone_and_in_a_sweep(made: list[str], found: bool, tmp_path: Path) -> None:
+def test_exported_saes_of_single_runs_and_of_sweeps_are_found(made: list[str], found: bool, tmp_path: Path) -> None:
     data = DataDir(tmp_path)
     for name in made:
         file = data.sae(3) / name

@@ -30,7 +30,7 @@ print(os.waitpid(pid, 0)[0] == pid, flush=True)
 """
 
 
-def test_a_process_ends_with_its_parent(child: Callable[..., Any], eventually: Callable[..., None]) -> None:
+def test_a_process_exits_with_its_parent(child: Callable[..., Any], eventually: Callable[..., None]) -> None:
     parent = child(PARENT)
     process = ProcessRef.of(int(parent.hear()))
     assert process is not None
@@ -38,7 +38,7 @@ def test_a_process_ends_with_its_parent(child: Callable[..., Any], eventually: C
     eventually(lambda: not process.is_alive())
 
 
-def test_a_process_ends_at_once_if_its_parent_died_before_the_call() -> None:
+def test_a_process_exits_at_once_if_its_parent_died_before_the_call() -> None:
     code = "from trainer.contract.prctl import end_with_parent; end_with_parent(1 << 22); raise SystemExit(5)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 1
 

@@ -115,7 +115,7 @@ def test_a_program_behind_a_link_of_another_user_is_not_trusted(tmp_path: Path) 
     assert distrust_of_program(link) == f"{link} belongs to uid {OTHER_USER}"
 
 
-def test_a_text_is_trusted_by_the_file_that_was_read_and_not_by_its_name(tmp_path: Path) -> None:
+def test_trust_depends_on_the_file_that_was_read_and_not_on_its_name(tmp_path: Path) -> None:
     (theirs := tmp_path / "theirs").write_text("python = 1")
     theirs.chmod(0o666)
     (file := tmp_path / "job.toml").write_text("name = 1")
@@ -134,7 +134,7 @@ def test_a_text_is_trusted_by_the_file_that_was_read_and_not_by_its_name(tmp_pat
     assert distrust_of_file(theirs) == ""
 
 
-def test_a_text_from_a_pipe_of_the_user_is_trusted() -> None:
+def test_data_from_a_pipe_of_the_user_is_trusted() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"name = 1")
     os.close(writer)

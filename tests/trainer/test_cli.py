@@ -137,7 +137,7 @@ def test_ctrl_c_a_batch_system_or_a_closed_terminal_stops_a_run_after_a_checkpoi
     assert list((tmp_path / "out" / "checkpoints").glob("step-*/manifest.json"))
 
 
-def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
+def test_a_second_ctrl_c_ends_a_run_at_once_even_if_a_rank_does_not_respond(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     process = start("run", job_file, *ENDLESS, cwd=tmp_path)

@@ -281,7 +281,7 @@ def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> N
 
 
 @pytest.mark.parametrize("written", [None, b'{"run_dir":'])
-def test_an_attempt_killed_before_it_began_is_skipped(run_dir: Path, written: bytes | None) -> None:
+def test_an_attempt_killed_before_it_started_is_skipped(run_dir: Path, written: bytes | None) -> None:
     (run_dir / "attempt3").mkdir()
     if written:
         (run_dir / "attempt3" / "ranks.json").write_bytes(written)

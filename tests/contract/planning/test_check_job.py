@@ -207,7 +207,7 @@ def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
         ),
     ],
 )
-def test_a_training_uses_one_slice_or_only_full_gpus(
+def test_a_training_job_uses_one_slice_or_only_full_gpus(
     checked: Callable[..., list[Problem]], machine: Machine, gpus: Any, message: str
 ) -> None:
     cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (2, 3))

@@ -83,7 +83,7 @@ def test_each_mistake_is_one_sentence_that_names_the_field(changed: dict[str, An
     assert sentence.startswith(wrong)
 
 
-def test_an_extraction_is_not_read_as_a_training_or_the_reverse() -> None:
+def test_an_extraction_job_is_not_read_as_a_training_job_or_vice_versa() -> None:
     (as_extraction,) = parse_as(ExtractJob, {"data": {"path": "a"}})[1]
     assert str(as_extraction).startswith('kind: is "train" and not "extract"; ')
     assert str(parse_job(LEAST)[1][0]).startswith('kind: is "extract" and not "train"; ')

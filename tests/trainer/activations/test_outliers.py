@@ -69,7 +69,7 @@ def test_outliers_are_found_even_if_most_rows_are_zero() -> None:
     assert Outliers(sample, sample, times=10.0).ordinary(x, x).tolist() == [True, True, False]
 
 
-def test_without_a_limit_only_rows_beyond_fp32_are_dropped() -> None:
+def test_without_a_limit_only_rows_outside_the_fp32_range_are_dropped() -> None:
     x = rows_of_norm([1.0, 1e6, 1e10])
     sample = rows_of_norm([1.0] * 5)
     assert Outliers(sample, sample, times=0.0).ordinary(x, x).tolist() == [True, True, False]

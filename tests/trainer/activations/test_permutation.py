@@ -15,7 +15,7 @@ def test_every_position_has_a_different_row(n: int, seed: int, epoch: int) -> No
 
 
 @given(n=st.integers(1, 2**62), start=st.integers(0, 2**62), seed=st.integers(0, 99))
-def test_any_range_is_computed_without_the_rest(n: int, start: int, seed: int) -> None:
+def test_any_range_of_positions_can_be_computed_separately(n: int, start: int, seed: int) -> None:
     start %= n
     positions = np.arange(start, min(n, start + 100))
     permuted = Permutation(n, seed)(positions)

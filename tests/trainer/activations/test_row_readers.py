@@ -170,7 +170,7 @@ class Late(Threads):
             transfer()
 
 
-def test_the_next_batch_is_exchanged_during_the_step_before_it(activations: Path) -> None:
+def test_the_next_batch_is_exchanged_during_the_current_step(activations: Path) -> None:
     source = Shards(path=str(activations))
     with contextlib.closing(open_batches(source, PLAN, Group())) as batches:
         expected = [batches.next().hooks[0][0] for _ in range(4)]

@@ -107,7 +107,7 @@ def test_texts_longer_than_the_request_are_held_out_only_if_there_are_no_shorter
 
 
 @pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
-def test_too_few_texts_are_refused_if_the_job_requests_texts_and_else_use_blocks(of_rows: np.ndarray) -> None:
+def test_too_few_texts_are_refused_if_texts_are_requested_and_otherwise_use_blocks(of_rows: np.ndarray) -> None:
     texts = Texts([of_rows.astype(np.int32)])
     with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, the longest has"):
         Split(1000, 50, 0, hold_out="texts", texts=texts)
@@ -129,7 +129,7 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
     return texts.labels(np.arange(texts.n_rows)).tolist()
 
 
-def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts() -> None:
+def test_equal_text_numbers_mean_the_same_text_unless_the_numbers_restart() -> None:
     # Text numbers restart at 0 in each shard, or in each process if a process wrote several shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]

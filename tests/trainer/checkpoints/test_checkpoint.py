@@ -248,14 +248,14 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_gives_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_disk_gives_a_one_sentence_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         require_previous_checkpoint_only(
             in_loaded_process(save_until_full, disk, 0, 0), "it needs 4 MiB, but only 1 MiB are free"
         )
 
 
-def test_a_full_quota_gives_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_quota_gives_a_one_sentence_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
         # Quotas do not apply to root, so the process runs as another user.
         lines = in_loaded_process(save_until_full, disk, 0, 65534)
@@ -351,7 +351,7 @@ def test_checkpoints_are_saved_by_minutes_since_the_last_of_any_kind(
     assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
 
 
-def test_a_checkpoint_of_a_sweep_holds_every_sae_under_its_label(
+def test_a_checkpoint_of_a_sweep_contains_every_sae_under_its_label(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(sae={"k": [2, 4]}, train={"checkpoint_every": 10}))

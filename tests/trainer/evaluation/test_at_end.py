@@ -165,7 +165,7 @@ def test_a_card_has_randomly_sampled_latents_with_their_texts(
         assert f"**{best['tokens'][best['at']].strip()}**" in readme
 
 
-def test_too_many_latents_to_compare_cheaply_are_left_to_eval(
+def test_comparing_too_many_latents_is_left_to_eval(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)

@@ -161,7 +161,7 @@ def alone(folder: Path, text: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_text_has_the_row_that_it_has_alone(tiny: Callable[[str], Path], family: str) -> None:
+def test_each_text_has_the_same_row_as_without_batching(tiny: Callable[[str], Path], family: str) -> None:
     texts = sentences(12)
     rows = last_rows(load(tiny(family)), texts, CONTEXT)
     expected = torch.stack([alone(tiny(family), text) for text in texts])

@@ -132,7 +132,7 @@ def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, 
     assert "unpaired surrogates in 30 texts are replaced by U+FFFD\n" in capsys.readouterr().err
 
 
-def test_a_missing_tokenizer_and_a_git_lfs_pointer_are_one_sentence_each(
+def test_a_missing_tokenizer_or_a_git_lfs_pointer_gives_a_one_sentence_error(
     job_file: Path, tmp_path: Path, tiny, capsys
 ) -> None:
     bare, pointers = tmp_path / "bare", tmp_path / "pointers"
@@ -171,14 +171,18 @@ def test_one_document_per_context_is_reported_if_packing_is_impossible(job_file:
         ("extract.output=job.toml", EXIT_USAGE, "extract.output: "),
     ],
 )
-def test_bad_input_is_one_sentence(job_file: Path, override: str, code: int, sentence: str, capsys, no_gpus) -> None:
+def test_bad_input_gives_a_one_sentence_error(
+    job_file: Path, override: str, code: int, sentence: str, capsys, no_gpus
+) -> None:
     assert main(["extract", str(job_file), "--set", override]) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("loading ")]
     assert len(lines) == 1
     assert lines[0].startswith(sentence)
 
 
-def test_an_out_of_memory_error_is_one_sentence(job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_running_out_of_memory_gives_a_one_sentence_error(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setattr(LanguageModel, "rows", lambda *_: torch.empty(2**50))
     assert main(["extract", str(job_file)]) == EXIT_FAILED
     sentence = "extract.batch_tokens: memory has run out; give fewer than 64, or a shorter text.context\n"
@@ -198,7 +202,7 @@ def test_run_and_extract_refuse_jobs_of_the_other_kind(job_file: Path, tmp_path:
     assert 'kind: is "train" and not "extract"; ' in capsys.readouterr().err
 
 
-def test_a_training_runs_on_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_a_training_job_runs_on_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file)]) == EXIT_FINISHED
     (training := tmp_path / "training.toml").write_text(
         '[data]\npath = "activations/mlp_out.0"\n[sae]\nd_sae = 64\nk = 4\n'

@@ -281,7 +281,7 @@ def test_an_error_of_one_model_is_raised_once_after_the_rows_before_it(
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_out_of_memory_on_a_device_for_the_model_alone_does_not_blame_the_sae(
+def test_out_of_memory_on_a_model_only_device_does_not_blame_the_sae(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: object) -> None:
@@ -307,7 +307,7 @@ def test_a_text_error_is_raised_after_the_rows_before_it(make: Make) -> None:
     assert readers.next() is None
 
 
-def test_reading_threads_end_with_their_owner_and_keep_no_process_alive() -> None:
+def test_reading_threads_exit_with_their_owner_and_keep_no_process_alive() -> None:
     readers = Readers([lambda number: number], itertools.count())  # type: ignore[arg-type, list-item]
     readers.next()
     threads = list(readers._threads)

@@ -120,7 +120,7 @@ def test_rows_of_a_shard_can_be_restored_to_text_order(make: Make, tmp_path: Pat
         assert (text.origin.document.diff() >= 0).all()
 
 
-def test_an_extraction_continues_only_with_the_same_number_of_ranks(make: Make, tmp_path: Path) -> None:
+def test_an_extraction_resumes_only_with_the_same_number_of_ranks(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=1400, shard_rows=64)
     folder = job.folder("mlp_out.0")
 

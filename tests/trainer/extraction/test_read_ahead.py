@@ -44,7 +44,7 @@ def test_reading_ahead_is_bounded_and_stops_after_closing() -> None:
     assert list(ahead) == []
 
 
-def test_the_thread_ends_when_the_reader_is_garbage_collected() -> None:
+def test_the_thread_exits_when_the_reader_is_garbage_collected() -> None:
     ahead = ReadAhead(iter(range(10**6)))
     thread = ahead._thread
     assert next(ahead) == 0

@@ -178,9 +178,7 @@ def test_a_sweep_trains_all_its_saes_at_each_hook(
 
 
 @pytest.mark.slow
-def test_a_killed_training_at_two_hooks_resumes_to_the_same_weights(
-    make: Make, long_text: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_at_two_hooks_resumes_to_the_same_weights(make: Make, long_text: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(tomli_w.dumps(table_of(streamed(make(), long_text, HOOKS), 60, checkpoint_every=10)))
     trainer = [sys.executable, "-m", "trainer"]

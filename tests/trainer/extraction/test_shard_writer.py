@@ -127,7 +127,7 @@ def small_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_shard_on_a_full_disk_is_one_sentence_and_leaves_no_file(tmp_path: Path, small_files) -> None:
+def test_a_shard_on_a_full_disk_gives_a_one_sentence_error_and_leaves_no_file(tmp_path: Path, small_files) -> None:
     blocks = ShardBuffer([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
     blocks.add(*rows(0, small_files))
     with pytest.raises(UserError, match=r"^.*/a/shard-00000.safetensors could not be written: [^\n]* and try again$"):

@@ -166,7 +166,7 @@ def test_data_saved_by_the_datasets_library_is_read(tmp_path: Path) -> None:
         read(tmp_path / "one")
 
 
-def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
+def test_an_unreadable_hub_data_set_gives_a_one_sentence_error() -> None:
     # The name is invalid, so no request is sent to the hub.
     with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
         list(documents(TextSettings(dataset="no//name")))
@@ -188,7 +188,9 @@ def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
         ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
     ],
 )  # fmt: skip
-def test_unreadable_input_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
+def test_unreadable_input_gives_a_one_sentence_error(
+    tmp_path: Path, name: str, content: str | bytes, sentence: str
+) -> None:
     file = write(tmp_path / name, content)
     with pytest.raises(UserError) as error:
         read(file)
@@ -196,12 +198,12 @@ def test_unreadable_input_is_one_sentence(tmp_path: Path, name: str, content: st
     assert str(error.value).startswith(sentence.format(file))
 
 
-def test_deeply_nested_json_is_one_sentence(tmp_path: Path) -> None:
+def test_deeply_nested_json_gives_a_one_sentence_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^text.path: .*/a.json cannot be read: [^\n]*$"):
         read(write(tmp_path / "a.json", "[" * 100_000))
 
 
-def test_a_parquet_file_that_expands_beyond_memory_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+def test_a_parquet_file_that_expands_beyond_memory_gives_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
     nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
     numbers = pyarrow.array([[7] * 2**19] * 4)
@@ -235,7 +237,7 @@ def test_constant_columns_next_to_token_ids_are_read_or_ignored(tmp_path: Path, 
     assert read(tmp_path / "a.parquet") == ids
 
 
-def test_a_too_long_json_row_is_one_sentence_and_a_long_line_of_text_is_cut(tmp_path: Path, monkeypatch) -> None:
+def test_an_overlong_json_row_is_an_error_and_a_long_line_of_text_is_split(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(text, "_LONGEST_ROW", 1000)
     monkeypatch.setattr(text, "_LARGEST_JSON", 2000)
     monkeypatch.setattr(text, "_LONGEST", 999)

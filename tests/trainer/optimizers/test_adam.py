@@ -168,7 +168,7 @@ def test_rounding_keeps_the_mean(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_a_rank_without_latents_still_counts_its_step(state: str) -> None:
+def test_a_rank_without_latents_still_counts_its_steps(state: str) -> None:
     parameters = [nn.Parameter(torch.zeros(8, 0)), nn.Parameter(torch.zeros(0, 8)), nn.Parameter(torch.zeros(0))]
     optimizer = Adam(parameters, 1e-3, beta1=0.9, beta2=0.999, state=state)
     for parameter in parameters:

@@ -65,7 +65,7 @@ def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("ending", ["hangs", "fails"])
-def test_a_rank_ends_even_if_its_peers_do_not_disconnect(
+def test_a_rank_exits_even_if_its_peers_do_not_disconnect(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def destroy() -> None:

@@ -95,7 +95,7 @@ def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(ra
     assert on_all(3, run, 20.0) == [([NOTHING, *requests[:-1]], 0)] * 3
 
 
-def test_a_gpu_that_lags_behind_gives_the_same_answers_in_the_same_steps(gpu: Gpu) -> None:
+def test_a_gpu_that_lags_behind_leads_to_the_same_decisions_in_the_same_steps(gpu: Gpu) -> None:
     totals = [(0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 0.0)]
     prompt, late = CudaRequests(), CudaRequests()
     answers = []

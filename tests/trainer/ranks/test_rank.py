@@ -251,7 +251,7 @@ signal.pause()
 """
 
 
-def test_a_waiting_rank_ends_with_its_supervisor_not_with_the_supervisors_thread(
+def test_a_waiting_rank_exits_with_its_supervisor_not_with_the_supervisors_thread(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
 ) -> None:
     meeting_place, pid_file = tmp_path / "run" / "attempt1" / "rendezvous", tmp_path / "pid"
@@ -388,7 +388,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
         (2, 3, {}, None),
     ],
 )
-def test_a_rank_takes_its_gpu_even_if_a_launcher_shows_it_no_other(
+def test_a_rank_uses_its_gpu_even_if_a_launcher_makes_no_other_visible(
     n_visible: int, rank: int, spec: dict[str, Any], index: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)

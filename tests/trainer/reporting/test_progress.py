@@ -257,7 +257,7 @@ def test_an_unreadable_control_store_makes_no_request(tmp_path: Path, control: C
     assert not (tmp_path / "later.db").exists()
 
 
-def test_data_reported_before_a_save_is_stored_when_the_save_begins(tmp_path: Path, monkeypatch) -> None:
+def test_data_reported_before_a_save_is_stored_when_the_save_starts(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("trainer.reporting.progress.FLUSH_S", 60.0)
     with reporting(tmp_path / "metrics.db") as progress:
         for step in range(1, 4):

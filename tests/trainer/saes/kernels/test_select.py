@@ -135,7 +135,7 @@ def test_a_nan_is_among_the_largest_if_others_are_equal() -> None:
 
 @settings(max_examples=30)
 @given(matrices())
-def test_the_places_of_a_mask_are_its_true_entries(case: tuple[Tensor, int]) -> None:
+def test_the_indices_of_a_mask_are_those_of_its_true_entries(case: tuple[Tensor, int]) -> None:
     pre_acts, _ = case
     mask = pre_acts > pre_acts.flatten().sort().values[-max(1, pre_acts.numel() // 20)]
     indices = where(mask)
