@@ -138,7 +138,7 @@ def eventually() -> Callable[..., None]:
     def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not become true in time"
+            assert time.monotonic() < deadline, "timed out while waiting for the condition"
             time.sleep(0.01)
 
     return wait

@@ -225,7 +225,7 @@ def eventually() -> Callable[..., None]:
     def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not become true in time"
+            assert time.monotonic() < deadline, "timed out while waiting for the condition"
             threading.Event().wait(0.02)
 
     return wait

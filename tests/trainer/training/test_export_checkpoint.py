@@ -294,8 +294,8 @@ TAMPERED = {
     "no tensors": with_file(TENSORS, b""),
     "an invalid header": with_file(TENSORS, b"\xff" * 20),
     "no random state": with_random(),
-    "a random state of another kind": with_random(cpu=torch.ones(3)),
-    "a random state of another size": with_random(cpu=torch.ones(3, dtype=torch.uint8)),
+    "a random state of the wrong type": with_random(cpu=torch.ones(3)),
+    "a random state of the wrong size": with_random(cpu=torch.ones(3, dtype=torch.uint8)),
     "a state that is not UTF-8": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": {"a": "\xff"}}'),
     "a deeply nested state": with_file(
         STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000

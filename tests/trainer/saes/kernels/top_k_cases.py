@@ -29,13 +29,13 @@ def some_cases() -> Iterator[pytest.param]:
     """Yield test cases, each consisting of rows and a k."""
     yield pytest.param(rows(3, 1000), 7, id="any numbers")
     yield pytest.param(rows(3, 1003), 40, id="a partly filled last group")
-    yield pytest.param(rows(2, 5), 5, id="a whole row that is shorter than a group")
-    yield pytest.param(rows(2, 40), 33, id="a k above the number of groups")
+    yield pytest.param(rows(2, 5), 5, id="all values of a row shorter than a group")
+    yield pytest.param(rows(2, 40), 33, id="k above the number of groups")
     yield pytest.param(rows(4, 500).round(), 64, id="many equal numbers")
     yield pytest.param(torch.zeros(2, 300), 20, id="only equal numbers")
     yield pytest.param(-rows(2, 300).abs() - 1, 20, id="only negative numbers")
     yield pytest.param(rows(2, 9000), 3, id="more columns than are read at once")
-    yield pytest.param(rows(2, 777), 777, id="a whole row of many groups")
+    yield pytest.param(rows(2, 777), 777, id="all values of a row of many groups")
     yield pytest.param(rows(3, 1003).sort(dim=1).values, 40, id="sorted numbers")
     yield pytest.param(
         rows(3, 700) * 10.0 ** (6 * rows(3, 700, seed=1)).clamp(-30, 30), 50, id="numbers of all magnitudes"
@@ -44,7 +44,7 @@ def some_cases() -> Iterator[pytest.param]:
     few_positive = -rows(3, 400).abs()
     few_positive[:, ::11] *= -1
     yield pytest.param(few_positive, 36, id="one more positive number than k")
-    yield pytest.param(few_positive, 30, id="a few more positive numbers than k")
+    yield pytest.param(few_positive, 30, id="several more positive numbers than k")
     odd = rows(6, 200)
     odd[0, ::3] = torch.nan
     odd[1, 7] = -torch.nan

@@ -82,7 +82,7 @@ def some_cases() -> Iterator[pytest.param]:
     yield pytest.param(make([3, 5, 1, 0, 2], 7, 16), id="few")
     yield pytest.param(followed(make([3, 5, 1, 0, 2], 7, 16)), id="a few entries before padding")
     yield pytest.param(followed(make([0, 0], 3, 8)), id="only padding")
-    yield pytest.param(make([0, 33, 40, 0, 0], 9, 37), id="empty tokens, more entries than in a tile, and odd widths")
+    yield pytest.param(make([0, 33, 40, 0, 0], 9, 37), id="empty tokens, more entries than fit in a tile, odd widths")
     yield pytest.param(make([4] * 3, 40, 24), id="latents without entries")
     yield pytest.param(make([2, 2, 2], 5, 150, latents=torch.tensor([1, 1, 0, 4, 4, 4])), id="repeated entries")
     yield pytest.param(make([1], 1, 1), id="one number")
