@@ -1,4 +1,4 @@
-"""Tests for the text of errors about invalid input."""
+"""Tests for the messages of errors about invalid input."""
 
 import io
 import os

@@ -24,7 +24,7 @@ from support.step_ops import Op, Operand, OpLog, Step
 TABLE = Path(__file__).with_name("exchange_of_a_step.csv")
 OF_8 = torch.zeros(16, 1000)
 # Each collective processes a tensor of 64,000 bytes.
-# In a ring, each of 8 ranks sends 7/8 of the tensor, or twice that for a sum.
+# In a ring, each of 8 ranks sends 7/8 of the tensor, or twice that in an all-reduce.
 SENT: dict[str, Callable[[CountedRanks], object]] = {
     "sum": lambda ranks: ranks.sum_(OF_8),
     "broadcast": lambda ranks: ranks.copy_from_first_([OF_8]),

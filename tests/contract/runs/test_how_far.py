@@ -1,4 +1,4 @@
-"""Tests for the training progress of an SAE, in a sentence and in export metadata."""
+"""Tests for describing an SAE's training progress, in a sentence and in export metadata."""
 
 from __future__ import annotations
 

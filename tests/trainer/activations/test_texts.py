@@ -268,7 +268,7 @@ def test_ranks_agree_on_halves_of_full_texts_and_do_not_read_shards_again(
             of_half.setdefault(half, set()).update(own[rows.of_half(half)].tolist())
     assert of_half[0] | of_half[1] == {*held_out.tolist()}
     assert {row // 50 for row in of_half[0]}.isdisjoint(row // 50 for row in of_half[1])
-    # Reading the missing part of a truncated mapped file would kill the process.
+    # Reading past the end of a truncated memory-mapped file would kill the process.
     for file in activations.glob("*.safetensors"):
         os.truncate(file, 64)
     assert sorted(np.concatenate([rows.of_half(half) for half in HALVES]).tolist()) == list(range(len(own)))

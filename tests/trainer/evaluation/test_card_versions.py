@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return the folder of a finished run on data with tokens. It has two checkpoints, and was evaluated on rows."""
+    """Return the folder of a finished run on data with tokens, which has two checkpoints and an evaluation on rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)

@@ -84,7 +84,7 @@ def test_smaller_measurements_are_tried_until_memory_suffices() -> None:
 
     def work(parts: int) -> str:
         tried.append(parts)
-        # 2^60 bytes are more than any address space.
+        # 2^60 bytes exceed any address space.
         torch.empty(2**60 if parts < 4 else 1)
         return "measured"
 

@@ -55,7 +55,7 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # In the other architectures, one pre-activation is so close to the bound that rounding decides if it is active.
+        # In the others, one pre-activation is so close to the bound that rounding decides whether it is active.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 

@@ -46,7 +46,7 @@ MODES = {
     "tensor-3": (3, {"mode": "tensor"}, 1),
     "hybrid-4": (4, {"mode": "hybrid"}, 2),
 }
-# Latents are dead after relatively few tokens, so that AuxK is active and the counters matter.
+# `dead_after_tokens` is small so that AuxK is active and the dead-latent counters affect the result.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
 # With these held-out rows, some latents die early enough to be resampled.
 ROWS = {"hold_out": "rows"}

@@ -72,7 +72,7 @@ def test_two_ranks_learn_the_same_as_one_from_the_same_global_batches(
     kept,
     tmp_path: Path,
 ) -> None:
-    # Latents are dead after relatively few tokens, so that AuxK is active and the counters over all ranks matter.
+    # `dead_after_tokens` is small so that AuxK is active and counters over all ranks affect the result.
     # 40 steps of 256 tokens are more than three epochs.
     sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
     alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)

@@ -125,8 +125,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
     clear = reference(x)[2]
     theirs, their_x_hat = ORACLES[layout.form](monkeypatch, tmp_path / layout.place, x, layout.oracle)
     acts, x_hat = ExportedSae(sae, CPU).reconstruct(x)
-    # With a threshold below 0, circuit-tracer returns negative activations.
-    # Gemma Scope's own code applies a ReLU to them.
+    # If a threshold is below 0, circuit-tracer returns negative activations, but Gemma Scope's code applies a ReLU.
     theirs = theirs.relu()
     torch.testing.assert_close(acts.values[clear], theirs[clear], rtol=1e-4, atol=1e-4)
     if layout.oracle != "load_gemma_scope_transcoder" and layout.oracle != "load_gemma_scope_2_transcoder":

@@ -33,7 +33,7 @@ SCALE = 0.4
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Write 1,000 rows of 32 dimensions, and their targets of 20 dimensions in another folder."""
+    """Write 1,000 rows of 32 dimensions, and their 20-dimensional targets to another folder."""
     rows = torch.randn(1000, 32) * 3 + torch.arange(32)
     for name, x in (("acts", rows), ("targets", rows[:, :20] * 0.5)):
         (tmp_path / name).mkdir()

@@ -16,7 +16,7 @@ from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_
 
 
 def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
-    """Draw tokens and latents whose norms vary with `spread`, with the memory layout of an SAE."""
+    """Draw tokens and latents whose norms vary with `spread`, in the memory layout of an SAE."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(n: int) -> Tensor:
@@ -134,7 +134,7 @@ def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_values_that_rounding_makes_equal_are_ranked_exactly() -> None:
     # The latents differ by less than bf16 can represent.
-    # All candidates look equal after rounding, so the exact product decides.
+    # All candidates are equal after rounding, so the exact product decides.
     x = torch.ones(3, 4)
     weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
     columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)

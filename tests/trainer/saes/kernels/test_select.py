@@ -31,7 +31,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 
 def assert_consistent(indices: SparseIndices, n_tokens: int) -> None:
-    """Check that entries are unique and sorted by token, and that `starts` contains each token's first index."""
+    """Check that entries are unique and sorted by token, and that `starts` points to each token's first entry."""
     bounds = [*indices.starts.tolist(), len(indices.tokens)]
     assert len(indices.starts) == n_tokens
     assert indices.tokens.tolist() == [

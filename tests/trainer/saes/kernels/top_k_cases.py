@@ -202,7 +202,7 @@ def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
     assert not fits(1, 65536, 64)
     assert not fits(4096, 2**19, 64)
     assert not fits(4096, 65536, 2000)
-    # For rows that fit into one program, k has no limit.
+    # If a row fits into one program, k is unlimited.
     assert fits(4096, 8192, 8000)
     assert not fits(4096, 8193, 8000)
     assert not fits(4096, 65536, 0)
