@@ -373,7 +373,7 @@ def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
 
 
 @pytest.mark.slow
-def test_a_killed_training_resumes_at_its_position_in_the_text(make: Make, long_text: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_at_its_position_in_the_text(make: Make, long_text: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(tomli_w.dumps(table_of(make(), long_text)))
     trainer = [sys.executable, "-m", "trainer"]
