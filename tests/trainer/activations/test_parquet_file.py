@@ -1,4 +1,4 @@
-"""Tests that Parquet files can be read as shards, using pyarrow."""
+"""Tests that Parquet files can be read as shards with pyarrow."""
 
 from __future__ import annotations
 

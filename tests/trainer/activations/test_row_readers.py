@@ -338,7 +338,7 @@ def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return the set of read sizes, in rows, of each rank."""
+    """Return each rank's set of read sizes, in rows."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

@@ -140,7 +140,7 @@ def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
     for number in range(5):
         rows = transfer.begin()(3, 2, torch.float32).fill_(number)
         sent.append(transfer.send((rows, rows)))
-        # At this point, only the copies from the buffer that is needed next have been made.
+        # At this point, only the copies from the buffer that is needed next have been performed.
         assert len(lane.waiting) == min(number + 1, 2)
     for number, one in enumerate(sent):
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3
