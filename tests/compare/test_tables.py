@@ -35,7 +35,7 @@ def test_runs_of_different_lengths_differ_in_tokens_per_automatic_batch() -> Non
 
 
 @pytest.mark.parametrize(
-    ("values", "better", "places"),
+    ("values", "better", "indices"),
     [
         ([3.0, 1.0, 2.0], "lower", {1}),
         ([3.0, 1.0, 3.0], "higher", {0, 2}),
