@@ -86,7 +86,7 @@ class Source(ABC):
     notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
-        """Return a source that contains only the rows of the hook with index `hook`."""
+        """Return a source that contains only the rows of the hook at index `hook`."""
         return self
 
     def beside(self, others: Sequence[Self]) -> Source:
@@ -126,7 +126,7 @@ class IndexedSource(Source):
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
-        """Return rows [n, d_in] in their stored dtype, in ascending order of their numbers.
+        """Return rows [n, d_in] in their stored dtype, in ascending order of row number.
 
         The order within a batch does not affect training.
         """
@@ -141,7 +141,7 @@ class IndexedSource(Source):
 
     @abstractmethod
     def name_of(self, index: int) -> str:
-        """Return the name of a row for messages."""
+        """Return the name of a row, for use in messages."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
         """Read the rows again and return the number of the first row with non-finite values, or None."""
@@ -202,4 +202,4 @@ class StreamSource(Source):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go to the position at which `state` returned this value, in this or an earlier process."""
+        """Restore a position that `state` returned in this process or an earlier one."""

@@ -24,7 +24,7 @@ from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 class Batch(NamedTuple):
     """A rank's inputs and targets [n_tokens, d] for each hook, on its device.
 
-    `of_all` is the number of tokens of all ranks together. Rows are in fp32 on a CPU, and in their stored dtype on a
+    `of_all` is the total number of tokens over all ranks. Rows are in fp32 on a CPU, and in their stored dtype on a
     GPU.
     """
 

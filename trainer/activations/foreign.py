@@ -1,4 +1,4 @@
-"""Finds the rows in files of torch.save, Arrow and Parquet with torch and pyarrow, without running code in a file.
+"""Finds the rows in torch.save, Arrow and Parquet files with torch and pyarrow, without running code from a file.
 
 Each library is imported only for the first file that needs it, so that Arrow files do not require an import of torch.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The maximum size of a pickle in bytes. A tensor takes 300 bytes in a pickle, so a larger pickle contains numbers or
-# texts as Python objects.
+# strings as Python objects.
 _LARGEST_PICKLE = 10_000_000
 # The first bytes of a file in the format of torch before 1.6, which later versions can also write.
 _OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _SAVE_AGAIN = 'write it again with torch.save({"activations": x.contiguous()}, file)'
-# Matches, in an error message of torch, the name of the class or function that torch refuses to call.
+# Matches the name of the class or function that torch refuses to call, in torch's error message.
 _REFUSED = re.compile(r"GLOBAL (\S*\w)\s")
 _ARROW_FILE = b"ARROW1"
 _DTYPES = {"halffloat": "F16", "float": "F32", "double": "F64"}
@@ -42,7 +42,7 @@ def inspect(root: Path, files: Sequence[Path], field: str) -> ShardSet:
 def read_rows(file: Path) -> list[RowRange]:
     """Find the rows in a file; raise `OSError` or `NotRowsError` if the file has no readable rows."""
     with open_plain(file) as stream:
-        # With this path, the libraries open the file that was checked, even if its name is not UTF-8.
+        # This path makes the libraries open the file that was checked, even if its name is not UTF-8.
         opened = f"/proc/self/fd/{stream.fileno()}"
         if file.suffix == ".arrow":
             return _rows_of_arrow(opened)
@@ -89,7 +89,7 @@ def refuse_old_format(file: Path) -> None:
 
 
 def _members(stream: BinaryIO) -> list[tuple[int, int]]:
-    """Return the offset of the header and the size of each member of a zip file that torch.save wrote, in bytes.
+    """Return the header offset and the size, in bytes, of each member of a zip file that torch.save wrote.
 
     Raise `NotRowsError` if a member is compressed or big-endian, or if the zip file is not from torch.save.
     """
@@ -118,9 +118,9 @@ def _dtype_of(tensor: Tensor) -> str:
 
 
 def _offset_in_file(tensor: Tensor) -> int:
-    """Return the byte offset of a mapped tensor in its file, from the kernel's list of mappings.
+    """Return the byte offset of a mapped tensor in its file, from the kernel's list of memory mappings.
 
-    torch also has this offset, but returns it only since version 2.7, and only for tensors without data.
+    torch also knows this offset, but exposes it only since version 2.7, and only for tensors without data.
     """
     place = tensor.data_ptr()
     with open("/proc/self/maps", "rb") as mappings:
@@ -204,7 +204,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _rows_of_parquet(file: str) -> RowRange:
-    """Count the rows of a Parquet file and decode the first; the offset is 0, since encoded rows cannot be mapped.
+    """Count the rows of a Parquet file and decode the first one; the offset is 0, since encoded rows cannot be mapped.
 
     The lengths of the other rows are checked when these rows are decoded. Reading the number of values from a damaged
     footer instead would make pyarrow abort the process.

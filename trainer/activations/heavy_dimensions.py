@@ -1,7 +1,7 @@
-"""Finds heavy dimensions: a few dimensions with most of the variance.
+"""Finds heavy dimensions: a few dimensions that account for most of the variance.
 
-An SAE that learns only the heavy dimensions already has a low FVU. Therefore a job can multiply each dimension by a
-factor, which is below 1 to scale the dimension down and 0 to leave it out.
+An SAE that learns only the heavy dimensions already has a low FVU. Therefore, a job can multiply each dimension by a
+factor: below 1 to scale the dimension down, or 0 to leave it out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trainer.contract.wording import join_words, plural
 
 # The largest standard deviation of a scaled dimension, as a multiple of the median standard deviation.
 WIDEST = 3.0
-# Dimensions are heavy if together they have more than a share MOST of the variance, and if they are at most a share FEW
-# of all dimensions, or a single dimension.
+# A set of dimensions is heavy if it accounts for more than a share MOST of the variance, and if it is a single
+# dimension or at most a share FEW of all dimensions.
 FEW, MOST = 0.01, 0.5
-# With fewer dimensions, it is normal that one of them has half of the variance.
+# With fewer dimensions, it is normal for one of them to account for half of the variance.
 _LEAST_DIMENSIONS = 16
 _NAMED = 4
 _ROWS_AT_ONCE = 4096
@@ -49,7 +49,7 @@ class HeavyDimensions(NamedTuple):
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the smallest set of dimensions that holds most of the variance [d_in], or None if that set is large."""
+    """Return the smallest set of dimensions with most of the variance [d_in], or None if that set is large."""
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None
@@ -67,7 +67,9 @@ def named(numbers: Sequence[int], d: int) -> str:
 
 
 def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
-    """Return the factors, fp32 [d], of the dimensions of rows [n, d]: at most 1, and 0 to leave a dimension out.
+    """Return the factors, fp32 [d], by which to multiply the dimensions of rows [n, d].
+
+    A factor is at most 1, and 0 leaves its dimension out.
 
     Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance.
     Dimensions within this limit are not scaled, and the factor is continuous at the limit.

@@ -1,1 +1,1 @@
-"""Extracts the activations of a language model on a text, and stores them as shards."""
+"""Extracts a language model's activations on a text corpus, and stores them as shards."""

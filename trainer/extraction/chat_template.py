@@ -1,4 +1,4 @@
-"""Runs the chat templates of models, which are untrusted code, with limits on run time and on the size of values."""
+"""Runs models' chat templates, which are untrusted code, with limits on run time and on the size of values."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
 
 
 class TookTooLong(BaseException):
-    """Code has exceeded its time limit. The base class is `BaseException`, since code may catch every `Exception`."""
+    """Raised when code exceeds its time limit; a `BaseException`, since the code may catch every `Exception`."""
 
 
 @contextlib.contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in the body of the `with` statement if the body runs longer than the given time.
+    """Raise `TookTooLong` in the body of the `with` statement if the body runs for longer than `seconds`.
 
-    The exception is raised before the next Python instruction, so a call to C code is not interrupted. A signal is not
-    used, since signals work only in the main thread.
+    The exception is raised before the next Python instruction, so a call to C code is not interrupted. Signals are not
+    an option, since Python handles them only in the main thread.
     """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 

@@ -1,4 +1,4 @@
-"""Runs an extraction, which can be resumed after each shard: runs the model, selects rows and writes shards."""
+"""Runs an extraction job: runs the model, selects rows and writes shards. A job can be resumed after each shard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class ExtractionResult(msgspec.Struct):
-    """The result of an extraction: the folder of each hook, the number of rows, and the excluded rows per reason.
+    """The result of an extraction: the folder of each hook, the number of rows, and how many were excluded and why.
 
     `tokens_per_s` is the mean rate since this process started. After a finished extraction, the rate in the result of
     rank 0 includes the tokens of all ranks.
@@ -62,7 +62,7 @@ class ExtractionResult(msgspec.Struct):
 
 
 class BatchToRead(NamedTuple):
-    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of these rows."""
+    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of those rows."""
 
     number: int
     batch: ContextBatch
@@ -144,8 +144,8 @@ def contexts_at_once(job: ExtractJob) -> int:
 class Extraction:
     """An extraction job on one device: the full job, or the share of one of several processes.
 
-    Process r of n reads the contexts r, r + n, r + 2n and so on, like a rank of a stream. Each process keeps an equal
-    share of the rows.
+    Process r of n reads contexts r, r + n, r + 2n and so on, like a rank that reads a stream. Each process keeps an
+    equal share of the rows.
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, peers: Alone) -> None:
@@ -165,12 +165,12 @@ class Extraction:
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
-        # The number of rows that this process keeps in place of processes whose text has ended, or None until known.
+        # The number of extra rows that this process keeps for processes that have run out of text; None until known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 
     def run(self) -> ExtractionResult:
-        """Extract until there are enough rows, the text ends, or a stop is requested; return the result."""
+        """Extract until there are enough rows, the text runs out, or a stop is requested; return the result."""
         with contextlib.ExitStack() as locks, contextlib.suppress(Stopped):
             self._peers.begin(lambda: self._prepare(locks))
             self._open(locks)
@@ -197,7 +197,7 @@ class Extraction:
             write_state(self._output, state)
 
     def _open(self, locks: contextlib.ExitStack) -> None:
-        """Lock this process's own folder, and restore its saved progress."""
+        """Lock this process's own folder, and restore the process's saved progress."""
         if self._peers.size > 1:
             locks.enter_context(RunLock(private_folder(self._folder)))
         self._state = part_state(self._job, self._peers.rank, self._peers.size)
@@ -215,7 +215,7 @@ class Extraction:
             raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
 
     def _read(self) -> bool:
-        """Read until this process has all its rows or its text ends; return False if it must stop earlier."""
+        """Read until this process has all its rows or runs out of text; return False if it must stop earlier."""
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
@@ -314,7 +314,7 @@ class Extraction:
         raise AssertionError("a process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
-        """Return the norm limit of each hook, from the norms [n] of the first batch.
+        """Return the norm limit of each hook, computed from the norms [n] of the first batch.
 
         Raise `UserError` if all norms of a hook are infinite or NaN.
         """
@@ -345,7 +345,7 @@ class Extraction:
         return last
 
     def _store(self, batch: int, offset: int) -> None:
-        """Wait until the previous shards are written, and begin to write the next shard of each hook."""
+        """Wait until the previous shards are written, then start writing the next shard of each hook."""
         self._note_written()
         shards = self._blocks.begin_write(self._n_shards)
         self._writing = Writing(shards, batch, offset, dict(self._state.left_out))
@@ -376,8 +376,8 @@ class Extraction:
     def _complete(self) -> None:
         """Write the last shard of this process.
 
-        The state file records this shard together with the end of the extraction. If the shard were recorded earlier, a
-        resumed extraction would read the shard's last batch again.
+        The state file records this shard only when the extraction is marked as finished. If the shard were recorded
+        earlier, a resumed extraction would read the shard's last batch again.
         """
         self._note_written()
         if self._blocks.n_waiting:
@@ -390,7 +390,7 @@ class Extraction:
             write_state(self._folder, self._state)
 
     def _finish(self) -> ExtractionResult:
-        """Wait for the other processes; rank 0 also writes the metadata of all rows."""
+        """Wait for the other processes; rank 0 also writes the metadata."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
         # Measure the rate before the steps below, such as hashing the model, since they do not read any tokens.
@@ -418,7 +418,7 @@ class Extraction:
             write_json(self._job.folder(hook) / META, of_all | facts)
 
     def _rate(self) -> float | None:
-        """Return the tokens read per second so far, or None if none were read."""
+        """Return the mean number of tokens read per second, or None if no tokens were read."""
         return self._n_read / (time.monotonic() - self._began) if self._n_read else None
 
 

@@ -1,4 +1,4 @@
-"""Finds the module of each hook, and reads or replaces the inputs or outputs of these modules."""
+"""Finds the module of each hook, and reads or replaces its input or output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HookPoint(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """The blocks of a model: the path of the list that contains them, and their number."""
+    """A model's blocks: the path of the `ModuleList` that contains them, and the number of blocks."""
 
     path: str
     n: int
@@ -107,10 +107,10 @@ def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
 
 
 def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
-    """Return, for each point, the path of a module whose output is the tensor at this point, or None if none exists.
+    """Return, for each point, the path of a module whose output is the tensor at that point, or None if none exists.
 
-    `read` must run the model. `read` is called only if a point is the input of a module, to find the module that
-    produces this input.
+    `read` must run the model. It is called only if a point is the input of a module, to find the module that produces
+    this input.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
     inputs = [number for number, point in enumerate(points) if point.of_input]
@@ -163,7 +163,7 @@ def _watch(module: nn.Module, point: HookPoint, number: int, take: Taken) -> Any
 
 @contextlib.contextmanager
 def replacing(model: nn.Module, point: HookPoint, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the tensor at a point by `change(tensor)` whenever the model runs in the `with` block."""
+    """Replace the tensor at a point with `change(tensor)` whenever the model runs in the `with` block."""
 
     def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if arguments:

@@ -42,28 +42,28 @@ from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The largest allowed relative difference between the rows of a document in a packed context and the rows of the same
-# document in its own context. Rounding alone causes a difference: 0.01 on average and at most 0.015 after 30 blocks in
-# bf16.
+# document in its own context. In bf16, rounding by itself causes a difference of 0.01 on average, and of at most 0.015
+# after 30 blocks.
 _ROUNDING = 0.05
 # The largest allowed relative change of a document's rows if only the tokens of the other document in its context
 # change. Both forward passes have the same shapes and rounding, except in a mixture of experts, where the tokens
-# determine which rows are multiplied together.
+# determine which rows share a matrix multiplication.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
 # two contexts because some kernels separate documents only if the batch has a single context.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
-# Exceptions that models raise if they need more inputs than token ids, or do not accept positions that restart.
+# Exceptions that models raise if they need inputs other than token ids, or do not accept positions that restart.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 class NoLoss(UserError):
-    """Logits were requested from a model that does not predict next tokens."""
+    """Raised when logits are requested from a model that does not predict next tokens."""
 
 
 class _AllHooksRead(Exception):
-    """Ends a forward pass early, once the rows of all hooks have been read."""
+    """Raised to end a forward pass early, once the rows of all hooks have been read."""
 
 
 class LanguageModel:
@@ -110,7 +110,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """For each hook, the path in an `AutoModelForCausalLM` of the module that outputs the hook's rows, or None."""
+        """The path, within an `AutoModelForCausalLM`, of the module that outputs each hook's rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -128,7 +128,7 @@ class LanguageModel:
     def rows(self, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
         """Run the model on a batch; return each hook's rows [n, d] at `indices`, which index into the flattened batch.
 
-        Raise `UserError` if the model does not know a token id, or if a hook does not have one row per token.
+        Raise `UserError` if a token id is outside the model's vocabulary, or if a hook does not have one row per token.
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
@@ -168,7 +168,7 @@ class LanguageModel:
 
     @contextlib.contextmanager
     def replacing(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Replace the tensor at the last hook by `change(read, written)` whenever the model runs in the `with` block.
+        """Replace the tensor at the last hook with `change(read, written)` whenever the model runs in the `with` block.
 
         `written` is the tensor at the last hook, and `read` is the tensor at the first hook. The first and the last
         hook may be the same.
@@ -198,8 +198,8 @@ class LanguageModel:
         is_token = batch.documents != PADDING
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
         if packed:
-            # If positions restart, transformers masks all tokens before the restart. Without packing, the model chooses
-            # the positions, since they start at 2 in RoBERTa.
+            # If positions restart, transformers masks all tokens before the restart. Without packing, let the model
+            # choose the positions, since RoBERTa's positions start at 2.
             given["position_ids"] = self._tensor(batch.positions)
         elif not is_token.all():
             given["attention_mask"] = self._tensor(is_token.astype(np.int64))
@@ -250,7 +250,7 @@ def _change(rows: Tensor, others: Tensor) -> float:
 
 
 def _prefix_of(model: Any) -> str:
-    """Return the name of the attribute with the base model in a model that has an unembedding."""
+    """Return the name of the attribute that contains the base model in a model with an unembedding."""
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
@@ -333,7 +333,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     except UserError as error:
         raise UserError(f"model.path: {show(settings.path)} cannot be loaded: {error}") from None
     except Exception as error:
-        # Damaged or unknown models, the hub and the network cause many kinds of exceptions.
+        # Damaged or unsupported models, the hub and the network can cause many kinds of exceptions.
         raise UserError(f"model.path: {_reason(settings, error)}") from None
     return model, tokenizer, set(loading["missing_keys"])
 

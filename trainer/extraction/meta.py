@@ -1,4 +1,4 @@
-"""Collects the `meta.json` of stored activations, including hashes that identify the model and the tokenizer."""
+"""Builds the `meta.json` of stored activations, including hashes that identify the model and the tokenizer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def weights_facts(path: str) -> dict[str, Any]:
-    """Return the hash of each file of a local model, or {} for a model on the hub, which its revision identifies.
+    """Return the hash of each file of a local model, or {} for a model on the hub, since its revision identifies it.
 
     `weights_sha256` contains the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256`
     instead: for each file, a hash of its size and of 64 evenly spaced pieces of 64 KiB.

@@ -91,7 +91,7 @@ class ModelStream(StreamSource):
         self.restore({"batch": 0})
 
     def _told_by_model(self, number: int) -> dict[str, Any]:
-        """Return a hook's metadata that requires the loaded model, with the keys of an extraction's `meta.json`."""
+        """Return the metadata of a hook that depends on the loaded model, with the same keys as in a `meta.json`."""
         model, target = self._model, self.n_hooks + number
         facts = {
             "hook_name": model.names[number],
@@ -120,7 +120,7 @@ class ModelStream(StreamSource):
         return self._documents
 
     def _next_of_all(self) -> list[tuple[Pair, Tensor]]:
-        """Return the rows and documents of the next batches, one from each peer, in text order.
+        """Return the rows and documents of the next batches, one batch per peer, in text order.
 
         At the end of the text, some peers have no batch.
         """
@@ -145,7 +145,7 @@ class ModelStream(StreamSource):
 
     @property
     def _hooks(self) -> list[str]:
-        """The hooks of all inputs; for transcoders, these are followed by the hooks of all targets."""
+        """The hooks of all inputs, followed by the hooks of all targets for transcoders."""
         ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
@@ -238,7 +238,7 @@ def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
 
 
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:
-    """Return the extraction job that would store the rows of a stream; its output folder is empty."""
+    """Return the extraction job that would store the rows of a stream; its `output` is an empty string."""
     return ExtractJob(
         model=Model(settings.model, hooks, settings.revision, settings.dtype, settings.remote_code),
         text=TextSettings(

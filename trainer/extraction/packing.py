@@ -1,4 +1,4 @@
-"""Divides documents into contexts of tokens, either packed without padding or with one document in each context."""
+"""Splits documents into contexts of tokens, either packed without padding or with one document per context."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ContextBatch(NamedTuple):
 
 
 class Tokenizer:
-    """A model's tokenizer, with the special tokens that it puts around a text."""
+    """A model's tokenizer, with the special tokens that it adds before and after a document."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -55,17 +55,17 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer in its folder cannot tokenize text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
-        # The number of texts whose unpaired surrogates were replaced.
+        # The number of documents whose unpaired surrogates were replaced.
         self.n_mended = 0
 
     def require_context(self, context: int) -> None:
-        """Raise `UserError` if the special tokens around a text would fill a context."""
+        """Raise `UserError` if the special tokens around a document would fill an entire context."""
         if context <= (n := len(self.before) + len(self.after)):
             around = f"the model's tokenizer puts {n} special tokens around each piece of a text"
             raise UserError(f"text.context: must be above {n}, since {around}")
 
     def tokens(self, documents: Iterable[Document]) -> Iterator[Tokens]:
-        """Yield the tokens of each document; raise `UserError` for a chat if the tokenizer has no template."""
+        """Yield the tokens of each document; raise `UserError` for a chat if the tokenizer has no chat template."""
         remaining = iter(documents)
         while some := [self._whole(one) for one in itertools.islice(remaining, _AT_ONCE)]:
             texts = iter(self._encode([one for one in some if isinstance(one, str)], special=False))
@@ -87,7 +87,7 @@ class Tokenizer:
         return whole
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token, in the order of ids, including the space before a word."""
+        """Return the bytes of each token in order of token id, including the leading space of a word."""
         return token_bytes(self._tokenizer)
 
     def rules(self) -> list[Any]:
@@ -104,7 +104,7 @@ class Tokenizer:
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
-    """Yield contexts of `length` tokens that are filled with consecutive pieces of documents, each as a batch of one.
+    """Pack consecutive pieces of documents into contexts of `length` tokens, and yield each context as a batch of one.
 
     The last context may be shorter.
     """

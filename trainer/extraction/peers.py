@@ -1,7 +1,7 @@
 """Exchanges counts between the processes of an extraction through files.
 
 Each process reads its own contexts. The processes synchronise only at the start and at the end, hours apart, and
-connections between processes are not designed for such long pauses.
+network connections between processes are not designed to stay idle for that long.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trainer.contract.json_file import read_json
 from trainer.contract.paths import private_folder
 
 POLL_S = 0.1
-# The minimum time in seconds between two reports of a process's number of rows.
+# The minimum time in seconds between two reports of a process's row count.
 TELL_EVERY_S = 0.5
 
 
 class Stopped(Exception):
-    """A stop was requested while this process was waiting for other processes."""
+    """Raised when a stop is requested while this process is waiting for other processes."""
 
 
 class Alone:
-    """A single process that extracts all rows; it calls `advance(n)` with the number of rows kept so far."""
+    """A single process that extracts all rows; it calls `advance(n)` with the current number of kept rows."""
 
     rank, size = 0, 1
 
@@ -35,7 +35,7 @@ class Alone:
 
     @property
     def is_stopped(self) -> bool:
-        """True if the process should stop after the current batch."""
+        """Whether the process should stop after the current batch."""
         return self._stop.is_set()
 
     def begin(self, prepare: Callable[[], object]) -> None:
@@ -47,18 +47,18 @@ class Alone:
         self._advance(n)
 
     def extra(self, lacking: int) -> int:
-        """Report the number of missing rows in this rank's share; return the number that it must add for other ranks.
+        """Report how many rows this rank's share lacks, and return how many rows it must add for other ranks.
 
-        Rows are missing if the rank's text has ended. The first rank that still has text adds as many of the missing
-        rows as it can, then the next such rank, and so on.
+        Rows are lacking if the rank has run out of text. The first rank that still has text adds all the lacking rows
+        that it can, then the next such rank, and so on.
         """
         return 0
 
     def end(self, given: int, n_read: int) -> int:
         """Report how many rows this rank has beyond its share, and how many tokens it has read.
 
-        Rank 0 waits for all ranks and returns the number of tokens that all of them have read. The other ranks return
-        only their own number.
+        Rank 0 waits for all ranks and returns the total number of tokens that they have read. The other ranks return
+        their own number of tokens.
         """
         return n_read
 

@@ -1,4 +1,4 @@
-"""Prepares the next batches of a text in a thread while the model reads the current batch."""
+"""Prepares the next batches of tokens in a thread while the model reads the current batch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Readers:
     def next(self) -> Pair | None:
         """Return the rows of the next batch, or None at the end of the text.
 
-        If an error occurred while the batch was read, raise this error.
+        If reading the batch failed, raise its error.
         """
         while len(self._pending) <= AHEAD * len(self._tasks) and self._begin_next():
             pass
@@ -63,7 +63,7 @@ class Readers:
         self._end()
 
     def _begin_next(self) -> bool:
-        """Queue the next batch for reading; return False after the last.
+        """Queue the next batch for reading; return False if there are no more batches.
 
         If the text raises an error, `next` raises this error after it has returned the rows of all earlier batches.
         """

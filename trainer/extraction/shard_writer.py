@@ -1,6 +1,6 @@
 """Shuffles blocks of rows and writes each block as a shard, in the same order for every hook.
 
-Threads process the bytes of the rows while the model reads, without holding Python's GIL. Each row is copied once when
+Threads process the bytes of the rows while the model runs, without holding Python's GIL. Each row is copied once when
 it arrives and once into its shuffled position. Each piece of a shard is written, hashed and summed in parallel.
 """
 
@@ -31,8 +31,8 @@ from trainer.contract.settings.shards import TENSOR
 Raw = NDArray[np.uint8]
 # The number of bytes of a shard that are shuffled, hashed, summed and written at a time.
 _PIECE_BYTES = 2**22
-# The number of rows that are summed at a time, small enough that they fit into a core's cache as float64. With 4096
-# rows, which do not fit, the sums took half of the time that the extraction spent outside the model.
+# The number of rows that are summed at a time, small enough to fit into a core's cache as float64. With 4096 rows,
+# which do not fit, summing took half of the time that the extraction spent outside the model.
 _ROWS_AT_ONCE = 256
 # The largest number of values that torch converts in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1
@@ -42,7 +42,7 @@ _MOST_THREADS = 16
 
 
 class RowOrigin(NamedTuple):
-    """The token id, the position within its piece of a document, and the document number of each row, as int32 [n]."""
+    """Each row's token id, position within its piece of a document, and document number, as int32 [n]."""
 
     token_ids: Tensor
     positions: Tensor
@@ -80,7 +80,7 @@ class Block:
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
         self.origins: list[RowOrigin] = []
-        # Copies of rows into `memory`, which may still be in progress.
+        # The copies of rows into `memory` that may still be in progress.
         self.coming: list[Future[None]] = []
 
     @property
@@ -100,13 +100,13 @@ class ShardsBegun:
 
     @property
     def is_done(self) -> bool:
-        """True if `end` would return without waiting."""
+        """Whether `end` would return without waiting."""
         return all(one.done() for one in self._writing)
 
     def end(self) -> list[tuple[ShardFile, DimensionSums]]:
         """Wait until the shards are written, and return them with the sums of their rows; call this only once.
 
-        Raise `UserError` if a shard cannot be written; the other shards must not be used either.
+        Raise `UserError` if any shard cannot be written; the other shards must not be used either.
         """
         wait(self._writing)
         self._free()
@@ -149,18 +149,18 @@ class ShardBuffer:
         return self.n_waiting >= self.shard_rows
 
     def row_bytes(self, rows: list[Tensor]) -> int:
-        """Return the number of bytes that one row of every hook takes on disk."""
+        """Return the total size on disk, in bytes, of one row of every hook."""
         return sum(of_hook.shape[1] * of_hook.element_size() + _BYTES_BESIDE for of_hook in rows)
 
     def write(self, number: int) -> list[tuple[ShardFile, DimensionSums]]:
         """Write the next shard of each hook, and return the shards with the sums of their rows.
 
-        Raise `UserError` if a shard cannot be written; the other shards of this number must not be used either.
+        Raise `UserError` if any shard cannot be written; the other shards with this number must not be used either.
         """
         return self.begin_write(number).end()
 
     def begin_write(self, number: int) -> ShardsBegun:
-        """Begin to write the next shard of each hook; calling `end` on the result releases the memory for reuse."""
+        """Start writing the next shard of each hook; calling `end` on the result releases the memory for reuse."""
         block = self._waiting.popleft()
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
@@ -178,7 +178,7 @@ class ShardBuffer:
         self._workers.shutdown()
 
     def _block(self, rows: list[Tensor]) -> Block:
-        """Return the block for the next row; create a new block if the last is full."""
+        """Return the block for the next row; create a new block if the last one is full."""
         if not self._waiting or not self._waiting[-1].n_free:
             widths = [of_hook.shape[1] * of_hook.element_size() for of_hook in rows]
             memory = self._free.pop() if self._free else [np.empty((self.shard_rows, one), np.uint8) for one in widths]

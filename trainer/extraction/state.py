@@ -1,4 +1,4 @@
-"""The saved progress of an extraction, for each process and in total."""
+"""The saved progress of an extraction, per process and combined."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
 
 
 class ExtractionState(msgspec.Struct):
-    """The progress of an extraction, saved after each shard; with several processes, each saves its own.
+    """The progress of an extraction, saved after each shard; if there are several processes, each saves its own.
 
     The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` is the number
     of rows before this batch that were excluded for each reason. `limits` contains the largest allowed norm at each
@@ -47,7 +47,7 @@ class ExtractionState(msgspec.Struct):
 
 
 def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
-    """Return the job's progress from its output folder; raise `UsageError` if the folder has another extraction.
+    """Return the job's progress from its output folder; raise `UsageError` if the folder contains another extraction.
 
     If there are several processes, return their combined progress.
     """
@@ -103,7 +103,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
-        # The number of the batch in which a single process would read the last context that any process has read.
+        # The index of the batch in which a single process would read the last context that any process has read.
         batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
         offset=0,
         left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},

@@ -1,4 +1,4 @@
-"""Reads the documents of a text from local files or a data set on the hub, always in the same order."""
+"""Reads documents from local files or from a data set on the hub, always in the same order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COLUMNS = ("text", "content", "document", "messages", "conversations", "input_id
 MASK = "attention_mask"
 # Maps ShareGPT's speaker names to the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant"}
-# The size in bytes after which a text file is split at the next line end. Each piece is a separate document, so the
-# file need not fit into memory.
+# The size in bytes after which a text file is split at the next end of a line. Each piece is a separate document, so
+# the file need not fit into memory.
 _LONGEST = 2**20
-# The maximum row size in bytes or characters. Longer rows are refused, since a tokenizer needs memory for several
+# The maximum row size in bytes or characters. Longer rows are rejected, since a tokenizer needs memory for several
 # copies of a row.
 _LONGEST_ROW = 16 * 2**20
-# The maximum size of a JSON file in bytes, since it is loaded into memory completely.
+# The maximum size of a JSON file in bytes. JSON files are loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
 # The number of Parquet or Arrow rows that are read at a time. If they have at most `_BYTES_AT_ONCE` bytes, they are
 # converted to Python objects together. Larger rows are converted one at a time, since decoding a dictionary column can
@@ -42,7 +42,7 @@ _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; split it into several lin
 
 
 def documents(text: TextSettings) -> Iterator[Document]:
-    """Yield the documents of a text; raise `UserError` if it cannot be read."""
+    """Yield the documents that the settings select; raise `UserError` if they cannot be read."""
     if text.path is None:
         yield from _of_rows(_hub_rows(text), text, str(text.dataset))
         return
@@ -55,9 +55,9 @@ def documents(text: TextSettings) -> Iterator[Document]:
 
 
 def mended(value: Any) -> Any:
-    """Return a text or chat with each unpaired surrogate replaced by U+FFFD.
+    """Return a string or chat with each unpaired surrogate replaced with U+FFFD.
 
-    JSON texts that were truncated within a character can contain unpaired surrogates, which no tokenizer accepts.
+    JSON strings that were truncated within a character can contain unpaired surrogates, which no tokenizer accepts.
     """
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -143,7 +143,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
     parquet = pyarrow.parquet.ParquetFile(file)
     texts = [column.path for column in parquet.schema if column.physical_type == "BYTE_ARRAY"]
-    # Keep dictionary encoding: if expanded, the repeated values of a 2 kB file could take all memory.
+    # Keep the dictionary encoding. If expanded, the repeated values in a 2 kB file could exhaust memory.
     parquet = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
     wanted = {*COLUMNS} if column == "auto" else {column}
     names = [name for name in parquet.schema_arrow.names if name in wanted]
@@ -160,7 +160,7 @@ def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
-    # Compare with the stored bytes of all columns, since an attention mask of ones alone takes almost no bytes on disk.
+    # Compare with the stored bytes of all columns, since an attention mask of all ones takes almost no bytes on disk.
     stored = max(1, sum(one.total_uncompressed_size for one in columns))
     for column in columns:
         taken = 8 * column.num_values
@@ -187,7 +187,7 @@ def _as_python(rows: Any) -> list[Any]:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """Return an Arrow type in which all string types, including nested ones, are replaced by binary types."""
+    """Return an Arrow type with all string types, including nested ones, replaced with binary types."""
     import pyarrow
 
     types = pyarrow.types

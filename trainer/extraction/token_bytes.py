@@ -1,4 +1,4 @@
-"""Finds the bytes of each token, since a token can be an incomplete character, which is not valid text."""
+"""Finds the bytes of each token, since a token may be only a part of a character and thus not valid text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json, write_json
 
-# The name of the file with the bytes of each token, in the order of ids.
+# The name of the file that contains the bytes of each token, in order of token id.
 TOKENS = "tokens.json"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -30,7 +30,7 @@ def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
 
 
 def read_tokens(folder: Path) -> list[bytes]:
-    """Return the bytes of each token, in the order of ids, or an empty list if the file is missing or invalid."""
+    """Return the bytes of each token in order of token id, or an empty list if the file is missing or invalid."""
     stored = read_json(folder / TOKENS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
@@ -43,10 +43,10 @@ def _stored(token: bytes) -> str | Base64:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each token, in the order of ids, including the space before a word.
+    """Return the bytes of each token in order of token id, including the leading space of a word.
 
-    The tokenizer's decoder defines how to convert a name in the vocabulary to bytes. If the decoder has unsupported
-    steps, each token is decoded alone.
+    The tokenizer's decoder defines how to convert a vocabulary entry to bytes. If the decoder has unsupported steps,
+    each token is decoded separately.
     """
     numbers = list(range(len(tokenizer)))
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(numbers)]
@@ -73,7 +73,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all steps are supported: each converts single tokens, or changes only the ends of a text."""
+    """Return whether all steps are supported: each converts single tokens, or only strips the ends of a text."""
     kinds = [step.get("type") for step in steps]
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_ends = all(at > fused for at, kind in enumerate(kinds) if kind == "Strip")
@@ -82,7 +82,7 @@ def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
 
 
 def _bytes_of(name: str, steps: Sequence[dict[str, Any]]) -> bytes:
-    """Return the bytes of a token from its name in the vocabulary."""
+    """Return the bytes of a token, given its vocabulary entry."""
     for step in steps:
         match step["type"]:
             case "ByteLevel":
@@ -98,7 +98,7 @@ def _bytes_of(name: str, steps: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character represents in the names of byte-level tokens, as in GPT-2."""
+    """Return a dict that maps each character in byte-level vocabulary entries, as in GPT-2, to its byte."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -108,7 +108,7 @@ _BYTES = _byte_characters()
 
 
 def _decoded_alone(tokenizer: Any, numbers: list[int], names: list[str]) -> Iterator[str]:
-    """Decode each token alone, and yield its text with the space before a word, which the decoder drops."""
+    """Decode each token separately, and yield its text with the leading space that the decoder drops."""
     texts = tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from trainer.extraction.hook_points import BlockList
 
-# The size of the values in the rows that probe a norm, and a relative tolerance. If adding a constant to a row changes
-# the norm's output by less than this tolerance, the norm subtracts the mean.
+# The magnitude of the values in the rows that probe a norm, and a relative tolerance. If adding a constant to a row
+# changes the norm's output by less than this tolerance, the norm subtracts the mean.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
 
 class Unembedding(NamedTuple):
-    """The final norm or None, and the unembedding's weight [n_ids, d_model]."""
+    """The final norm, if any, and the unembedding's weight [n_ids, d_model]."""
 
     norm: nn.Module | None
     weight: Tensor
@@ -79,7 +79,7 @@ def folded(ending: Unembedding) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
     The result includes the norm's weight and its subtraction of the mean, if any, like `fold_ln` in TransformerLens.
-    The result does not include the division by the size of the row, which is undefined for a direction.
+    The result does not include the division by the row's magnitude, which is undefined for a direction.
     """
     w_u = ending.weight.detach().float().T
     if ending.norm is None:
