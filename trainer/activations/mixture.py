@@ -14,13 +14,13 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# The last elements of seeds, which make the random numbers of passes and of splits independent of each other and of
-# the order of epochs.
+# The last elements of seeds. They make the random numbers of passes and splits independent of each other and of the
+# order of epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 
 class MixedSplit:
-    """Holds out rows from each source in proportion to its weight, or to its number of rows if there are no weights.
+    """Holds out rows from each source in proportion to its weight, or to its row count if there are no weights.
 
     Rows are numbered consecutively over all sources, and each source keeps at least one training row. Held-out rows are
     chosen from the first `first_sizes` rows of each source, as in `Split`.
@@ -58,7 +58,7 @@ class MixedSplit:
         self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
 
     def rows(self, source: int, numbers: Indices) -> Indices:
-        """Convert training numbers of a source, which are counted from 0, to row numbers."""
+        """Convert training row numbers within a source, counted from 0, to row numbers over all sources."""
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
@@ -73,11 +73,11 @@ class MixedSplit:
 
 
 class MixedOrder:
-    """An endless sequence of epochs in a seeded order; the length of an epoch is the number of all training rows.
+    """An endless sequence of epochs in a seeded order; the length of an epoch is the total number of training rows.
 
-    Each source's share of an epoch is its relative weight, rounded to complete rows. A row is repeated only after all
-    other rows of its source have been used equally often: a pass over a source can span epochs, and each pass has a
-    different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint stores only a
+    Each source's share of an epoch is its relative weight, rounded to whole rows. A row is repeated only after all
+    other rows of its source have been used equally often. For this, a pass over a source can span epochs, and each pass
+    has a different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint stores only a
     position, and `run` neighbouring rows mostly stay together.
     """
 
@@ -116,9 +116,9 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Split n into integers in proportion to weights (largest-remainder method); `most` contains their maximums.
+    """Split n into integers in proportion to weights (largest-remainder method); `most` contains their upper limits.
 
-    The excess over a maximum is distributed to the other integers.
+    Any excess over a limit is distributed among the other integers.
     """
     given, left = [0] * len(weights), n
     open_to = [*range(len(weights))]

@@ -1,8 +1,8 @@
 """Leaves out rows that an SAE should not learn from, and counts them.
 
-The rows to leave out are non-finite rows, rows with a far larger norm than the others, such as first tokens of texts,
-and optionally zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes more
-to an SAE's loss than the other 255 rows together. A single NaN makes the total loss NaN.
+The rows to leave out are non-finite rows, rows with a far larger norm than the others (such as the first tokens of
+texts) and optionally zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes
+more to an SAE's loss than the other 255 rows combined. A single NaN makes the total loss NaN.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, norms_of
 
-# The limit, as a multiple of the median norm, if the job sets no limit. The optimizer computes fourth powers, which
-# would overflow fp32 for larger rows.
+# The limit if the job sets none, as a multiple of the median norm. The optimizer computes fourth powers, which would
+# overflow fp32 for larger rows.
 _BEYOND_FP32 = 1e9
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -50,7 +50,7 @@ class Outliers:
 
     @property
     def counts(self) -> Tensor:
-        """The fields of `LeftOut` for all rows passed to `note` and `replace` so far, float64 [4]."""
+        """The fields of `LeftOut`, float64 [4], for all rows that have been passed to `note` and `replace`."""
         # Create the tensor on the device, because a copy from the host would synchronise.
         n_seen = self._n_marked.new_full((), self._n_seen)
         n_within, n_finite, *n_not_zero = self._n_marked
@@ -62,10 +62,9 @@ class Outliers:
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each row to leave out by the previous kept row, cyclically, and count the replaced rows.
+        """Replace each row to leave out with the previous kept row, cyclically, and count the replaced rows.
 
-        The batch size does not change, so the host need not wait for the GPU. The total number of rows is counted by
-        `note`.
+        The batch size does not change, so the host need not wait for the GPU. `note` counts the total number of rows.
         """
         marks = self._marks(x, y)
         self._n_marked += torch.stack(marks).sum(1)

@@ -1,4 +1,4 @@
-"""Pseudorandom permutations of any number of rows without a table; the image of each position is computed directly."""
+"""Pseudorandom permutations of any number of rows; the image of each position is computed without a lookup table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Words = NDArray[np.uint64]
 
 # The smallest number of rounds that is secure in both directions (Luby & Rackoff 1988).
 ROUNDS = 4
-# With fewer runs, rows would not be mixed well. Runs are not needed then, because so few rows fit in the page cache.
+# With fewer runs, rows would not be mixed well. Runs are then unnecessary, because so few rows fit in the page cache.
 _FEWEST_RUNS = 1024
 
 
@@ -23,7 +23,7 @@ class Permutation:
     The method is from "Ciphers with arbitrary finite domains" (Black & Rogaway 2002). Each position is split into two
     halves, and each round adds a hash of one half to the other. There are slightly more pairs than n, so an image of n
     or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and would have to be
-    computed at every start, which takes 8 GB and many seconds for a billion rows.
+    computed at every start. For a billion rows, this would take 8 GB and many seconds.
     """
 
     def __init__(self, n: int, *seed: int) -> None:
@@ -44,7 +44,7 @@ class Permutation:
         for number, key in enumerate(self._keys):
             width = self._widths[number % 2]
             changed += _below(other ^ key, width)
-            # Reduce modulo the width: a negative difference wraps around to a huge number, which `minimum` ignores.
+            # Reduce modulo the width. A negative difference wraps around to a huge number, which `minimum` ignores.
             np.minimum(changed, changed - width, out=changed)
             changed, other = other, changed
         changed *= self._widths[1]
@@ -89,7 +89,7 @@ def mixed(words: Words) -> Words:
 
 
 def _below(words: Words, width: np.uint64) -> Words:
-    """Replace each word by its hash in 0 .. width - 1, in place."""
+    """Replace each word with its hash in 0 .. width - 1, in place."""
     words *= np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(32)
     words *= np.uint64(0xD6E8FEB86659FD93)

@@ -1,4 +1,4 @@
-"""Splits the reading of a batch among ranks with the same tokens, and assembles the batch on each rank."""
+"""Splits the rows of a batch among ranks with the same tokens for reading, and assembles the batch on each rank."""
 
 from __future__ import annotations
 

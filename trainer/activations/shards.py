@@ -48,11 +48,11 @@ _ROWS_AT_ONCE = 4096
 
 
 class ShardCutError(UserError):
-    """A shard was truncated while it was read."""
+    """Raised when a shard was truncated while it was being read."""
 
 
 class Shards(IndexedSource):
-    """The shards of one or more folders as one array [n_tokens, d_in]; shards of other folders can be the targets.
+    """The shards of one or more folders as a single array [n_tokens, d_in]; other folders can provide the targets.
 
     The constructor raises a `JobFileError` that names data.path, data.target_path or data.weights.
     """
@@ -120,7 +120,7 @@ class Shards(IndexedSource):
 
 
 class _Mapped:
-    """The rows of several sets of shards, numbered consecutively; `alone` means that rows are not read in runs."""
+    """The rows of several sets of shards, numbered consecutively; with `alone`, rows are not read in runs."""
 
     def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool) -> None:
         self._shards = [shard for one in sets for shard in one.shards]
@@ -220,9 +220,9 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
 
 
 def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
-    """Return the texts of each set, or [] if a shard that held-out rows come from does not record its texts.
+    """Return the texts of each set, or [] if a shard from which rows can be held out does not record its texts.
 
-    Rows of later shards without recorded texts belong to no held-out text.
+    Rows of later shards without recorded texts do not belong to any held-out text.
     """
     texts = []
     for one, n_split in zip(sets, split_sizes or [one.n_tokens for one in sets], strict=True):
@@ -257,9 +257,9 @@ def _meta_of(sets: Sequence[ShardSet]) -> dict[str, Any]:
 def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
     """Decode a Parquet file into a temporary file, and return the bytes of its rows, memory-mapped.
 
-    Parquet compresses rows in pages, so reading a batch of random rows would decode the entire file. Each rank has its
-    own temporary file in `TMPDIR`. The file has no name, so it is deleted when the process exits. Raise a
-    `JobFileError` that names `field` if decoding fails.
+    Parquet compresses rows in pages, so reading a batch of random rows would require decoding the entire file. Each
+    rank has its own unnamed temporary file in `TMPDIR`, which is deleted when the process exits. Raise a `JobFileError`
+    that names `field` if decoding fails.
     """
     size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
     if (free := shutil.disk_usage(folder).free) < size:

@@ -1,4 +1,4 @@
-"""Shuffles the rows of a stream, since neighbours come from one text and a batch should contain many texts."""
+"""Shuffles the rows of a stream, since neighbouring rows come from one text and a batch should contain many texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows on the CPU that a stream returned together, the stream's state before them and their texts, if known."""
+    """Rows on the CPU from one call of a stream, the stream's state before them, and their texts, if known."""
 
     state: Any
     x: Tensor
@@ -41,8 +41,8 @@ LeaveOut = Callable[[Tensor], Tensor]
 class StreamRows:
     """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
 
-    Chunks that are read before the first `go_to` are cached until then. Training starts with the rows of the sample,
-    and thanks to the cache, a language model need not compute these rows twice.
+    Chunks that are read before the first `go_to` are cached until that call. Training starts with the rows of the
+    sample, and thanks to the cache, a language model need not compute these rows twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -77,23 +77,23 @@ class StreamRows:
         return x, _joined([chunk.y for chunk in chunks], self._source.n_hooks * self._source.d_out)
 
     def take_some(self, n: int) -> Pair | None:
-        """Return up to n of the next rows, all from one chunk, without a copy, or None at the end of the stream."""
+        """Return up to n of the next rows, all from one chunk and without copying, or None at the end of the stream."""
         chunk = self._some(n)
         return None if chunk is None else (chunk.x, chunk.y)
 
     def next_chunk(self) -> Chunk | None:
-        """Return the rest of the current chunk, or the next chunk, or None at the end of the stream."""
+        """Return the remainder of the current chunk, or else the next chunk, or None at the end of the stream."""
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
-        """Go back to the first row, and skip rows that `leave_out` selects; this must be called before any `go_to`."""
+        """Go back to the first row, and skip rows that `leave_out` selects; call this only before any `go_to`."""
         assert self._kept is not None
         self._leave_out = leave_out
         self._again = deque(self._kept)
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to a position that `place` returned earlier, which requires reading the rows to skip."""
+        """Go to a position that `place` returned earlier; this requires reading the rows to skip."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -118,7 +118,7 @@ class StreamRows:
         self._n_used, self._chunk = 0, Chunk(state, nothing, nothing)
 
     def _has_rows(self) -> bool:
-        """Return whether there is another row; if the current chunk is used up, read the next one."""
+        """Return whether there is another row; read the next chunk if the current one is used up."""
         while self._n_used == len(self._chunk.x):
             chunk = self._again.popleft() if self._again else self._next_chunk()
             if chunk is None:
@@ -141,8 +141,8 @@ class StreamRows:
         return chunk
 
     def _state_of_source(self) -> Any:
-        # The round trip through JSON copies the state, which the stream may modify in place, and gives it the form in
-        # which a checkpoint restores it.
+        # The round trip through JSON copies the state, which the stream may modify in place, and converts it to the
+        # types that a checkpoint restores.
         return msgspec.json.decode(msgspec.json.encode(self._source.state()))
 
 
@@ -158,10 +158,10 @@ class ShuffleBuffer:
     """Yields the rows of a stream in a seeded order, shuffled in a buffer of `size` rows.
 
     The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. The slot of
-    each returned row is filled with a row of the next block, so that reading is spread evenly. Rows are only shuffled
-    within their block. So the content of the buffer depends only on the block's position in the stream and on how many
-    of its rows were returned. A checkpoint stores these two values, about a hundred bytes, instead of gigabytes of
-    rows. In exchange, a resumed run reads up to 2 × `size` rows of the stream again.
+    each returned row is filled with a row of the next block, so that reads are spread evenly. Rows are only shuffled
+    within their block. Therefore, the content of the buffer depends only on the block's position in the stream and on
+    how many of its rows were returned. A checkpoint stores these two values, about a hundred bytes, instead of
+    gigabytes of rows. In exchange, a resumed run reads up to 2 × `size` rows of the stream again.
     """
 
     def __init__(self, rows: StreamRows, size: int, *seed: int) -> None:
@@ -171,7 +171,7 @@ class ShuffleBuffer:
 
     @property
     def place(self) -> BufferPlace:
-        """The position of the buffer."""
+        """The position of the buffer in the stream."""
         return BufferPlace(self._block, self._n_gone, self._begin)
 
     def fill(self, place: BufferPlace) -> None:
@@ -206,7 +206,7 @@ class ShuffleBuffer:
         return parts[0] if len(parts) == 1 else _joined_rows(parts)
 
     def _has_rows(self) -> bool:
-        """Return whether there is another row; if all rows of the block were returned, go to the next block."""
+        """Return whether there is another row; go to the next block if all rows of this block have been returned."""
         if self._n_gone == self._n_block:
             self._block, self._begin, self._n_gone = self._block + 1, self._next_begin, 0
             self._n_block, self._n_next, self._next_begin = self._n_next, 0, self._rows.place
@@ -220,7 +220,7 @@ class ShuffleBuffer:
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of the given rows of a block, in the order in which the last block freed them."""
+        """Return the slots of the given rows of a block; the previous block frees the slots in row order."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:
@@ -251,7 +251,7 @@ class ShuffleBuffer:
 
 def _selected(rows: Tensor, chosen: Tensor, empty: Empty) -> Tensor:
     into = empty(len(chosen), rows.shape[1], rows.dtype)
-    # Many times faster than `rows[chosen]`.
+    # This is many times faster than `rows[chosen]`.
     return torch.index_select(rows, 0, chosen, out=into)
 
 

@@ -9,11 +9,11 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# The number of neighbouring rows that are held out together, and treated as one text if texts are unknown.
+# The number of neighbouring rows that are held out together. If texts are unknown, they are treated as one text.
 BLOCK = 128
-# The minimum number of blocks from which held-out rows are chosen.
+# The minimum number of blocks that held-out rows are chosen from.
 LEAST_BLOCKS = 8
-# The maximum share of all rows in held-out texts; twice the requested number of rows is always allowed.
+# The maximum share of all rows that may be in held-out texts; twice the requested number of rows is always allowed.
 MOST_IN_TEXTS = 0.25
 # The minimum share of the held-out rows in each half.
 LEAST_OF_HALF = 0.25
@@ -22,15 +22,15 @@ N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
-    """Complete texts cannot be held out, since there are too few texts or they are too long."""
+    """Raised if complete texts cannot be held out, since there are too few texts or they are too long."""
 
 
 class Split:
     """Held-out rows, and training rows, which are numbered consecutively from 0.
 
-    The split depends only on `hold_out`, the seed, the requested number of rows, and the number or texts of the first
-    `n_first` rows (by default all). So `held_out` stays the same if rows are added at the end. Added rows become
-    training rows, except rows of a held-out text, which are in `left_out` but not in `held_out`.
+    The split depends only on `hold_out`, the seed, the requested number of rows, and the first `n_first` rows (by
+    default all): on their number or their texts. Therefore, `held_out` stays the same if rows are added at the end.
+    Added rows become training rows, except rows of a held-out text, which are in `left_out` but not in `held_out`.
 
     "texts" holds out about the requested number of rows, and "rows" and "blocks" hold out exactly this number. The
     constructor raises `TooFewTexts` if complete texts cannot be held out.
@@ -66,7 +66,7 @@ class Split:
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
-        """Sample at most n training rows from all data, since neighbouring rows would fit b_dec to a single text."""
+        """Sample at most n training rows from all data, since b_dec would fit a single text if rows were neighbours."""
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
 
@@ -82,7 +82,7 @@ def split_of(
 ) -> Split:
     """Return a `Split`; if there are too few texts, hold out blocks instead.
 
-    With `is_asked`, the job explicitly requests texts, so raise `TooFewTexts` instead.
+    If `is_asked` is true, the job explicitly requests texts, so raise `TooFewTexts` instead.
     """
     if hold_out != "texts":
         return Split(n_tokens, n_held_out, *seed, hold_out=hold_out, n_first=n_first)
@@ -100,8 +100,8 @@ def halves_of(labels: Indices) -> Indices:
     """Return the half, 0 or 1, of each row, given the label of its text; no text is in both halves, if possible.
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
-    less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves. So
-    neighbours mostly stay together, and both halves cover the data from beginning to end.
+    with less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves.
+    Thus, neighbours mostly stay together, and both halves cover the data from beginning to end.
     """
     _, of_row, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     half_of, totals = np.zeros(len(sizes), np.int64), [0, 0]
@@ -125,7 +125,7 @@ def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 
 
 def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
-    """Choose the first rows of random blocks of `BLOCK` neighbours, about equally many from each block.
+    """Choose the first rows of random blocks of `BLOCK` neighbours, about the same number from each block.
 
     If many rows are requested, blocks are held out almost completely.
     """

@@ -21,8 +21,8 @@ class Synthetic(IndexedSource):
     """Rows that are sparse sums of random unit vectors, `features` [n_features, d_in] (Sharkey et al. 2022).
 
     Features fire independently. The probability of feature j is about proportional to j^-skew, and its coefficient is
-    uniform in 0.5 .. 1.5. A row is generated only from hashes of the seed and of the row's number, so it does not
-    depend on the rest of the batch.
+    uniform in 0.5 .. 1.5. A row is generated only from hashes of the seed and the row's number, so it does not depend
+    on the other rows in a batch.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Synthetic(IndexedSource):
         self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = n_rows
         self.place, self.meta = settings.place, dict[str, Any]()
-        # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
+        # Do not use the seed directly, since an SAE with the same seed would start with the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
         self._noise, self._key = noise, key
         generator = torch.Generator().manual_seed(int(features_key >> 1))
@@ -43,7 +43,7 @@ class Synthetic(IndexedSource):
         self._count_cumulative = _poisson_cumulative(float(rates.sum()))
 
     def rows(self, indices: Indices) -> Tensor:
-        """Return rows [n, d_in] in fp32, in ascending order of their numbers."""
+        """Return rows [n, d_in] in fp32, in ascending order of row number."""
         words = mixed(np.sort(indices).astype(np.uint64) ^ self._key)
         rows = self._sums(words)
         return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
@@ -52,10 +52,10 @@ class Synthetic(IndexedSource):
         return f"row {index}"
 
     def _sums(self, words: Words) -> Tensor:
-        """Return, for each row, the sum of a Poisson-distributed number of features, sampled with their rates.
+        """Return, for each row, the sum of a Poisson-distributed number of features.
 
-        So the number of times that a feature is sampled is an independent Poisson variable. A feature that is sampled
-        twice is added twice.
+        Features are sampled in proportion to their rates. Thus, the number of times that a feature is sampled is an
+        independent Poisson variable. A feature that is sampled twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
         starts = counts.cumsum() - counts
@@ -75,7 +75,7 @@ class Synthetic(IndexedSource):
 def _rates(active: float, n_features: int, skew: float) -> Floats:
     """Return each feature's rate (mean number of draws per row), such that `active` features fire on average.
 
-    A feature fires with probability 1 - e^-rate. Rates are limited to 3, a probability of 95 %, because the number of
+    A feature fires with probability 1 - e^-rate. Rates are limited to 3 (a probability of 95 %), because the number of
     draws grows without bound as the probability approaches 1.
     """
     shares = np.arange(1.0, n_features + 1) ** -skew

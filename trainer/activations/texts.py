@@ -24,10 +24,10 @@ class Counts(NamedTuple):
 
 
 class Texts:
-    """The texts of the rows in one set of shards; `parts` has the text numbers of each shard's rows, in order.
+    """The texts of the rows in one set of shards; `parts` contains the text numbers of each shard's rows, in order.
 
     With `numbered_through`, as in sae-tui's own extractions, a number refers to the same text in all shards. Otherwise,
-    if numbers ascend within all shards and a later shard starts again at the lowest number, this shard starts a new
+    if numbers ascend within all shards and a later shard starts again at the lowest number, that shard starts a new
     numbering, and its texts are different texts. If the numbering is unclear, rows with equal numbers are treated as
     one text, so that no text is on both sides of a split.
     """
@@ -39,7 +39,7 @@ class Texts:
         self._numbered_through = numbered_through
 
     def counts(self, n_rows: int) -> Counts:
-        """Return the texts of the first `n_rows` rows; later rows do not affect the result."""
+        """Return the texts of the first `n_rows` rows, with the number of rows of each; later rows have no effect."""
         found: dict[int, list[tuple[Indices, Indices]]] = {}
         for part, start, numbering in zip(self._parts, self._starts, self._numberings(n_rows), strict=False):
             if start < n_rows:
@@ -52,7 +52,7 @@ class Texts:
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
         """Return all rows of `texts`, a subset of `counts(n_rows)`, in ascending order.
 
-        In shards that begin after the first `n_rows` rows, rows match by text number alone, in any numbering.
+        In shards that start after the first `n_rows` rows, rows are matched only by text number, in any numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):
@@ -64,7 +64,7 @@ class Texts:
     def labels(self, rows: Indices, n_rows: int | None = None) -> Indices:
         """Return a label, counted from 0, for each of the given ascending rows; rows of one text share a label.
 
-        If `n_rows` is given, all these rows are among the first `n_rows`, and later rows do not affect the labels.
+        If `n_rows` is given, all the given rows are among the first `n_rows`, and later rows do not affect the labels.
         """
         places = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.empty(len(rows), np.int64)
@@ -95,7 +95,7 @@ def seed_key(*seed: int) -> Words:
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
-    """Return the numbering of each shard, from 0; if this is unclear, all shards share one numbering."""
+    """Return the index of each shard's numbering; if numberings are unclear, all shards share a single one."""
     if not parts:
         return np.zeros(0, np.int64)
     lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))

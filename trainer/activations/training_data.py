@@ -1,4 +1,4 @@
-"""Provides batches, held-out rows and a sample from an activation source, stored or streamed."""
+"""Provides batches, held-out rows and a sample of rows from a stored or streamed activation source."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample, which take 300 MB at d_in 2304. OpenAI initialises b_dec with the same number of rows.
+# The number of rows in a sample; they take 300 MB at d_in 2304. OpenAI initialises b_dec from the same number of rows.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
     "ranks than held-out rows; undo the change, or start a new run"
 )
 # The share of texts that is held out at the start of a stream. To find 32,768 held-out rows, 8 x 32,768 rows must be
-# read. The shuffle buffer needs as many rows anyway, so the model computes no extra rows.
+# read. The shuffle buffer needs that many rows anyway, so the model computes no extra rows.
 SHARE_OF_TEXTS = 1 / 8
 # The maximum number of rows to read per held-out row, and the minimum share of the requested rows that must be found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
@@ -64,7 +64,7 @@ class ReadRows(NamedTuple):
 class Mark(NamedTuple):
     """A stream's position after a batch; `bad_row` is the batch's first row that is not finite, or None.
 
-    `position` is the number of tokens of all ranks before the batch.
+    `position` is the total number of tokens, over all ranks, before the batch.
     """
 
     position: int
@@ -82,7 +82,7 @@ class Clusters(NamedTuple):
 class HookRows(ABC):
     """A sample of one hook's training rows, and its held-out rows, which are never used for training."""
 
-    # The number of held-out rows on all ranks together, and how they were chosen.
+    # The total number of held-out rows on all ranks, and how they were chosen.
     n_held_out: int
     hold_out: str
 
@@ -92,11 +92,11 @@ class HookRows(ABC):
 
     @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
-        """Return a message that row `index` of this sample is not finite."""
+        """Return a message which states that row `index` of this sample is not finite."""
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield this rank's share of the held-out rows in batches; with `half`, yield only the rows of this half.
+        """Yield this rank's share of the held-out rows in batches; with `half`, yield only the rows of that half.
 
         `half` is 0 or 1. The halves do not depend on the number of ranks.
         """
@@ -117,13 +117,13 @@ class HookRows(ABC):
 class TrainingData(ABC):
     """The rows that one rank trains on, in order; the rows of several hooks are concatenated, as in the source."""
 
-    # The number of held-out rows of all ranks together, how they are chosen, and the number of their texts, if known.
+    # The total number of held-out rows on all ranks, how they are chosen, and the number of their texts, if known.
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
     # The number of stored training rows, or None for a stream, whose length is unknown.
     n_train: int | None = None
-    # Whether `read` waits for other ranks. If so, all ranks must call `read` equally often.
+    # Whether `read` waits for other ranks. If so, all ranks must call `read` the same number of times.
     reads_together: bool = False
     # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
@@ -141,7 +141,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
-        """Return this rank's next n rows; `position` is the number of tokens of all ranks before the first row.
+        """Return this rank's next n rows; `position` is the total number of tokens, over all ranks, before these rows.
 
         The rows are read into memory from `empty` if possible. With several `readers`, return only this rank's part of
         the rows, for an `Exchange`.
@@ -155,15 +155,15 @@ class TrainingData(ABC):
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
         """Return a sentence about a non-finite row that was trained on between two positions, or None.
 
-        All ranks that train the same SAEs must call this together.
+        This is a collective call for all ranks that train the same SAEs.
         """
 
     def stream_places(self) -> list[BufferPlace] | msgspec.UnsetType:
-        """Return the stream position of every part, for a checkpoint; all ranks must call this together."""
+        """Return the stream position of every part, for a checkpoint; this is a collective call for all ranks."""
         return msgspec.UNSET
 
     def held_out_key(self) -> str:
-        """Return a short text that identifies the held-out rows, or "" for a stream."""
+        """Return a short string that identifies the held-out rows, or "" for a stream."""
         return ""
 
 
@@ -172,7 +172,7 @@ def open_data(
 ) -> TrainingData:
     """Return the training data of one rank; `resumed` is the state of the checkpoint that the run is resumed from.
 
-    Raise `UserError` if a stream cannot continue from this state, or if rows cannot be held out as the job asks.
+    Raise `UserError` if a stream cannot continue from this state, or if rows cannot be held out as the job requests.
     """
     n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
     is_asked = job.data.hold_out != "auto"
@@ -180,7 +180,7 @@ def open_data(
         how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked)
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
-    # `usual_hold_out` depends only on the shards that the run began with, since added shards may not record texts.
+    # `usual_hold_out` depends only on the shards that the run started with, since added shards may not record texts.
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
@@ -192,7 +192,7 @@ def open_data(
 
 
 def _choice(key: str) -> str:
-    """Return the part of a `held_out_key` that depends only on the rows that the run began with."""
+    """Return the part of a `held_out_key` that depends only on the rows that the run started with."""
     return key.partition("-")[0]
 
 
@@ -240,13 +240,13 @@ class IndexedData(TrainingData):
         return f"{digest.hexdigest()[:16]}-{self.n_held_out}"
 
     def rewind(self) -> None:
-        """Do nothing: any position can be read."""
+        """Do nothing, since any position can be read."""
 
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
         return ReadRows(*self._source.pairs(own_rows(self._order.token_slice(position, n), self.readers), empty))
 
     def note_trained(self, rows: ReadRows) -> None:
-        """Do nothing: rows can be read again."""
+        """Do nothing, since rows can be read again."""
 
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
         steps = (self._order.token_slice(start, tokens_per_step) for start in range(since, now, tokens_per_step))
@@ -293,7 +293,7 @@ def _bad_row(source: IndexedSource, row: int) -> str:
 
 
 def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | MixedSplit:
-    """Choose the held-out rows; if the data has grown since the run began, choose only from the original rows."""
+    """Choose the held-out rows; if the data has grown since the run started, choose only from the original rows."""
     first_sizes = source.split_sizes
     if len(source.sizes) < 2:
         texts, n_first = source.texts[0] if source.texts else None, first_sizes[0] if first_sizes else None
@@ -415,7 +415,7 @@ class StreamData(TrainingData):
         return [msgspec.json.decode(of_part, type=BufferPlace) for of_part in encoded]
 
     def _hold_out(self, rows: StreamRows, how: HowHeldOut) -> list[Chunk]:
-        """Return this rank's held-out rows; afterwards the next row of `rows` is the first training row."""
+        """Return this rank's held-out rows; afterwards, the next row of `rows` is the first training row."""
         n_own = len(range(self._group.index, self.n_held_out, self._group.size))
         if how.hold_out == "texts" and self.n_held_out:
             if self._source.knows_texts and (chunks := self._of_whole_texts(rows, n_own, how.seed)):
@@ -430,9 +430,9 @@ class StreamData(TrainingData):
     def _of_whole_texts(self, rows: StreamRows, n_own: int, seed: int) -> list[Chunk]:
         """Hold out texts near the start of the stream, chosen by a hash; return [] if they have too few rows.
 
-        All ranks choose the same texts, and each rank holds out their rows in its part. Training leaves out chosen
-        texts up to twice the highest text number read, because a run with fewer parts reads slightly further to find
-        enough rows.
+        All ranks choose the same texts, and each rank holds out the rows of these texts in its part. Training leaves
+        out chosen texts up to twice the highest text number read, because a run with fewer parts reads slightly further
+        to find enough rows.
         """
         key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
         while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):
@@ -451,7 +451,7 @@ class StreamData(TrainingData):
         return _first(held, n_own)
 
     def _halves_and_texts(self) -> tuple[Indices, int]:
-        """Return the half of each held-out row of this rank, and the total number of held-out texts.
+        """Return the half that each of this rank's held-out rows belongs to, and the total number of held-out texts.
 
         A text can have contexts in several parts. All ranks compute the halves from the labels of all ranks, so that
         each text is in the same half everywhere.
@@ -460,7 +460,7 @@ class StreamData(TrainingData):
         if not self._source.knows_texts or not self.n_held_out:
             return halves_of(self._clusters.labels), 0
         n_most = len(range(0, self.n_held_out, self._group.size))
-        # Text numbers are never negative, so -1 is free for padding.
+        # Text numbers are never negative, so -1 can mark padding.
         padded = torch.nn.functional.pad(own, (0, n_most - len(own)), value=-1).to(self._device)
         of_ranks = self._group.gather(padded).cpu().numpy()
         labels = of_ranks[of_ranks >= 0]
@@ -485,7 +485,7 @@ class StreamData(TrainingData):
         return self._bad_sentence(index % n_each, index // n_each)
 
     def _bad_sentence(self, row: int, part: int) -> str:
-        """Return a message that a row is not finite; `row` is counted from the first training row."""
+        """Return a message which states that a row is not finite; `row` is counted from the first training row."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"
@@ -543,7 +543,7 @@ class _StreamHook(HookRows):
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
     """Return a mask [n] of the rows whose text is held out, given the text number, int64 [n], of each row."""
-    # Rows of one text are neighbours, so hash each text once and not each row.
+    # Rows of one text are neighbours, so hash each text only once instead of hashing each row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]
 

@@ -16,7 +16,7 @@ AHEAD = 2
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's queue of work."""
+    """A point in a device's work queue."""
 
     def synchronize(self) -> None:
         """Block the host until the device has passed this point."""
@@ -36,11 +36,11 @@ class Transfer:
         self._device = device
 
     def begin(self) -> Empty:
-        """Return an allocator for the next batch's memory; the reading thread calls this and `send`."""
+        """Return an allocator for the next batch's memory; called, like `send`, by the reading thread."""
         return empty_rows
 
     def send(self, pair: Pair) -> Sent:
-        """Start to transfer inputs and targets to the device."""
+        """Start transferring inputs and targets to the device."""
         return Sent(pair)
 
     def receive(self, sent: Sent) -> Pair:
@@ -55,13 +55,13 @@ class Lane(Protocol):
     """A queue of copies from the host to the device, separate from the training queue; see `CudaLane`."""
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """Return memory that allows asynchronous copies, uint8 [n_bytes]."""
+        """Return memory, uint8 [n_bytes], that allows asynchronous copies."""
 
     def copy(self, rows: Tensor) -> Tensor:
         """Queue a copy of the rows to the device, and return the copy; copies run in order."""
 
     def mark(self) -> DeviceEvent:
-        """Return an event at the point after the last queued copy."""
+        """Return an event that marks the point after the last queued copy."""
 
     def meet(self, arrival: DeviceEvent, rows: tuple[Tensor, ...]) -> None:
         """Make the training queue wait for `arrival`, and keep the memory of `rows` until training has used them."""
@@ -70,9 +70,9 @@ class Lane(Protocol):
 class CudaLane:
     """A separate CUDA stream for copies.
 
-    The memory of a batch can only be reused after the GPU has trained on the batch, not when the host has queued the
-    training step. So the host waits if it is more than `AHEAD` batches ahead of the GPU; otherwise, every further batch
-    would need new memory.
+    The memory of a batch can only be reused after the GPU has trained on the batch, not as soon as the host has queued
+    the training step. Therefore, the host waits if it is more than `AHEAD` batches ahead of the GPU. Otherwise, every
+    further batch would need new memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,7 +134,7 @@ class Overlapped(Transfer):
 
 
 class _PinnedBuffer:
-    """A pinned buffer for the rows of one batch; it grows to the size of the largest batch."""
+    """A pinned buffer that contains the rows of one batch and grows to the size of the largest batch."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane

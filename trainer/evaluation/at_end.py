@@ -31,17 +31,17 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The maximum number of rows on which an SAE is measured, which is the default maximum number of held-out rows.
+# The maximum number of rows that an SAE is measured on: the default maximum number of held-out rows.
 MOST_ROWS = 32_768
-# The minimum number of training tokens per row that an SAE is measured on. Measuring takes a third as long per row as
+# The minimum number of training tokens per row that an SAE is measured on. Per row, measuring takes a third as long as
 # training.
 SHARE_OF_TOKENS = 20
-# The number of texts to keep for each latent: half as many as the command `eval` keeps, since fewer rows are read.
+# The number of texts to keep for each latent. It is half of the number that `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10
 
 
 class Cards:
-    """Writes the report cards of a finished run; every rank creates a `Cards` and makes the same calls."""
+    """Writes the report cards of a finished run; every rank creates a `Cards` object and makes the same calls."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Cards:
         self._at = trainer.position
 
     def write(self) -> None:
-        """Write a report card for every SAE that this rank has exported, and report the results; never raise an error.
+        """Write a report card for every SAE that this rank has exported, and report the results; never raise.
 
         Ranks that only contribute tokens or latents to another rank's SAEs write no report card.
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
         self._progress.heartbeat(JUDGING, self._at.step, self._at.tokens)
-        # Store all metrics first, since from now on, the run is considered finished even if it is killed.
+        # Store all metrics first, since from now on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
             results = self._parallel.all_gather(self._own())
@@ -78,7 +78,7 @@ class Cards:
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Evaluate this rank's SAEs; return, for each label, an event's level and message, and the FVU's error."""
+        """Evaluate this rank's SAEs, and map each label to the level and message of an event, and the FVU's error."""
         results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return results
@@ -119,10 +119,10 @@ class Cards:
         return write_card(folder, card)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
-        """Find the texts in which each latent fires most, in the same number of rows as the SAE is measured on.
+        """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.
 
-        Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time:
-        comparing each latent with all others takes as long as reading `d_sae` rows.
+        Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time,
+        since comparing each latent with all others takes as long as reading `d_sae` rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
         if not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
@@ -144,14 +144,14 @@ class Cards:
 
 
 def most_rows(tokens: int, world_size: int) -> int:
-    """Return the number of rows to measure on, such that measuring takes only a small share of the run's time."""
+    """Return the number of rows to measure on, so that measuring takes only a small share of the run's time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
 
 
 def error_of_all(card: Card) -> float | None:
     """Return the standard error of the FVU, or None if it is unknown.
 
-    The standard error on all held-out rows would be only slightly smaller, since these rows come from the same texts.
+    With all held-out rows, the standard error would be only slightly smaller, since they come from the same texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

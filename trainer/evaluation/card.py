@@ -40,11 +40,11 @@ def write_card(
 ) -> Card:
     """Merge new measurements into the report card next to an SAE's weights, and return the result.
 
-    Earlier measurements of the same weights are kept unless they were repeated. `tensors`, which are the texts that
-    latents fire on and the tokens that they promote, are merged in the same way. The previous report card is archived
-    as an older version, unless it equals `replaces`, which the same evaluation wrote. Only one process writes at a
-    time, and each file is written atomically. A README.md that `eval` did not write is kept. Raise `UserError` if the
-    disk fails or the weights have changed.
+    Earlier measurements of the same weights are kept unless they were repeated. `tensors` contains the texts that
+    latents fire on and the tokens that they promote; they are merged in the same way. The previous report card is
+    archived as an older version, unless it equals `replaces`, a card that the same evaluation wrote. Only one process
+    writes at a time, and each file is written atomically. A README.md that `eval` did not write is kept. Raise
+    `UserError` if the disk fails or the weights have changed.
     """
     try:
         with locked(folder):
@@ -90,7 +90,7 @@ def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> 
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
-    """Start to time a part of an evaluation; return a function that creates a `Part` from its remaining fields."""
+    """Start timing a part of an evaluation; return a function that creates a `Part` from its remaining fields."""
     began = time.monotonic()
 
     def part(n: int, unit: str, **fields: Any) -> Part:
@@ -149,7 +149,7 @@ def _left_out(data: EvaluationData) -> str:
 
 
 def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
-    """Yield the lines of a table with the latents and their texts."""
+    """Yield the lines of a Markdown table with the latents and their texts."""
     if not latents:
         return
     yield f"\n{len(latents)} random latents that fire, and where each fires most:\n\n"
@@ -160,10 +160,10 @@ def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
 
 
 def _with_bold(text: str) -> str:
-    """Escape a text for Markdown, with the part between the two marks in bold."""
+    """Escape a string for Markdown, with the part between the two markers in bold."""
     return MARKDOWN.sub(r"\\\1", text).replace("\0", "**").replace("\1", "**")
 
 
 def _in_table(text: str) -> str:
-    """Escape a value for a table cell: it may contain an untrusted name, which must not end the cell or be HTML."""
+    """Escape a value for a table cell, since an untrusted name in it must not end the cell or inject HTML."""
     return re.sub(r"([\\|<`])", r"\\\1", printable(text))

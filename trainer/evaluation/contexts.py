@@ -1,4 +1,4 @@
-"""Finds how often and how strongly each latent of an SAE fires, and the texts in which it fires most."""
+"""Finds how often and how strongly each latent of an SAE fires, and the texts in which it fires most strongly."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from trainer.saes.sparse_acts import Acts, SparseActs
 from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
 
-# The number of tokens in a context before and after the token on which a latent fires most.
+# The number of tokens in a context before and after the token on which a latent fires most strongly.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# The number of tokens in a context for other tools: a multiple of 32 and of 64, since these tools show 32 or 64 tokens
-# at a time.
+# The number of tokens in a context for other tools. It is a multiple of 32 and 64, since these tools show 32 or 64
+# tokens at a time.
 CACHE_CONTEXT = 256
 # The maximum number of rows to read, from the first shards.
 MOST_ROWS = 2**18
@@ -61,7 +61,7 @@ class ActivationEntries(NamedTuple):
 
 
 def acts_of(learner: Learner, x: Tensor) -> Acts:
-    """Return the activations for raw rows x [n, d_in], at the scale of the training."""
+    """Return the activations for raw rows x [n, d_in], at the scale used in training."""
     sae = learner.sae
     scaled = x.to(sae.W_dec.device) * sae.x_scale
     return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
@@ -88,7 +88,7 @@ def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
 
 
 class Contexts:
-    """Collects, text by text, the contexts in which each latent fires most, at most one per document.
+    """Collects, text by text, the contexts in which each latent fires most strongly, at most one per document.
 
     `n_contexts` is the number of contexts to keep for each latent.
     """
@@ -110,7 +110,7 @@ class Contexts:
         latents = entries.latents[which]
         best, token_ids, all_acts = _no_contexts(self._d_sae, self._n_contexts)
         best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], ids, acts
-        # Keep the best contexts of all texts so far.
+        # Keep the best contexts of the previous texts and this one.
         both = torch.cat([self._best, best], 1).sort(dim=1, descending=True, stable=True)
         self._best, order = (one[:, : self._n_contexts] for one in both)
         wide = order[:, :, None].expand(-1, -1, WIDTH)
@@ -120,7 +120,7 @@ class Contexts:
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
         """Return the tensors that `trainer.contract.runs.features` reads.
 
-        `tokens` contains the bytes of each token, in the order of ids. `moved` is the result of
+        `tokens` contains the bytes of each token, in order of token id. `moved` is the result of
         `spliced.moved_tokens`, if known.
         """
         all_ids = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
@@ -153,7 +153,7 @@ class Contexts:
 def contexts_of(
     acts_of: Callable[[Tensor], Acts], texts: Iterable[TokenRows], outliers: Outliers, d_sae: int, n_contexts: int
 ) -> Contexts | None:
-    """Return the contexts in which latents fire most, or None if there are no texts.
+    """Return the contexts in which latents fire most strongly, or None if there are no texts.
 
     Outliers and non-finite rows are left out.
     """
@@ -202,7 +202,7 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
 def _best_by_document(entries: ActivationEntries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
     """Find each latent's strongest entry in each document, and keep the best `n` entries of each latent.
 
-    Return the indices of these entries, and the rank of each among the entries of its latent.
+    Return the indices of these entries, and each entry's rank within its latent.
     """
     _, numbered = document.unique(return_inverse=True)
     group = entries.latents * (int(numbered.max()) + 1) + numbered[entries.rows]
@@ -224,8 +224,8 @@ def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tu
     offsets = torch.arange(-BEFORE, AFTER + 1)
     at = (here + offsets).clamp(0, n_rows - 1)
     apart = origin.positions[at] - origin.positions[here]
-    # Positions have small gaps where rows were left out. If a position decreases or increases by more, another piece of
-    # text starts.
+    # Positions have small gaps where rows were left out. If a position decreases, or increases by more than such a gap,
+    # another piece of text starts.
     follows = (apart.sign() == offsets.sign()) & (apart.abs() <= 2 * WIDTH)
     is_same = follows & (origin.document[at] == origin.document[here]) & (at == here + offsets)
     ids = origin.token_ids[at].where(is_same, NO_TOKEN).int()
@@ -255,7 +255,7 @@ def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, T
     """
     before: dict[str, Tensor] = {}
     if older is not None:
-        # With a damaged file, safetensors or the checks of its tensors fail.
+        # If the file is damaged, safetensors or the checks of its tensors raise one of these errors.
         with contextlib.suppress(OSError, UserError, SafetensorError, ValueError):
             Features(older)
             before = load_file(older)
@@ -269,7 +269,7 @@ def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, T
 
 
 def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return promoted tokens with their texts, for merging with an earlier result of `Contexts.tensors`."""
+    """Return promoted tokens with their texts, to merge with an earlier result of `Contexts.tensors`."""
     ids = [one.flatten() for one in moved.values() if one.dtype == torch.int32]
     return {**moved, **_texts(torch.cat(ids), tokens)} if ids else {}
 
@@ -285,7 +285,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the n latents with the decoder directions most similar to each latent's, [d_sae, n], and the cosines."""
+    """Return the n latents [d_sae, n] whose decoder directions are most similar to each latent's, and the cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []
@@ -314,7 +314,7 @@ def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
-    """Return an index that maps each token in the ascending `text_ids` to the latents with the token in a context."""
+    """Return an index that maps each token in the ascending `text_ids` to the latents that have it in a context."""
     d_sae = len(token_ids)
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
@@ -342,8 +342,8 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
     """Find where latents fire in the first texts of a folder, which are split into contexts.
 
-    An incomplete context at the end is dropped. Outlier rows have no activations. Activations are at the scale of the
-    raw data.
+    An incomplete context at the end is dropped. Outlier rows have no activations. Activations are returned at the scale
+    of the raw data.
     """
     tokens, rows, latents, activations, n_rows = [], [], [], [], 0
     for text in texts_of(path):

@@ -44,7 +44,7 @@ def cards_in(
     """Measure the SAE in a folder, or the SAEs in its subfolders; yield each SAE's folder and report card.
 
     An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
-    Without `data`, the held-out rows of the SAEs' run are used. `given` corrects settings in the SAEs' files. Raise
+    Without `data`, the held-out rows of the SAEs' run are used. `given` overrides settings in the SAEs' files. Raise
     `UserError` if there is neither `data` nor a run, or if a file cannot be read.
     """
     folders = saes_in(path)
@@ -57,7 +57,7 @@ def cards_in(
         raise UsageError(f"--data: {path} does not belong to a run; give a folder of activations to measure on")
     source = open_source(job)
     if run and (saved := newest_first(run.checkpoints)):
-        # The data may have grown: hold out the same rows as at the start of the run.
+        # The data may have grown, so hold out the same rows as at the start of the run.
         continue_from(source, job, read_state(saved[0]).data_before)
     rows = EvaluationRows.of_hooks(source, job, device)
     hooks = {label: job.hook_number(member) for label, member in members(job).items()}
@@ -106,7 +106,7 @@ def card_of(
     step: int = 0,
     is_trained_on: bool = True,
 ) -> Card:
-    """Measure an SAE from a folder on rows of a source; raise `UserError` if the rows do not fit the SAE."""
+    """Measure an SAE from a folder on rows of a source; raise `UserError` if the rows do not match the SAE."""
     _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, is_trained_on=is_trained_on)
