@@ -91,7 +91,7 @@ def test_a_killed_stopped_and_resumed_extraction_writes_the_same_rows(
 def test_obstacles_to_an_extraction_are_reported_before_the_launch(shell: Shell, job: ExtractJob) -> None:
     write(job, shell, text={"path": str(shell.folder / "nothing.txt")})
     assert shell.errors("launch", shell.job_file, code=1) == [
-        "sae-tui: error: text.context: must be at most 64, which is what the model sees at once, not 256",
+        "sae-tui: error: text.context: must be at most 64, the model's context length, not 256",
         f"sae-tui: error: text.path: there is nothing at {shell.folder}/nothing.txt",
     ]
     write(job, shell, extract={"n_tokens": 10**12, "output": str(shell.folder / "rows")})

@@ -153,7 +153,7 @@ def rank_finds_nan(root: Path) -> float:
         began = time.monotonic()
         job.ended()
         taken = time.monotonic() - began
-        job.require(JobState.FAILED, "holds NaN or infinite values in row ")
+        job.require(JobState.FAILED, "contains NaN or infinite values in row ")
         assert job.row.attempt == 1, "the job was restarted unchanged"
         assert remedy(job.row.error).kind == "not-finite"
         job.mend()

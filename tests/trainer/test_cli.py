@@ -232,7 +232,7 @@ def test_the_cause_of_a_failed_rank_is_reported_even_if_sigchld_is_ignored(
     assert (process.returncode, errors) == (EXIT_FAILED, "")
     told = json.loads(output)["error"]
     assert told["field"] == "data.path"
-    assert re.match(rf"{activations} holds NaN or infinite values in row 16\d\d of a\.safetensors", told["message"])
+    assert re.match(rf"{activations} contains NaN or infinite values in row 16\d\d of a\.safetensors", told["message"])
 
 
 def test_every_problem_of_a_bad_job_file_is_reported_on_its_own_line(

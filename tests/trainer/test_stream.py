@@ -156,7 +156,7 @@ def test_a_non_finite_row_of_a_stream_is_replaced_and_named(make_trainer: Callab
     assert sum(kept.curve("skipped_steps")) == 0
     ((_, level, message),) = [event for event in kept.events if event[0] == "not_finite"]
     assert level == "warning"
-    assert message.endswith("a toy stream holds NaN or infinite values in row 1000")
+    assert message.endswith("a toy stream contains NaN or infinite values in row 1000")
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,12 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
     except Exception as error:
         if refused := _REFUSED.search(str(error)):
             raise NotRowsError(f"it can only be read by running code ({refused[1][:80]}); {_SAVE_AGAIN}") from None
-        raise NotRowsError(f"it is damaged, or holds more than tensors; {_SAVE_AGAIN}") from None
+        raise NotRowsError(f"it is damaged, or contains more than tensors; {_SAVE_AGAIN}") from None
     if isinstance(value, dict):
         tensors = {name: one for name, one in value.items() if isinstance(name, str) and isinstance(one, torch.Tensor)}
         value = tensors[choose_tensor(TENSOR, {name: (_dtype_of(one), one.shape) for name, one in tensors.items()})]
     if not isinstance(value, torch.Tensor):
-        raise NotRowsError(f"it holds no tensor; {_SAVE_AGAIN}")
+        raise NotRowsError(f"it contains no tensor; {_SAVE_AGAIN}")
     n_rows, d_in = rows_and_width(value.shape)
     if value.layout != torch.strided or not value.is_contiguous():
         raise NotRowsError(f"its tensor is not contiguous; {_SAVE_AGAIN}")
@@ -100,7 +100,7 @@ def _members(stream: BinaryIO) -> list[tuple[int, int]]:
             if pickle is None:
                 raise NotRowsError(f"it is a zip, but not from torch.save; {_SAVE_AGAIN}")
             if pickle.file_size > _LARGEST_PICKLE:
-                raise NotRowsError(f"it holds more than tensors; {_SAVE_AGAIN}")
+                raise NotRowsError(f"it contains more than tensors; {_SAVE_AGAIN}")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in members.values()):
                 raise NotRowsError(f"it is compressed; {_SAVE_AGAIN}")
             order = pickle.filename.removesuffix("data.pkl") + "byteorder"
@@ -172,9 +172,9 @@ def _rows_of_batch(column: Any, name: str, dtype: str, whole: pyarrow.Buffer) ->
         has_gaps |= numbers.null_count > 0
         lists, numbers = numbers, _plain(numbers.values)
     if has_gaps or numbers.null_count:
-        raise NotRowsError(f"rows or numbers are missing in its column {name!a}; leave them out")
+        raise NotRowsError(f"its column {name!a} has missing rows or values; remove them")
     if not len(lists) or len(numbers) % len(lists):
-        raise NotRowsError(f"the lists of its column {name!a} differ in length")
+        raise NotRowsError(f"the lists in its column {name!a} differ in length")
     if not len(numbers):
         return RowRange(0, len(lists), 0, dtype)
     ends, values = lists.buffers()[1], numbers.buffers()[1]
@@ -224,5 +224,5 @@ def _rows_of_parquet(file: str) -> RowRange:
     except (pa.ArrowException, OSError, ValueError, IndexError):
         raise NotRowsError("it is damaged, or not a Parquet file; copy it again") from None
     if d_in is None:
-        raise NotRowsError(f"rows are missing in its column {name!a}; leave them out")
+        raise NotRowsError(f"its column {name!a} has missing rows; remove them")
     return RowRange(0, n_rows if d_in else 0, d_in, dtypes[name], column=name)

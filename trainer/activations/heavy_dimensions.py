@@ -34,8 +34,8 @@ class HeavyDimensions(NamedTuple):
     share: float
 
     def sentence(self) -> str:
-        """Return a sentence like `1 dimension of 576 (number 17) holds 99.8 % of the variance`."""
-        verb = "holds" if len(self.numbers) == 1 else "hold"
+        """Return a sentence like `1 dimension of 576 (number 17) accounts for 99.8 % of the variance`."""
+        verb = "accounts for" if len(self.numbers) == 1 else "account for"
         return f"{named(self.numbers, self.d_in)} {verb} {100 * self.share:.1f} % of the variance"
 
     @property

@@ -212,7 +212,7 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
         ends = content[begin : begin + size * (shard.n_tokens + 1)].view(f"<i{size}")
         if ends[0] != 0 or (np.diff(ends) != shard.d_in).any():
             raise JobFileError(
-                [Problem(field, f"{shard.file} has lists that differ in length; leave out lists of another length")]
+                [Problem(field, f"{shard.file} contains lists of different lengths; keep only lists of one length")]
             )
     dtype = np.dtype(_DTYPES[shard.dtype][0])
     n_bytes = shard.n_tokens * shard.d_in * dtype.itemsize
@@ -263,7 +263,7 @@ def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
     """
     size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
     if (free := shutil.disk_usage(folder).free) < size:
-        need = f"takes {gibibytes(size)} once it is decoded, and {folder} has {gibibytes(free)} left"
+        need = f"takes {gibibytes(size)} once decoded, but {folder} has only {gibibytes(free)} left"
         raise _problem(
             field, shard, f"{need}; set TMPDIR to a folder with more space, or store the rows as safetensors"
         )
@@ -296,7 +296,7 @@ def _decoded_batches(shard: Shard, field: str) -> Iterator[NDArray[Any]]:
                 numbers = lists.flatten()
                 lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
                 if lists.null_count or numbers.null_count or (lengths != shard.d_in).any():
-                    raise _problem(field, shard, "has lists that differ in length, or numbers that are missing")
+                    raise _problem(field, shard, "contains lists of different lengths, or missing values")
                 yield numbers.to_numpy().reshape(len(lists), shard.d_in)
     except pyarrow.ArrowException as error:
         raise _problem(field, shard, f"cannot be decoded: {first_line(error)}") from None

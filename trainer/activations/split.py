@@ -159,5 +159,5 @@ def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
     total = int(totals[n - 1]) if n else 0
     if total < n_wanted / 2 or total > max(2 * n_wanted, MOST_IN_TEXTS * n_rows):
         n_texts, longest = len(totals), int(texts.n_rows.max())
-        raise TooFewTexts(f"the {n_rows:,} rows come from {n_texts:,} texts, the longest has {longest:,} rows")
+        raise TooFewTexts(f"the {n_rows:,} rows come from {n_texts:,} texts, and the longest has {longest:,} rows")
     return Counts(*(column[candidates[:n]] for column in texts))

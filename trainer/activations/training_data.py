@@ -289,7 +289,7 @@ class _IndexedRows(HookRows):
 
 
 def _bad_row(source: IndexedSource, row: int) -> str:
-    return f"{source.place} holds NaN or infinite values in {source.name_of(row)}"
+    return f"{source.place} contains NaN or infinite values in {source.name_of(row)}"
 
 
 def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | MixedSplit:
@@ -489,11 +489,11 @@ class StreamData(TrainingData):
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"
-        return f"{self._source.place} holds NaN or infinite values in {where}{self._of_part(part)}"
+        return f"{self._source.place} contains NaN or infinite values in {where}{self._of_part(part)}"
 
     def _ended(self) -> UserError:
-        where = f"{self._source.place} has ended{self._of_part(self._group.index)}"
-        return UserError(f"train.n_tokens: {where} before the run; train on fewer tokens, in a new run")
+        where = f"{self._source.place} ran out of rows{self._of_part(self._group.index)}"
+        return UserError(f"train.n_tokens: {where} before the end of the run; start a new run with fewer tokens")
 
     def _of_part(self, part: int) -> str:
         return f" (part {part + 1} of {self._group.size})" if self._group.size > 1 else ""

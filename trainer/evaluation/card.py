@@ -143,7 +143,7 @@ def _left_out(data: EvaluationData) -> str:
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
         left_out = f"; {join_words(others)} are left out" if others else ""
-        return f"no rows are left out for their norm{left_out}"
+        return f"no rows are left out because of their norm{left_out}"
     far = f"rows of more than {data.max_norm:g} times the median norm\n({data.outlier_fraction:.2%})"
     return f"{join_words([far, *others])} are left out"
 

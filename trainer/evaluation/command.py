@@ -70,9 +70,9 @@ def evaluate(
     has exported the SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
-        raise UsageError("--tokens: needs --model; give both, or leave it out")
+        raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")
     if n_sets is not None and not is_probed:
-        raise UsageError("--sets: needs --probe; give both, or leave it out")
+        raise UsageError("--sets: requires --probe; add --probe, or leave out --sets")
     if is_probed and model is None:
         raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
     for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
@@ -142,7 +142,7 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
         card = _with_features(one, card, n_contexts, written)
         notes.append(f"written to {one.folder}")
     else:
-        reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
+        reason = "there is no SAE" if there is None else "there is an SAE from another checkpoint"
         notes.append(f"not written: {reason} in {one.folder}")
     written_to = str(one.folder) if is_same else None
     return {"card": as_table(card), "lines": [*lines(card), *notes], "written_to": written_to}

@@ -70,10 +70,10 @@ ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 class Evaluation(NamedTuple):
     """The lazy evaluation of an SAE, and the `folder` of its report card.
 
-    `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
-    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts that these tensors
-    measure. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if
-    the tokens of the data are unknown.
+    `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured by then.
+    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts that were measured for
+    these tensors. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are
+    empty if the tokens of the data are unknown.
     """
 
     folder: Path
@@ -97,14 +97,14 @@ def evaluations_of(
     `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
     it. With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and
     probed on `n_sets` data sets that the model reads. With `keeps_rows`, rows are not measured again if the report card
-    in the folder has a measurement on rows for the same weights. Raise `UserError` if something cannot be read.
+    in the folder has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code)
     state, source = read_state(checkpoint), open_source(job)
     if job.data.held_out(source.n_tokens):
-        # The data may have grown: hold out the same rows as in training.
+        # The data may have grown, so hold out the same rows as in training.
         continue_from(source, job, state.data_before)
     rows = EvaluationRows.of_hooks(source, job, device)
     tensors, position = load(checkpoint)
@@ -181,7 +181,7 @@ class _Hooks:
 
 
 class _PartTimer:
-    """Measures one SAE in several parts, and times each part; `begin` starts the timer of a part."""
+    """Measures one SAE in several parts, and times each part; `begin` starts the timer for a part."""
 
     def __init__(
         self, learner: Learner, rows: EvaluationRows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]

@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Use the threshold for one half of the held-out rows, which was set on the other half, in the `with` block."""
+        """In the `with` block, use the threshold for one half of the held-out rows, which was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
@@ -52,7 +52,7 @@ class ExportedSae:
 
     @property
     def directions(self) -> Tensor:
-        """The decoder's rows [d_sae, d_out], multiplied by the dimension scales of the training."""
+        """The decoder's rows [d_sae, d_out], multiplied by the dimension scales used in training."""
         return self.W_dec if self.dimension_scales is None else self.W_dec * self.dimension_scales
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:

@@ -1,7 +1,7 @@
 """Reads labelled texts for training probes from the `sae-probes` package's files.
 
-The package is not imported, since this would also import SAELens, TransformerLens and XGBoost. Only its tables are
-needed.
+The package is not imported, since doing so would also import SAELens, TransformerLens and XGBoost. Only the package's
+tables are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENDING = ".csv.zst"
 PER_CLASS = 192
 # With fewer texts, the validation set that selects the penalty would have only a dozen texts.
 _FEWEST_PER_CLASS = 64
-# Data sets of short texts on as many subjects as possible, with labels that a human reader would also assign.
+# Data sets of short texts on a wide range of subjects, with labels that a human reader would also assign.
 DEFAULTS = (
     "5_hist_fig_ismale",
     "7_hist_fig_ispolitician",
@@ -62,9 +62,7 @@ def read_sets(n: int) -> list[TextSet]:
         if len(sets) == n:
             return sets
     there = plural(len(sets), "set")
-    raise UserError(
-        f"--sets: must be at most {there}, the sets with {_FEWEST_PER_CLASS} texts in each of two classes, not {n}"
-    )
+    raise UserError(f"--sets: must be at most {there} with {_FEWEST_PER_CLASS} texts in each of two classes, not {n}")
 
 
 def _folder() -> Path:
@@ -96,7 +94,7 @@ def _read(file: Path) -> TextSet | None:
             if (text := row["prompt"]) and row["target"]:
                 by_label.setdefault(row["target"], []).append(text)
     except Exception as error:
-        # With a damaged file, zstd, UTF-8 decoding or parsing the table may fail, or a column may be missing.
+        # If the file is damaged, decompression, UTF-8 decoding or parsing may fail, or a column may be missing.
         raise UserError(f"--probe: {file} cannot be read ({first_line(error)}); {_again()}") from None
     n = min(map(len, by_label.values()), default=0)
     if len(by_label) != 2 or n < _FEWEST_PER_CLASS:

@@ -80,7 +80,7 @@ def probe(dense: DenseProbes, encode: Encode) -> Probing:
 
 
 def _one_thread() -> Any:
-    """Limit BLAS to one thread, since fits of so few rows take five times as long with two threads."""
+    """Limit BLAS to one thread, since fitting so few rows takes five times as long with two threads."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "blas")
@@ -106,7 +106,7 @@ def _sparse(rows: Tensor, encode: Encode) -> Any:
 
 
 def by_difference(acts: Any, labels: Ints) -> Ints:
-    """Return the latents ordered by the difference of their class means, the largest first.
+    """Return the latents ordered by the absolute difference between their class means, largest first.
 
     `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations, since
     the scale of a latent has no meaning.
@@ -118,7 +118,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
 
 
 class ProbeSplit(NamedTuple):
-    """The indices and labels of a probe's training rows, which are in random order, and of its test rows."""
+    """The indices and labels of a probe's training rows (in random order) and test rows."""
 
     train: Ints
     test: Ints
@@ -197,7 +197,7 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
     for text, (ids, before, after) in zip(texts, tokenizer.tokens(texts), strict=True):
         if not ids:
             raise UserError(
-                f"--probe: the model's tokenizer makes no tokens from the text {show(text)}; give fewer --sets"
+                f"--probe: the model's tokenizer produces no tokens for the text {show(text)}; use fewer --sets"
             )
         kept = ids[-(context - len(before) - len(after)) :]
         pieces.append(before + kept + after)
@@ -206,7 +206,7 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
 
 
 def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield the indices of pieces that have the same length and are read together."""
+    """Yield batches of indices; the pieces of a batch have the same length and are read in one forward pass."""
     by_length = sorted(range(len(pieces)), key=lambda number: len(pieces[number]))
     for length, numbers in itertools.groupby(by_length, key=lambda number: len(pieces[number])):
         remaining = iter(numbers)

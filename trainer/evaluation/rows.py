@@ -1,4 +1,4 @@
-"""The rows on which an SAE is measured; every pass yields the same rows."""
+"""The rows that an SAE is measured on; every pass yields the same rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HASHED = 32
 
 
 class StopAsked(UserError):
-    """A stop was requested while an SAE was being measured."""
+    """Raised when a stop is requested while an SAE is being measured."""
 
 
 class EvaluationRows:
@@ -173,7 +173,7 @@ class EvaluationRows:
     def _stored(
         self, measuring_half: Callable[[int], AbstractContextManager[None]]
     ) -> Iterator[tuple[Tensor, Tensor, Indices]]:
-        """Yield inputs, targets and the labels of their texts or blocks; held-out rows come in two halves."""
+        """Yield inputs, targets and the labels of their texts or blocks; yield held-out rows one half at a time."""
         seed = self._job.train.seed
         clusters = self._data.clusters() if self.n_held_out else self._data.clusters_of_sample(seed)
         self._of = clusters.of

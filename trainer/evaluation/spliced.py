@@ -1,9 +1,9 @@
-"""Measures how much worse a language model becomes if an SAE's reconstructions replace the rows at a hook.
+"""Measures how much a language model degrades if an SAE's reconstructions replace the rows at a hook.
 
 The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
 spliced in, and with the hook's rows set to zero (zero ablation). A score is the share of the loss increase under zero
-ablation that the SAE avoids. The main metrics replace and include only rows like the training rows, so they may leave
-out first tokens, for example. `all_tokens` replaces and includes every row, as SAELens does.
+ablation that the SAE avoids. The main metrics replace and include only rows that training could use; for example, they
+may leave out first tokens. `all_tokens` replaces and includes every row, as SAELens does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, ContextBatch, batches
 from trainer.extraction.state import ExtractionState
 
-# The number of tokens in one forward pass. Two fp32 copies of the logits of these tokens are in memory.
+# The number of tokens in one forward pass. Two fp32 copies of the logits for these tokens are kept in memory.
 TOKENS_AT_ONCE = 1024
 # Sites whose rows are in the residual stream or are added to it. The input of an MLP is excluded, since it is
 # normalised.
@@ -45,7 +45,7 @@ _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 # The number of promoted and of suppressed tokens to keep.
 N_MOVED = 10
-# The maximum number of logits of decoder directions that are in memory at the same time, in fp32.
+# The maximum number of logits of decoder directions, in fp32, that are in memory at the same time.
 _LOGITS_AT_ONCE = 2**25
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
@@ -181,7 +181,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # For each number of tokens: the text, and the sums of the ablations for both selections of rows.
+        # Keyed by the number of tokens: the text, and the sums of the ablations for both selections of rows.
         self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:
@@ -208,7 +208,7 @@ class SplicedModel:
 
         `reconstruct` takes rows [n, d_in] in fp32 and their targets. `mean` [d_out] is the mean of the targets; it must
         be the same in each call. The default of `n_tokens` is `MODEL_TOKENS` for the device. Ablations are measured
-        only in the first call, so later calls take three passes instead of six. Raise `UserError` if no row is counted.
+        only in the first call, so later calls take three passes instead of six. Raise `UserError` if no rows remain.
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
         wanted = n_tokens or MODEL_TOKENS[self._model.device.type]
@@ -234,7 +234,7 @@ class SplicedModel:
             if left_out:
                 self._splice(whole, batch, everything)
         if not own.clean.n_tokens:
-            raise UserError("text.path: the text has no rows to measure on; give more text")
+            raise UserError("text.path: the text has no rows to measure on; provide more text")
         self._ablated[wanted] = own.without_sae, whole.without_sae
         of_all = whole if left_out else own
         return PatchedModel(
@@ -249,7 +249,7 @@ class SplicedModel:
         )
 
     def _left_out(self) -> str:
-        """Return a phrase that names the tokens that are not extracted, or "" if all are extracted."""
+        """Return a phrase that names the tokens that are not extracted, or "" if all tokens are extracted."""
         settings = self._job.extract
         first = "first tokens" if settings.skip_first == 1 else f"the first {settings.skip_first} tokens"
         names = [*([first] if settings.skip_first else []), *([] if settings.keep_special else ["special tokens"])]
@@ -281,7 +281,7 @@ class SplicedModel:
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
     def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
-        """Return batches with about `n_tokens` tokens in total, and whether their text was not extracted.
+        """Return batches with about `n_tokens` tokens in total, and whether the extraction has not read their text.
 
         The batches come from the text after the extracted part or, if no text is left, from its beginning.
         """
@@ -363,7 +363,7 @@ def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     """Return the tokens that each decoder direction promotes and suppresses most (the logit lens), and their logits.
 
     The logit lens is from nostalgebraist 2020, "interpreting GPT: the logit lens". As in SAEDashboard and Neuronpedia,
-    the logit lens is applied to decoder directions: W_dec @ W_U. Here W_U includes the weight of the model's final
+    the logit lens is applied to decoder directions: W_dec @ W_U. Here, W_U includes the weight of the model's final
     norm, like `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
 
     `trainer.contract.runs.features` reads tensors with the same names. `w_dec` [d_sae, d_model] contains the

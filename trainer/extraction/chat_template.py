@@ -18,7 +18,7 @@ _LIMIT_S = 3.0
 # `_MOST_ENTRIES` entries. Integer arguments of filters and methods, such as a width, may be at most
 # `_LARGEST_ARGUMENT`.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
-_HUGE = "it creates a huge number or text"
+_HUGE = "it creates a huge number or string"
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
@@ -34,7 +34,7 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         raise UserError(f"text.column: {message}") from None
     except Exception as error:
         # A template may raise any exception.
-        message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
+        message = f"the model's chat template rejects a chat: {first_line(error)}; remove this chat"
         raise UserError(f"text.column: {message}") from None
 
 

@@ -118,16 +118,16 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
     try:
         extraction = Extraction(job, device, peers)
         if not extraction.model.packs:
-            tell("one document in each context, since this model cannot mask packed documents")
+            tell("using one document per context, since this model cannot mask packed documents")
         result = extraction.run()
         if n := extraction.model.tokenizer.n_mended:
-            tell(f"unpaired surrogates in {plural(n, 'text')} are replaced by U+FFFD")
+            tell(f"unpaired surrogates in {plural(n, 'document')} were replaced with U+FFFD")
         return result
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        cure = f"give fewer than {job.extract.batch_tokens}, or a shorter text.context"
-        raise UserError(f"extract.batch_tokens: memory has run out; {cure}") from None
+        cure = f"use fewer than {job.extract.batch_tokens}, or a shorter text.context"
+        raise UserError(f"extract.batch_tokens: out of memory; {cure}") from None
 
 
 def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[ContextBatch]:
@@ -400,7 +400,7 @@ class Extraction:
         if self._peers.size > 1:
             self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
         if not self._state.n_stored:
-            raise UserError("text.path: the text yields no rows; give more text")
+            raise UserError("text.path: the text yields no rows; provide more text")
         self._describe()
         self._state.is_finished = True
         write_state(self._output, self._state)

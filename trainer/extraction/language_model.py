@@ -182,7 +182,8 @@ class LanguageModel:
 
         def changed(written: Tensor) -> Tensor:
             if first != last and not taken:
-                raise UserError(f"model.hooks: {first.path} does not run before {last.path}, which is computed from it")
+                order = f"{first.path} does not run before {last.path}, whose output is predicted from it"
+                raise UserError(f"model.hooks: {order}")
             return change(taken.pop(0, written), written)
 
         with taking(self._model, [first] if first != last else [], take), replacing(self._model, last, changed):
@@ -230,7 +231,7 @@ class LanguageModel:
         except _REFUSALS as error:
             if is_shortage(error):
                 raise
-            message = f"{self.class_name} needs more than a text: {first_line(error)}"
+            message = f"{self.class_name} needs inputs other than token ids: {first_line(error)}"
             raise UserError(f"model.path: {message}; choose another model") from None
         if "position_ids" not in self._accepted:
             return False
@@ -261,7 +262,7 @@ def _require_context(config: Any, context: int) -> None:
     """Raise `UserError` if a context is longer than the model supports."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < context:
-        raise UserError(f"text.context: must be at most {most}, which is what the model sees at once, not {context}")
+        raise UserError(f"text.context: must be at most {most}, the model's context length, not {context}")
 
 
 def _window_before(config: Any, context: int) -> int | None:
@@ -403,5 +404,5 @@ def indices(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
     balanced = get_balanced_memory(model, {**gpus, "cpu": 0}, no_split_module_classes=whole)
     chosen: dict[str, int] = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
     if not set(chosen.values()) <= gpus.keys():
-        raise UserError(f"model.spread: the model does not fit on {plural(len(gpus), 'GPU')}; give more in launch.gpus")
+        raise UserError(f"model.spread: the model does not fit on {plural(len(gpus), 'GPU')}; add more to launch.gpus")
     return chosen

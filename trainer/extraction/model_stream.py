@@ -207,7 +207,7 @@ class _BatchReader(NamedTuple):
         of_hooks = self.model.rows(batch, indices)
         for hook, rows in zip(self.job.model.hooks, of_hooks, strict=True):
             if rows.shape[1] != self.d_in:
-                raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")
+                raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} values, not {self.d_in}")
         x = _side_by_side(of_hooks[: self.n_hooks])
         return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
 
@@ -229,7 +229,7 @@ class _BatchReader(NamedTuple):
         except (RuntimeError, MemoryError) as error:
             if not is_shortage(error):
                 raise
-            lower = f"give fewer than {self.job.extract.batch_tokens}, or a shorter data.context"
+            lower = f"use fewer than {self.job.extract.batch_tokens}, or a shorter data.context"
             raise UserError(f"data.batch_tokens: the language model's device has too little memory; {lower}") from None
 
 

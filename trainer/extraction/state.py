@@ -60,11 +60,12 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
     if state is None or not state.n_stored:
         return _new_state(asked, n_ranks)
     if changed := [path for path, value in asked.items() if state.job.get(path) != value]:
-        was = f"with another {changed[0]}, {show(state.job.get(changed[0]))}"
-        raise UsageError(f"extract.output: {output} holds an extraction {was}; choose another folder")
+        was = f"with a different {changed[0]}, {show(state.job.get(changed[0]))}"
+        raise UsageError(f"extract.output: {output} contains an extraction {was}; choose another folder")
     if not state.is_finished and state.n_ranks != n_ranks:
         was = f"an extraction by {plural(state.n_ranks, 'process')}"
-        raise UsageError(f"launch.gpus: {output} holds {was}, not {n_ranks}; use the same number, or choose another")
+        remedy = f"use {state.n_ranks} again, or choose another folder"
+        raise UsageError(f"launch.gpus: {output} contains {was}, not {n_ranks}; {remedy}")
     for hook, shards in zip(job.model.hooks, state.shards, strict=True):
         for shard in shards:
             if not (file := job.folder(hook) / shard.name).exists():

@@ -66,7 +66,7 @@ def arrange(
             # Read the file again to keep measurements that another run has written in the meantime.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
-    # Always use measured speeds to divide the reading, since the results do not depend on which rank reads a row.
+    # Always use measured speeds to divide reads among ranks, since the results do not depend on which rank reads a row.
     to_read_by = slowest(speeds)
     if job.train.deterministic:
         # Measured speeds vary between runs, and the order of additions would vary with them. All ranks use the same
@@ -88,7 +88,7 @@ def arrange(
 def _precision_of_all(world: World, asked: str) -> str:
     """Return the precision for matrix products; for "auto", the best precision that is fast on all ranks.
 
-    Ranks need the same precision: gradients with different loss scales cannot be added.
+    Ranks need the same precision, since gradients with different loss scales cannot be added.
     """
     own = resolve_precision(asked, world.device)
     if asked != "auto":
@@ -103,7 +103,7 @@ def _name_of_all(world: World, own: str) -> str:
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
-    """Return the minimum of each speed over the ranks, which is marked as measured only if every rank was measured."""
+    """Return the minimum of each speed over the ranks, marked as measured only if every rank was measured."""
     return msgspec.structs.replace(
         speeds[0],
         flops_per_s=min(one.flops_per_s for one in speeds),
@@ -145,7 +145,7 @@ def _most_tokens(settled: Settled, place: PlannedResources) -> int:
 def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int]:
     """Return the bytes that each rank may use on its device, at most `may_take`.
 
-    The result includes memory that is already allocated but belongs to the estimate: the CUDA context, and the NCCL
+    The result includes memory that is already allocated but is part of the estimate: the CUDA context, and the NCCL
     connections between all ranks.
     """
     # In hybrid mode, the row and column groups are not connected yet.

@@ -74,7 +74,7 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """True if no other rank trains this rank's SAEs."""
+        """Whether no other rank trains this rank's SAEs."""
         return self.world_size == 1
 
     @property
@@ -91,7 +91,7 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """True if this rank writes checkpoints, metrics and the SAE."""
+        """Whether this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
 
     def sum_step_(self, several: Iterable[StepSums], requests: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -101,7 +101,7 @@ class Parallel:
         # Create the tensor on the device, since a copy from the host would synchronise.
         wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
-        # Vectors are small, so all-reduce them together with the other small tensors.
+        # Vectors are small, so all-reduce them in one exchange with the other small tensors.
         vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.sharded)
         of_world = [*([] if self.learns_alone else sums.of_all), wanted]
         with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices, are_parts=True) as sent_parts:
@@ -141,11 +141,11 @@ class Parallel:
         return self.totals(parts, group).read()
 
     def totals(self, parts: Mapping[str, Tensor], group: Group) -> Totals:
-        """Start to sum vectors over a group in one exchange; all vectors must be on the device, or all on the CPU."""
+        """Start summing vectors over a group in one exchange; all vectors must be on the device, or all on the CPU."""
         return Totals(parts, group, self.device)
 
     def all_gather(self, own: dict[str, Any]) -> dict[str, Any]:
-        """All-gather values keyed by SAE label; each rank passes the values of its SAEs.
+        """All-gather values keyed by SAE label; each rank passes the values of its own SAEs.
 
         msgpack must be able to encode the values.
         """
@@ -173,7 +173,7 @@ class RequestReader(Protocol):
     """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
-        """Return, for each of n requests, whether any rank has made it; `total` [n] contains the sums of this step."""
+        """Return whether any rank has made each of n requests; `total` [n] contains the sums of this step."""
 
 
 class HostRequests:

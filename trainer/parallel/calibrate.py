@@ -34,8 +34,8 @@ N_TINY = 10
 def measure(world: World, precision: str) -> list[Speeds]:
     """Measure every rank and return one `Speeds` per rank, the same list on all ranks.
 
-    The bus speed is the slowest of all ranks. `precision` must be resolved. A rank with too little memory for the full
-    measurement is marked as not measured. The speeds of such a rank come from a smaller measurement or are assumed.
+    The bus speed is the minimum over all ranks. `precision` must not be "auto". A rank with too little memory for the
+    full measurement is marked as not measured. Its speeds come from a smaller measurement or are assumed.
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
@@ -71,7 +71,7 @@ def device_name(device: torch.device) -> str:
 
 
 class Within(NamedTuple, Generic[T]):
-    """The result of a measurement, or None if memory did not suffice for any size; `is_whole` marks the full size."""
+    """A measurement's result, or None if no size fits into memory; `is_whole` is true if the full size was measured."""
 
     value: T | None
     is_whole: bool
@@ -94,8 +94,8 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
     generator = torch.Generator(device).manual_seed(0)
-    # Use random operands: with constants, a GPU draws less power and clocks higher than in training. Convert them
-    # beforehand, since training also converts operands once for several products.
+    # Use random operands, since with constants, a GPU draws less power and clocks higher than in training. Convert the
+    # operands beforehand, since training also converts operands once for several products.
     x, weights = (
         torch.randn(shape, generator=generator, device=device).to(NARROW.get(precision, torch.float32))
         for shape in ((n_tokens, d_in), (d_in, n_latents))
@@ -173,7 +173,7 @@ def _sums_per_s(pair: Group, device: torch.device) -> float:
 
 
 def fastest(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest run of `work` within `WINDOW_S`, after one warm-up run."""
+    """Return the duration, in seconds, of the fastest run of `work` within `WINDOW_S`, after one warm-up run."""
     work()
     times: list[float] = []
     until = time.perf_counter() + WINDOW_S
@@ -183,7 +183,7 @@ def fastest(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds that `work` takes, including its pending device work."""
+    """Return how many seconds `work` takes, including the device work that it queues."""
     synchronise(device)
     began = time.perf_counter()
     work()

@@ -31,7 +31,7 @@ _OF_PEERS = r"remote process|system error"
 
 
 class PeerLost(UserError):
-    """Another rank has ended, so this rank cannot continue."""
+    """Raised when another rank has exited, so that this rank cannot continue."""
 
 
 class Group:
@@ -44,20 +44,20 @@ class Group:
     sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Start to replace every tensor by its sum over the group; return the transfers for `finish`."""
+        """Start replacing every tensor with its sum over the group; return the transfers to pass to `finish`."""
         return []
 
     def finish(self, transfers: list[Any]) -> None:
-        """Wait until transfers are complete; raise `PeerLost` if another rank has ended."""
+        """Wait until transfers are complete; raise `PeerLost` if another rank has exited."""
 
     def sum_(self, *tensors: Tensor) -> None:
-        """Replace every tensor by its sum over the group."""
+        """Replace every tensor with its sum over the group."""
         self.finish(self.start_sums(tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace this rank's rows of every tensor by their sum over the group; the other rows become undefined.
+        """Replace this rank's rows of every tensor with their sum over the group; the other rows become undefined.
 
-        Rows are divided among ranks like `tensor_split` does along the first dimension.
+        Rows are divided among ranks as by `tensor_split` along the first dimension.
         """
 
     def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
@@ -221,7 +221,7 @@ class DistributedGroup(Processes):
         return len(tensor) % self.size == 0
 
     def _adds_parts(self, tensor: Tensor) -> bool:
-        """Return whether reduce-scatter can be used; it requires equal parts, and some gloo versions do not have it."""
+        """Return whether reduce-scatter can be used; it requires equal parts, and some gloo versions lack it."""
         return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -335,14 +335,14 @@ def exchanging(waiting: Waiting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Convert a failed exchange to `PeerLost` with the message `otherwise`, except if memory has run out.
+    """Convert a failed exchange to `PeerLost` with the message `otherwise`, unless memory has run out.
 
-    If NCCL itself fails on this rank, no connection was lost, so the message begins with `FAILED`.
+    If NCCL itself fails on this rank, no connection was lost, so the message starts with `FAILED` instead.
     """
     try:
         yield
     except RuntimeError as error:  # includes dist.DistError
-        # NCCL allocates memory itself and has no error type for out of memory.
+        # NCCL allocates memory itself and has no error type for out-of-memory errors.
         if is_shortage(error):
             raise
         reason = _reason(str(error))
@@ -381,7 +381,7 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 
 def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
-    """Return, on every rank, the rows [n, d] of all ranks with `is_there`; n may differ between ranks."""
+    """Return, on every rank, the rows [n, d] of all ranks that set `is_there`; n may differ between ranks."""
     n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
     padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
     padded[: len(own)] = own
@@ -394,7 +394,7 @@ def part_sizes(n_rows: int, size: int) -> list[int]:
 
 
 def local_shard(tensor: Tensor, group: Group) -> Tensor:
-    """Return this rank's local shard of a tensor with the rows of all ranks."""
+    """Return this rank's shard of a tensor that contains the rows of all ranks."""
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# The time limit in seconds after the arrival of the last rank. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if
+# The time limit in seconds after the last rank has arrived. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if
 # direct transfers between the GPUs get lost.
 LIMIT_S = 60.0
-# The time in seconds within which all ranks must read the verdict, `OPENED` or `HANGS`.
+# The time limit in seconds for all ranks to read the verdict, `OPENED` or `HANGS`.
 READ_WITHIN_S = 10.0
 POLL_S = 0.05
 OPENED, HANGS = "opened", "hangs"
@@ -36,10 +36,10 @@ def open_connections(
     NCCL allocates memory when each collective is first used, up to 4 GB on eight GPUs. A later allocation could fail,
     for example at the first checkpoint of a run that has filled its GPU.
 
-    Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should end
-    the process; if the main thread is stuck, another thread calls it. Wrong values are treated as a hang, since
-    transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns.
-    `first_has_store` means that rank 0 hosts the store, which closes when the process of rank 0 ends.
+    Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should
+    terminate the process; if the main thread is stuck, another thread calls it. Wrong values are treated as a hang,
+    since transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. If
+    `first_has_store` is true, rank 0 hosts the store, which closes when the process of rank 0 exits.
     """
 
     def leave() -> None:
@@ -59,11 +59,11 @@ def open_connections(
             _verdict(store, HANGS)
     finally:
         timer.cancel()
-    # If a rank hangs, its timer sets the verdict. The other ranks wait here until all ranks arrive or this happens.
+    # If a rank hangs, its timer sets the verdict. The other ranks wait here for either all ranks or this verdict.
     _meet(group, store, "through", 2 * LIMIT_S, ends_early=True)
     if _verdict(store, OPENED) == HANGS:
         leave()
-        raise PeerLost("the first exchange of the GPUs gave wrong values; see `sae-tui doctor --probe`")
+        raise PeerLost("the first exchange between the GPUs returned wrong values; see `sae-tui doctor --probe`")
 
 
 def _verdict(store: dist.Store, found: str) -> str:
@@ -93,7 +93,7 @@ def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) ->
             readers = [f"read {rank}" for rank in range(group.size)]
             _poll(lambda: store.check(readers), READ_WITHIN_S)
         elif first_has_store:
-            # `store.check` raises an error once rank 0 has ended.
+            # `store.check` raises an error once rank 0 has exited.
             _poll(lambda: store.check(["closed"]), 2 * READ_WITHIN_S)
 
 

@@ -38,7 +38,7 @@ class World:
         return self.group.size
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Connect the ranks of each group in `groups`, and return this rank's group; call this on all ranks together.
+        """Connect the ranks of each group in `groups`, and return this rank's group; this is a collective call.
 
         If none of `groups` contains this rank, return a group that contains only this rank.
         """
@@ -67,8 +67,8 @@ class Connected(World):
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         members = next(members for members in groups if self.group.index in members)
-        # Use a separate timer: another thread uses this group, and the waiting time of a step must not include the
-        # time that this thread waits.
+        # Use a separate timer, since a different thread uses this group, and the waiting time of a step must not
+        # include that thread's waiting time.
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
@@ -89,7 +89,7 @@ class Neighbours(Connected):
         with peers_expected(UNMET):
             group = self._by_memory(members, self.device, self._time)
         if group is None:
-            raise UserError(f"{UNMET}, since this machine has too little shared memory; end other processes")
+            raise UserError(f"{UNMET}, since this machine has too little shared memory; stop other processes")
         return group
 
 
@@ -100,7 +100,7 @@ class Joined(Connected):
         self._n_parts += 1
         own = Group()
         with peers_expected(UNMET):
-            # Every rank has to create every group.
+            # Every rank must create every group.
             for members in groups:
                 connected = dist.new_group(list(members), timeout=self._patience)
                 if self.group.index in members:
@@ -108,7 +108,7 @@ class Joined(Connected):
         return own
 
     def close(self) -> None:
-        # NCCL may hang or fail here because other ranks have already disconnected. This does no harm, since all work is
+        # NCCL may hang or fail here because other ranks have already disconnected. This is harmless, since all work is
         # complete by now.
         closing = threading.Thread(target=_disconnect, name="disconnect", daemon=True)
         closing.start()
@@ -125,7 +125,7 @@ def open_shared_memory(
 ) -> SharedRanks | None:
     """Return a group that exchanges CPU tensors through shared memory, or None on GPUs or on several machines.
 
-    All ranks have to call this.
+    All ranks must call this.
     """
     if device.type == "cuda":
         return None
@@ -148,7 +148,7 @@ def join(
     Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, they meet through
     torchrun's environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than
     `patience`. On GPUs, `on_hang` is called if the first exchanges hang. If ranks restart after a hang, `attempt` must
-    be a new name.
+    be a new string.
     """
     if world_size == 1:
         return World(device)
@@ -202,12 +202,14 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` if the file system of `rendezvous` has no locks, which ranks need to write to the file."""
+    """Raise `UserError` if the file system of `rendezvous` does not support locks, which ranks need to write to it."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-        reason = f"the ranks cannot meet in {rendezvous.parent}, whose file system has no locks ({error.strerror})"
+        reason = (
+            f"the ranks cannot meet in {rendezvous.parent}, whose file system does not support locks ({error.strerror})"
+        )
         raise UserError(
             f"{reason}; mount it with locks, or put the data folder on another file system (--data-dir)"
         ) from None

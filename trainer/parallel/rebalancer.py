@@ -129,14 +129,14 @@ class Balancer:
 
 
 def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
-    """Return the most likely cause, based on the rank's measurements and its share `work` of the total work."""
+    """Return the likely reason why a rank is late, given its measurements and its share `work` of the total work."""
     own = {name: float(totals[name][rank]) for name in ("busy_ms", "data_ms", "core_share", "foreign_bytes")}
     if own["data_ms"] > MUCH_DATA * (own["busy_ms"] + own["data_ms"]):
         return f"it waits {own['data_ms']:.0f} ms of each step for data"
     if own["foreign_bytes"] > MUCH_MEMORY:
         return f"another process uses its GPU and occupies {gibibytes(own['foreign_bytes'])}"
     if 0 < own["core_share"] < LITTLE_CORE:
-        return f"another process uses its core, and its share of the core is {own['core_share']:.0%}"
+        return f"another process uses its CPU core, so it gets only {own['core_share']:.0%} of the core"
     if work > MUCH_WORK / len(totals["busy_ms"]):
         return f"it has {work:.0%} of the work"
     return "its device is slower or throttled"

@@ -18,8 +18,8 @@ from torch.distributed import Store
 
 from trainer.parallel.group import PeerLost
 
-# The prefix of the name of the first rank's socket; a random number follows. The socket is abstract (outside the file
-# system), so that killed ranks leave no file behind.
+# The prefix of the name of the first rank's socket; it is followed by a random number. The socket is abstract (outside
+# the file system), so that killed ranks leave no file behind.
 DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
 ENDED = "the connection to another rank was lost (its process has ended)"
 # The time in seconds to poll before sleeping. Polling usually suffices, since ranks tend to be equally fast.
@@ -35,7 +35,7 @@ class ProcessBarrier:
             connection.setblocking(False)
 
     def meet(self) -> None:
-        """Wait until all ranks arrive; raise `PeerLost` if a rank has ended or does not arrive in time."""
+        """Wait until all ranks arrive; raise `PeerLost` if a rank has exited or does not arrive in time."""
         with losing_peers():
             if self._is_first:
                 self._hear()
@@ -45,7 +45,7 @@ class ProcessBarrier:
                 self._hear()
 
     def send_to_first(self, content: memoryview) -> None:
-        """Send bytes to the first rank, which has to call `receive_from` before its next `meet`."""
+        """Send bytes to the first rank, which must call `receive_from` before its next `meet`."""
         with self._patient(self._connections[0]) as connection:
             connection.sendall(content)
 
@@ -90,7 +90,7 @@ class ProcessBarrier:
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * self._timeout_s):
-            raise PeerLost(f"another rank did not answer within {self._timeout_s:,.0f} s")
+            raise PeerLost(f"another rank did not respond within {self._timeout_s:,.0f} s")
         return connection.recv(1)
 
 
@@ -162,7 +162,7 @@ def _accept_all(door: socket.socket, n_others: int) -> list[socket.socket]:
 
 
 def _index_of(connection: socket.socket) -> int:
-    """Receive the index of the rank at the other end of a connection, which that rank sends first."""
+    """Receive the index of the rank at the other end of a connection; each rank sends its index first."""
     return int.from_bytes(connection.recv(INDEX_BYTES))
 
 

@@ -32,7 +32,7 @@ class SharedRanks(Processes):
     def __init__(self, size: int, index: int, waiting: Waiting, line: ProcessBarrier, memory: mmap.mmap) -> None:
         super().__init__(size, index, waiting)
         self._line = line
-        # Use two areas in turn: a rank writes to an area again only after all ranks have read the area.
+        # Alternate between two areas, so that a rank writes to an area again only after all ranks have read the area.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._n_times = 0
 
@@ -40,7 +40,7 @@ class SharedRanks(Processes):
         return [_PendingSums(self, list(tensors))]
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Replace every tensor by its sum over the group."""
+        """Replace every tensor with its sum over the group."""
         small, large = split_by(lambda tensor: tensor.numel() < SMALL, tensors)
         for pack in packs(small):
             self._add_up(pack.flat)
@@ -162,7 +162,7 @@ def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor, which has to be contiguous."""
+    """Return the memory of a tensor, which must be contiguous."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ LEAST_SHARE = 0.1
 
 
 class Shares(NamedTuple):
-    """The share of the tokens of each row of the grid, and of the latents of each column; only the ratios matter."""
+    """Each grid row's share of the tokens, and each grid column's share of the latents; only the ratios matter."""
 
     tokens: tuple[float, ...]
     latents: tuple[float, ...]
@@ -33,8 +33,8 @@ def even(n_rows: int, n_columns: int) -> Shares:
 def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] | None = None) -> Shares:
     """Return shares in proportion to the speeds of the ranks, which are listed row by row of the grid.
 
-    The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is the speed
-    of its slowest rank. `capacity` is the largest share of all latents that fits in each rank's memory.
+    The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is that of its
+    slowest rank. `capacity` is the largest share of all latents that fits in each rank's memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):

@@ -1,4 +1,4 @@
-"""One process on one device, without any exchange."""
+"""One process on one device, with no communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides the SAEs of a sweep among the ranks; each rank processes all tokens, so training needs no exchange."""
+"""Divides the SAEs of a sweep among the ranks; each rank processes all tokens, so training needs no communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs ranks as threads of one process, for machines on which process groups do not work."""
+"""Runs ranks as threads of one process, for machines where process groups do not work."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Meeting:
     """Lets `size` threads exchange objects; a thread that fails calls `abort` to release the others."""
 
     def __init__(self, size: int, timeout_s: float | None = None) -> None:
-        # Use two tables in turn: a thread writes to a table again only after all threads have read the table.
+        # Alternate between two tables, so that a thread writes to a table again only after all threads have read it.
         self._tables: list[list[Any]] = [[None] * size for _ in range(2)]
         self._n_times = [0] * size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
     def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads, which are not copies; do not modify them before the next exchange ends.
+        """Return the objects of all threads without copying; do not modify an object before the next exchange ends.
 
         Raise `PeerLost` if a thread fails or does not arrive in time.
         """
@@ -107,7 +107,7 @@ class Threads(Group):
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all threads; GPU work that is queued later waits until they are computed."""
+        """Return the tensors of all threads; GPU work that is queued later waits until these tensors are computed."""
         with self.waiting.measure():
             of_ranks = self._meet(tensor)
             for theirs, computed in of_ranks:

@@ -121,7 +121,7 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file} is not read: {sentence(error)}") from None
     except Exception as error:
         reason = _REASONS.sub("", first_line(error)).strip()
-        raise UserError(f"{file} holds more than tensors, or is damaged, and is not read: {reason}") from None
+        raise UserError(f"{file} contains more than tensors, or is damaged, and is not read: {reason}") from None
     is_plain = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor) and _is_stored(value) for name, value in content.items()
     )

@@ -105,7 +105,7 @@ def test_conflicts_with_the_model_files_are_reported_before_the_launch(job: Extr
     assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; name one of them", str(problem))
     longer = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=CONTEXT + 1))
     (problem,) = check(longer, machine(tmp_path, 70))
-    wanted = f"text.context: must be at most {CONTEXT}, which is what the model sees at once, not {CONTEXT + 1}"
+    wanted = f"text.context: must be at most {CONTEXT}, the model's context length, not {CONTEXT + 1}"
     assert str(problem) == wanted
     missing = msgspec.structs.replace(job.model, path="nofile.gguf")
     (problem,) = check(msgspec.structs.replace(job, model=missing), machine(tmp_path, 70))

@@ -139,7 +139,7 @@ def test_a_tensor_of_one_dimension_is_refused_with_the_fix(write_shard: WriteSha
 
 def test_an_ambiguous_tensor_is_refused(tmp_path: Path) -> None:
     save_file({"x": np.zeros((4, 3), np.float32), "y": np.zeros((5, 2), np.float32)}, tmp_path / "a.safetensors")
-    listed = "it holds no tensor `activations`, but 'x' [4, 3] and 'y' [5, 2]; rename the one to read"
+    listed = "it contains no tensor `activations`, but 'x' [4, 3] and 'y' [5, 2]; rename the one to read"
     assert problem(tmp_path).endswith(listed)
 
 

@@ -112,9 +112,9 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists of its column 'x' differ in length"),
-        (lists([1.0, 2.0], None), f"{BEGINS}rows or numbers are missing in its column 'x'"),
-        (lists([1.0, None]), f"{BEGINS}rows or numbers are missing in its column 'x'"),
+        (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists in its column 'x' differ in length"),
+        (lists([1.0, 2.0], None), f"{BEGINS}its column 'x' has missing rows or values; remove them"),
+        (lists([1.0, None]), f"{BEGINS}its column 'x' has missing rows or values; remove them"),
         (lists(kind=pa.list_(pa.float32())), "holds no activations"),
         (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column holds lists of numbers; its columns: 'y' and 'z'"),
         (
@@ -131,7 +131,7 @@ def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str,
 def test_lists_of_different_length_are_refused_even_if_the_average_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]))
     message = problem(tmp_path, lambda folder: Shards(path=str(folder)))
-    assert message == f"{file} has lists that differ in length; leave out lists of another length"
+    assert message == f"{file} contains lists of different lengths; keep only lists of one length"
 
 
 def test_batches_of_different_width_are_refused(tmp_path: Path) -> None:

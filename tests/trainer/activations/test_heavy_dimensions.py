@@ -20,7 +20,7 @@ def test_the_fewest_dimensions_with_over_half_of_the_variance_are_named() -> Non
     assert found is not None
     assert found.numbers == [3, 7]
     assert found.share == pytest.approx(1400 / (597 + 1420))
-    assert found.sentence() == "2 dimensions of 600 (numbers 3 and 7) hold 69.4 % of the variance"
+    assert found.sentence() == "2 dimensions of 600 (numbers 3 and 7) account for 69.4 % of the variance"
 
 
 def test_no_dimension_is_heavy_if_more_than_one_percent_are_needed() -> None:
@@ -37,7 +37,7 @@ def test_one_of_few_dimensions_may_hold_half_of_the_variance() -> None:
 def test_many_heavy_dimensions_are_counted_and_only_some_named() -> None:
     found = heavy_dimensions(variance(1000, **{f"at_{number}": 300.0 - number for number in range(8)}))
     assert found is not None
-    assert found.sentence().startswith("6 dimensions of 1000 (numbers 0, 1, 2, 3 and 2 more) hold 53.1 %")
+    assert found.sentence().startswith("6 dimensions of 1000 (numbers 0, 1, 2, 3 and 2 more) account for 53.1 %")
 
 
 def test_moments_match_a_computation_over_all_rows_at_once() -> None:

@@ -68,7 +68,7 @@ def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        (lists(None, [1.0]), f"{BEGINS}rows are missing in its column 'x'; leave them out"),
+        (lists(None, [1.0]), f"{BEGINS}its column 'x' has missing rows; remove them"),
         (lists(kind=pa.list_(pa.float32())), "holds no activations"),
         (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column holds lists of numbers; its columns: 'y' and 'z'"),
         (lists([[1.0]], kind=pa.list_(pa.list_(pa.float32()))), f"{BEGINS}no column holds lists of numbers"),
@@ -90,7 +90,7 @@ def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str,
 )
 def test_lists_with_damage_inside_are_refused_while_decoding(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
-    assert problem(tmp_path, shards).endswith("has lists that differ in length, or numbers that are missing")
+    assert problem(tmp_path, shards).endswith("contains lists of different lengths, or missing values")
 
 
 def test_a_damaged_page_is_refused_while_decoding(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_texts_longer_than_the_request_are_held_out_only_if_there_are_no_shorter
 @pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
 def test_too_few_texts_are_refused_if_texts_are_requested_and_otherwise_use_blocks(of_rows: np.ndarray) -> None:
     texts = Texts([of_rows.astype(np.int32)])
-    with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, the longest has"):
+    with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, and the longest has"):
         Split(1000, 50, 0, hold_out="texts", texts=texts)
     split = split_of(1000, 50, 0, hold_out="texts", texts=texts)
     assert split.hold_out == "blocks"

@@ -46,7 +46,7 @@ def test_rows_match_torch_load(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_a_pickle_that_torch_reads_only_with_code_is_refused(protocol: int, tmp_path: Path) -> None:
     torch.save({"activations": rows(30, 8), "hook": "resid"}, tmp_path / "a.pt", pickle_protocol=protocol)
-    assert "damaged, or holds more than tensors; write it again with torch.save(" in problem(tmp_path)
+    assert "damaged, or contains more than tensors; write it again with torch.save(" in problem(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp
         (rows(1, 3).expand(5, 3), f"{BEGINS}its tensor is not contiguous"),
         (
             {"x": rows(3, 4), "y": rows(2)},
-            f"{BEGINS}it holds no tensor `activations`, but 'x' [3, 4] and 'y' [2]; rename",
+            f"{BEGINS}it contains no tensor `activations`, but 'x' [3, 4] and 'y' [2]; rename",
         ),
-        ({"activations": [rows(3, 4)]}, f"{BEGINS}it holds no tensor; save the rows as `activations`"),
-        ([rows(3, 4)], f"{BEGINS}it holds no tensor"),
-        ("a text", f"{BEGINS}it holds no tensor"),
+        ({"activations": [rows(3, 4)]}, f"{BEGINS}it contains no tensor; save the rows as `activations`"),
+        ([rows(3, 4)], f"{BEGINS}it contains no tensor"),
+        ("a text", f"{BEGINS}it contains no tensor"),
         (argparse.Namespace(x=rows(3, 4)), f"{BEGINS}it can only be read by running code (argparse.Namespace)"),
         ({"activations": np.zeros((2, 3))}, f"{BEGINS}it can only be read by running code (numpy"),
         (rows(3, 4).to_sparse(), f"{BEGINS}its tensor is not contiguous"),
@@ -145,16 +145,16 @@ REAL = members_of(saved(rows(3, 4)))
         (packed({"a.txt": b"x"}), "it is a zip, but not from torch.save"),
         (packed(REAL, zipfile.ZIP_DEFLATED), "it is compressed"),
         (packed(REAL | {DATA: b"short"}), "its tensor is larger than the file"),
-        (packed({name: x for name, x in REAL.items() if name != DATA}), "it is damaged, or holds more than tensors"),
+        (packed({name: x for name, x in REAL.items() if name != DATA}), "it is damaged, or contains more than tensors"),
         (
             packed({name: b"big" if "byteorder" in name else x for name, x in REAL.items()}),
             "its numbers are big-endian",
         ),
         (
             packed({name: x[:9] if "pkl" in name else x for name, x in REAL.items()}),
-            "it is damaged, or holds more than tensors",
+            "it is damaged, or contains more than tensors",
         ),
-        (packed({"a/data.pkl": bytes(10_000_001)}, zipfile.ZIP_DEFLATED), "it holds more than tensors"),
+        (packed({"a/data.pkl": bytes(10_000_001)}, zipfile.ZIP_DEFLATED), "it contains more than tensors"),
     ],
     ids=["no pickle", "compressed", "short", "no numbers", "big-endian", "damaged pickle", "large pickle"],
 )

@@ -161,9 +161,12 @@ def test_rows_read_ahead_are_read_again_after_a_rewind() -> None:
 def test_a_stream_that_ended_or_has_other_parts_is_refused_with_the_setting() -> None:
     data = stream_data(ends_after=300)
     assert len(go(data, 255)) == 255
-    with pytest.raises(UserError, match=r"^train\.n_tokens: a toy stream has ended before the run; train on fewer"):
+    with pytest.raises(
+        UserError,
+        match=r"^train\.n_tokens: a toy stream ran out of rows before the end of the run; start a new run with fewer",
+    ):
         data.read(255, 1)
-    with pytest.raises(UserError, match=r"has ended \(part 2 of 2\) before the run"):
+    with pytest.raises(UserError, match=r"ran out of rows \(part 2 of 2\) before the end of the run"):
         stream_data(1, 2, ends_after=45)
     with pytest.raises(UserError, match=r"^launch\.gpus: the stream was read in 1 parts, .* 2 cannot continue"):
         stream_data(0, 2, places=data.stream_places())
@@ -175,7 +178,7 @@ def test_a_bad_row_is_reported_only_for_the_steps_that_contain_it() -> None:
         go(data, 20, position)
     # Either of the two bad rows may come first in the shuffled order.
     assert str(data.bad_row(0, 200, 20)) in [
-        f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)
+        f"a toy stream contains NaN or infinite values in row {n}" for n in (130, 131)
     ]
     # Not counting held-out rows, the two bad rows are rows 85 and 86. They are shuffled within rows 50 to 99.
     steps = {start for start in range(0, 200, 20) if data.bad_row(start, start + 20, 20)}

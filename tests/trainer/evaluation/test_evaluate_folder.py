@@ -219,7 +219,7 @@ def test_untrusted_text_is_escaped_in_the_model_card(
         (("--model", "auto"), "--model: requires the folder of a run, but "),
         (("--contexts", "5"), "--contexts: requires the folder of a run, but "),
         (("--best",), "--best: requires the folder of a run, but "),
-        (("--tokens", "64"), "--tokens: needs --model; give both, or leave it out"),
+        (("--tokens", "64"), "--tokens: requires --model; add --model, or leave out --tokens"),
     ],
 )
 def test_flags_that_do_not_apply_to_a_single_sae_are_refused(

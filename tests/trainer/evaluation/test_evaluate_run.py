@@ -137,7 +137,7 @@ def test_a_model_card_contains_no_path_of_this_machine(
     assert "- model name: smol\n" in card
     assert "- dataset path: corpus.jsonl\n" in card
     assert str(tmp_path) not in card
-    assert "rows; no rows are left out for their norm.\n" in card
+    assert "rows; no rows are left out because of their norm.\n" in card
     assert "rows of more than" not in card
     figures = json.loads((run / "sae" / "card.json").read_text())["figures"]
     assert figures["rare"] is None
@@ -199,7 +199,7 @@ def test_a_card_names_dimensions_that_hold_most_of_the_variance(
     data = {"max_norm": 0.0} | ({"target_path": str(heavy)} if of_targets else {"path": str(heavy)})
     run = finished_run(make_job(data=data, sae={"architecture": "batch_topk"}), make_trainer, tmp_path / "run", kept)
     assert main(["eval", str(run), "--device", "cpu"]) == 0
-    told = "1 dimension of 16 (number 3) holds 100.0 % of the variance"
+    told = "1 dimension of 16 (number 3) accounts for 100.0 % of the variance"
     assert told in capsys.readouterr().out
     assert told in (run / "sae" / "README.md").read_text()
 
@@ -257,7 +257,7 @@ def test_a_card_is_only_next_to_the_weights_that_it_was_measured_on(
     older = min((run / "checkpoints").iterdir())
     of_newest = (sae / "card.json").read_bytes()
     assert main(["eval", str(older), "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"not written: there is another checkpoint's SAE in {sae}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"not written: there is an SAE from another checkpoint in {sae}"
     assert (sae / "card.json").read_bytes() == of_newest
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
     assert {file.name for file in sae.iterdir()} == {".cards", "cfg.json", "sae_weights.safetensors"}

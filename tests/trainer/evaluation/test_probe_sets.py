@@ -43,9 +43,7 @@ def test_sets_with_more_than_two_classes_or_few_texts_are_skipped(packages: Path
     write_set(packages, "2_few", two_classes(20))
     write_set(packages, "3_texts", two_classes(70))
     assert [one.name for one in read_sets(1)] == ["3_texts"]
-    with pytest.raises(
-        UserError, match=r"^--sets: must be at most 1 set, the sets with 64 texts in each of two classes, not 2$"
-    ):
+    with pytest.raises(UserError, match=r"^--sets: must be at most 1 set with 64 texts in each of two classes, not 2$"):
         read_sets(2)
 
 

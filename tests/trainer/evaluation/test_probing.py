@@ -179,5 +179,5 @@ def test_a_full_model_gives_the_same_rows_and_stops_at_its_hook(tiny: Callable[[
 
 
 def test_a_text_without_a_token_is_refused(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(UserError, match="tokenizer makes no tokens from the text"):
+    with pytest.raises(UserError, match="tokenizer produces no tokens for the text"):
         last_rows(load(tiny("gpt2")), ["the cat", ""], CONTEXT)

@@ -32,7 +32,7 @@ def refusal(tokenizer: Any, template: str | None) -> str:
 def test_a_missing_or_failing_chat_template_gives_a_one_sentence_error(tokenizer) -> None:
     expected = "text.column: contains chats, but the model's tokenizer has no chat template"
     assert refusal(tokenizer, None) == expected
-    expected = "text.column: the model's chat template refuses a chat: roles must alternate; remove it"
+    expected = "text.column: the model's chat template rejects a chat: roles must alternate; remove this chat"
     assert refusal(tokenizer, "{{ raise_exception('roles must alternate') }}") == expected
 
 
@@ -63,7 +63,8 @@ def test_an_endless_template_gives_a_one_sentence_error_in_any_thread(tokenizer,
     ],
 )
 def test_a_template_that_makes_a_huge_value_is_refused_at_once(tokenizer, template: str) -> None:
-    expected = "text.column: the model's chat template refuses a chat: it creates a huge number or text; remove it"
+    reason = "it creates a huge number or string"
+    expected = f"text.column: the model's chat template rejects a chat: {reason}; remove this chat"
     assert refusal(tokenizer, template) == expected
 
 

@@ -295,7 +295,7 @@ def test_a_text_that_ends_early_gives_all_its_rows(make: Make) -> None:
 
 def test_a_text_without_rows_is_refused_and_may_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match=r"^text.path: the text yields no rows; give more text$"):
+    with pytest.raises(UserError, match=r"^text.path: the text yields no rows; provide more text$"):
         run(make(text=empty))
     assert run(make()).state == "finished"
 
@@ -307,7 +307,8 @@ def test_the_folder_of_another_extraction_is_refused(example, change: dict[str, 
     section = {"hooks": "model", "context": "text"}.get(name, "extract")
     other = msgspec.structs.replace(job, **{section: msgspec.structs.replace(getattr(job, section), **change)})
     before = digests(job)
-    with pytest.raises(UsageError, match=rf"^extract.output: {job.extract.output} holds an extraction with another .*"):
+    message = rf"^extract.output: {job.extract.output} contains an extraction with a different .*"
+    with pytest.raises(UsageError, match=message):
         Extraction(other, CPU, Alone(threading.Event()))
     assert f"another {section}.{name}, " in refusal(other)
     assert digests(job) == before

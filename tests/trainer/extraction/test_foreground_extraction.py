@@ -129,7 +129,7 @@ def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, 
     (tmp_path / "broken.jsonl").write_text('{"text": "the cat \\ud83d sat on the mat"}\n' * 30)
     text = f"text.path={tmp_path / 'broken.jsonl'}"
     assert main(["extract", str(job_file), "--set", text, "--set", "extract.n_tokens=50"]) == EXIT_FINISHED
-    assert "unpaired surrogates in 30 texts are replaced by U+FFFD\n" in capsys.readouterr().err
+    assert "unpaired surrogates in 30 documents were replaced with U+FFFD\n" in capsys.readouterr().err
 
 
 def test_a_missing_tokenizer_or_a_git_lfs_pointer_gives_a_one_sentence_error(
@@ -150,7 +150,7 @@ def test_a_missing_tokenizer_or_a_git_lfs_pointer_gives_a_one_sentence_error(
 
 def test_one_document_per_context_is_reported_if_packing_is_impossible(job_file: Path, tiny, capsys) -> None:
     assert main(["extract", str(job_file), "--set", f"model.path={tiny('bert')}"]) == EXIT_FINISHED
-    assert "one document in each context, since this model cannot mask packed documents\n" in capsys.readouterr().err
+    assert "using one document per context, since this model cannot mask packed documents\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_one_document_per_context_is_reported_if_packing_is_impossible(job_file:
         (
             "text.context=65",
             EXIT_FAILED,
-            "text.context: must be at most 64, which is what the model sees at once, not 65",
+            "text.context: must be at most 64, the model's context length, not 65",
         ),
         ("extract.n_tokens=0", EXIT_USAGE, "extract.n_tokens: must be "),
         ("extract.rows=5", EXIT_USAGE, "extract.rows: is not a known setting"),
@@ -185,7 +185,7 @@ def test_running_out_of_memory_gives_a_one_sentence_error(
 ) -> None:
     monkeypatch.setattr(LanguageModel, "rows", lambda *_: torch.empty(2**50))
     assert main(["extract", str(job_file)]) == EXIT_FAILED
-    sentence = "extract.batch_tokens: memory has run out; give fewer than 64, or a shorter text.context\n"
+    sentence = "extract.batch_tokens: out of memory; use fewer than 64, or a shorter text.context\n"
     assert capsys.readouterr().err.endswith(f"\n{sentence}")
 
 

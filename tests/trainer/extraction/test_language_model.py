@@ -255,12 +255,12 @@ def test_a_model_that_needs_more_than_text_is_refused(tiny, tmp_path: Path) -> N
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
     for file in tiny("gpt2").glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    require_refused("model.path: T5Model needs more than a text: ", tmp_path, "encoder.block.0")
+    require_refused("model.path: T5Model needs inputs other than token ids: ", tmp_path, "encoder.block.0")
 
 
 def test_a_context_longer_than_the_model_allows_is_refused(tiny) -> None:
     load(tiny("gpt2"), context=CONTEXT)
-    sentence = f"text.context: must be at most {CONTEXT}, which is what the model sees at once, not {CONTEXT + 1}"
+    sentence = f"text.context: must be at most {CONTEXT}, the model's context length, not {CONTEXT + 1}"
     require_refused(sentence, tiny("gpt2"), context=CONTEXT + 1)
     require_refused("text.context: must be above 2", tiny("bert"), context=2, skip_first=0)
 
@@ -340,7 +340,7 @@ def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load_whole: Load, 
 
 
 def test_gpus_that_are_too_small_together_are_refused_in_a_sentence(load_whole: Load) -> None:
-    with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; give more in launch.gpus$"):
+    with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; add more to launch.gpus$"):
         indices(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
 
 

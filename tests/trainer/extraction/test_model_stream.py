@@ -291,7 +291,7 @@ def test_out_of_memory_on_a_model_only_device_does_not_blame_the_sae(
     stream.own_devices = [CPU]
     stream.begin(0, 1, CPU)
     monkeypatch.setattr(LanguageModel, "rows", out_of_memory)
-    with pytest.raises(UserError, match=r"^data.batch_tokens: the language model's device has too little memory; give"):
+    with pytest.raises(UserError, match=r"^data.batch_tokens: the language model's device has too little memory; use"):
         stream.next_rows()
 
 
@@ -426,7 +426,10 @@ def test_a_text_that_ends_before_the_run_is_reported(make: Make, corpus: Path, t
 
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(make(), corpus)))
     assert main(["run", str(file), "--out", str(tmp_path / "run")]) == 1
-    assert f"train.n_tokens: {corpus} has ended before the run; train on fewer tokens" in capsys.readouterr().err
+    assert (
+        f"train.n_tokens: {corpus} ran out of rows before the end of the run; start a new run with fewer tokens"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -441,7 +444,7 @@ def test_a_text_that_ends_before_the_run_is_reported(make: Make, corpus: Path, t
         ({"hook": "blocks.1.hook_z"}, 'data.hook: "blocks.1.hook_z" has no site hook_z; known are'),
         ({"hook": "h.0.mlp"}, "data.d_in: the files of "),
         ({"model": "nobody/has-this"}, "data.d_in: the files of nobody/has-this do not give the width of "),
-        ({"context": 65}, "data.context: must be at most 64, which is what the model sees at once, not 65"),
+        ({"context": 65}, "data.context: must be at most 64, the model's context length, not 65"),
         ({"skip_first": 32}, "data.skip_first: must be below data.context, 32, not 32"),
     ],
 )
@@ -456,7 +459,7 @@ def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, A
 def test_a_width_that_differs_from_the_width_of_the_hook_is_refused(make: Make) -> None:
     stream = stream_of(make(), hook="h.0.mlp", d_in=7)
     stream.begin(0, 1, CPU)
-    with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 numbers, not 7$"):
+    with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 values, not 7$"):
         stream.next_rows()
 
 

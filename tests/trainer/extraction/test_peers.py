@@ -134,7 +134,7 @@ def test_an_extraction_resumes_only_with_the_same_number_of_ranks(make: Make, tm
     assert n_stored == 64 * len(list(folder.glob("*.safetensors")))
     for size in (1, 3):
         with pytest.raises(
-            UsageError, match=f"launch.gpus: .* holds an extraction by 2 processes, not {size}; use the"
+            UsageError, match=f"launch.gpus: .* contains an extraction by 2 processes, not {size}; use 2 again"
         ):
             stored_state(job, size)
     assert run_ranks(job, 2, tmp_path / "again")[0].n_tokens == 1400

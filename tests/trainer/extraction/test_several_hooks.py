@@ -319,7 +319,7 @@ def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., An
     folder = write_hooks(tmp_path / "acts", a=first, b=second)
     trainer = make_trainer(parsed(table_of({"path": str(folder), "hook": ["a", "b"], "held_out_tokens": 0}, 40)))
     assert trainer.data.bad_row(0, 40 * 64, 64) == (
-        f"{folder}/a and {folder}/b holds NaN or infinite values in row 17 of a.safetensors, or in the same row of "
+        f"{folder}/a and {folder}/b contains NaN or infinite values in row 17 of a.safetensors, or in the same row of "
         "another hook"
     )
 

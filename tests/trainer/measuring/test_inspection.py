@@ -93,7 +93,7 @@ def test_few_dimensions_with_most_of_the_variance_are_reported(tmp_path: Path) -
     assert facts.heavy_share > 0.999
     (found,) = facts.findings
     assert found.severity == "warning"
-    assert found.sentence == "1 dimension of 32 (number 17) holds 100.0 % of the variance"
+    assert found.sentence == "1 dimension of 32 (number 17) accounts for 100.0 % of the variance"
     assert "data.drop_dimensions = [17]" in found.remedy
     assert 'data.scale_dimensions = "auto"' in found.remedy
 

@@ -89,7 +89,9 @@ def test_a_file_system_without_locks_is_reported_with_a_fix(tmp_path: Path, monk
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(UserError, match=r"whose file system has no locks \(Function not implemented\); mount it with"):
+    with pytest.raises(
+        UserError, match=r"whose file system does not support locks \(Function not implemented\); mount it with"
+    ):
         process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous")
 
 

@@ -48,7 +48,7 @@ def test_a_persistently_slow_rank_is_reported_once_and_again_when_it_keeps_up() 
     [
         ({"data_ms": [0, 9]}, "waits 9 ms of each step for data"),
         ({"foreign_bytes": [0, 3e9]}, "another process uses its GPU and occupies 2.8 GiB"),
-        ({"core_share": [1.0, 0.5]}, "another process uses its core, and its share of the core is 50%"),
+        ({"core_share": [1.0, 0.5]}, "another process uses its CPU core, so it gets only 50% of the core"),
         ({}, "its device is slower or throttled"),
     ],
 )

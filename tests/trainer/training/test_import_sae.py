@@ -268,16 +268,16 @@ def configured(**trainer: Any) -> Callable[[Path], object]:
 
 huge = torch.zeros(1).expand(2**40)
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pickle that runs code": (replaced(lambda _: Trap()), "holds more than tensors"),
-    "code among tensors": (replaced(lambda one: one.update(b_dec=Trap())), "holds more than tensors"),
+    "a pickle that runs code": (replaced(lambda _: Trap()), "contains more than tensors"),
+    "code among tensors": (replaced(lambda one: one.update(b_dec=Trap())), "contains more than tensors"),
     "a list": (replaced(lambda one: list(one.values())), "is not a state dict"),
     "a tensor larger than its file": (replaced(lambda one: one.update(b_dec=huge)), "is not a state dict"),
     "a compressed file": (compressed, "is compressed"),
     "a file that is not an archive": (
         lambda folder: (folder / "ae.pt").write_bytes(b"\x80\x02."),
-        "holds more than tensors",
+        "contains more than tensors",
     ),
-    "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "holds more than tensors"),
+    "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "contains more than tensors"),
     "a link": (linked, "ae.pt is a link, which is not followed"),
     "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
     "an unknown class": (configured(dict_class="os.system"), "dict_class is 'os.system'; only AutoEncoder, "),

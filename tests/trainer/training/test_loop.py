@@ -354,7 +354,8 @@ def test_dimensions_that_hold_most_of_the_variance_are_reported_at_the_start(
     make_trainer(make_job(data={"max_norm": 0.0}), kept)
     ((_, level, message),) = [event for event in kept.events if event[0] == "heavy_dimensions"]
     assert level == "warning"
-    assert message.startswith("1 dimension of 16 (number 3) holds 100.0 % of the variance; FVU mostly measures it: ")
+    told = "1 dimension of 16 (number 3) accounts for 100.0 % of the variance; FVU mostly measures it: "
+    assert message.startswith(told)
     assert "data.drop_dimensions = [3]" in message
 
 
@@ -421,7 +422,7 @@ def test_many_non_finite_rows_in_the_first_sample_are_refused_before_any_step(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=range(1000))
-    with pytest.raises(UserError, match=r"^data\.path: .* holds NaN or infinite values in row 0 of a\.safetensors"):
+    with pytest.raises(UserError, match=r"^data\.path: .* contains NaN or infinite values in row 0 of a\.safetensors"):
         make_trainer(make_job(data={"held_out_tokens": 0}))
 
 

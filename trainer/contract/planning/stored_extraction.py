@@ -57,7 +57,7 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
         other_users = "" if state else _other_users(job)
         return other_users, bool(other_users)
     if changed := _changed(job, state):
-        other = f"{output} holds an extraction with another {changed[0]}, {show(state.job.get(changed[0]))}"
+        other = f"{output} contains an extraction with a different {changed[0]}, {show(state.job.get(changed[0]))}"
         return f"{other}, and this one would be refused; choose another folder", True
     if state.is_finished:
         return f"{output} holds this extraction, finished with {n_rows:,} rows", False

@@ -52,7 +52,7 @@ class ModelSize(msgspec.Struct, frozen=True):
         """Return a message if a context is longer than the model supports; otherwise ""."""
         if not 0 < self.longest < context:
             return ""
-        return f"must be at most {self.longest}, which is what the model sees at once, not {context}"
+        return f"must be at most {self.longest}, the model's context length, not {context}"
 
     def value_bytes(self, dtype: str, *, on_cuda: bool) -> int:
         """Return the bytes per weight and activation for a value of the dtype setting, which may be "auto"."""

@@ -57,10 +57,10 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
     if len(others) == 1:
         return others[0]
     if not tensors:
-        raise NotRowsError(f"it holds no tensor; save the rows as `{name}`")
+        raise NotRowsError(f"it contains no tensor; save the rows as `{name}`")
     more = [f"{len(tensors) - _MOST_NAMES} more"] if len(tensors) > _MOST_NAMES else []
     listed = [f"{one!a} {[*shape]}" for one, (_, shape) in [*tensors.items()][:_MOST_NAMES]]
-    raise NotRowsError(f"it holds no tensor `{name}`, but {join_words([*listed, *more])}; rename the one to read")
+    raise NotRowsError(f"it contains no tensor `{name}`, but {join_words([*listed, *more])}; rename the one to read")
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
