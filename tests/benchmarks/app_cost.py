@@ -107,7 +107,7 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
 
 
 def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, str]) -> float:
-    """Start an app, and return the seconds until it has drawn the text `shown`."""
+    """Start an app, and return how many seconds it takes to draw the text `shown`."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for(shown)
     seconds = time.monotonic() - terminal.started

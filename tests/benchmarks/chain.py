@@ -4,10 +4,10 @@
 
 SmolLM2-135M reads the Python reference manual, or the text in `--text FILE`. Both trainers get the same rows in the
 same order, with the same d_sae, k, batch size and number of steps, and otherwise their own defaults. `trainer eval`
-evaluates both SAEs on the same held-out rows and, in the model, on the same text that was not extracted. Probes are
-trained if sae-probes is installed. Then our extraction, a plain loop over transformers and SAELens run the model in
+evaluates both SAEs on the same held-out rows and, in the model, on the same text, which was not extracted. Probes are
+trained if sae-probes is installed. Then our extraction, a plain loop over transformers, and SAELens run the model in
 turn, `--repeats` times each (`peers/reading.py`). The fastest run of each is reported. `loader.py` measures how fast
-stored rows are read. The duration of each stage is printed too.
+stored rows are read. The duration of each stage is also printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT))
-# Neither our code nor other tools may contact a hub.
+# Neither our code nor other tools may contact the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RECIPES = {"topk": "SaeLens topk", "batch_topk": "SaeLens batchtopk"}
@@ -92,7 +92,7 @@ class Chain:
         self._has_probe = importlib.util.find_spec("sae_probes") is not None
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Run all stages; yield the results so far after each layer, and all results at the end."""
+        """Run all stages; yield the partial results after each layer, and all results at the end."""
         options = self.options
         with self._timed("model to a folder"):
             asked = self._asked()
@@ -185,7 +185,7 @@ class Chain:
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
-        """Return the tokens per second of each reader; readers take turns, so that other load affects all equally."""
+        """Return the tokens/s of each reader; readers take turns, so that background load affects all of them equally."""
         rates = {kind.name: 0.0 for kind in reading.READERS}
         for _ in range(self.options.repeats):
             for kind in reading.READERS:

@@ -1,8 +1,8 @@
-"""Compares the cost model, which `auto` and the forecasts use, with real steps, and shows its error.
+"""Compares the cost model that `auto` and the forecasts use with real steps, and shows its error.
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
-`trainer bench` measures every shape. At its start, `trainer bench` measures the speeds of the ranks, like a run.
+`trainer bench` measures every shape. Like a run, `trainer bench` first measures the speeds of the ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# The d_in, d_sae, k and number of tokens per rank and step of each shape.
+# Each shape's d_in, d_sae, k, and number of tokens per rank and step.
 SHAPES = ((64, 1024, 16, 4096), (384, 3072, 32, 4096), (384, 16384, 32, 4096), (768, 6144, 32, 1024))
 ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", default="cpu:2", help="devices in the format of launch.gpus, with a number")
+    parser.add_argument("--gpus", default="cpu:2", help="devices in the format of launch.gpus, with a count")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     device, _, ranks = options.gpus.partition(":")

@@ -1,10 +1,11 @@
-"""Injects each job fault into real processes repeatedly, and prints how often its guarantees held, and how fast.
+"""Repeatedly injects each job fault into real processes, and prints how often and how fast its guarantees are met.
 
 python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
 Every trial launches jobs of one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
 after each fault, followed by the guarantees that failed. On a busy machine, the times are upper bounds. One trial of
-all faults takes about 10 minutes on two idle cores. Host faults need gcc, and root rights to create namespaces.
+all faults takes about 10 minutes on two idle cores. Injecting host faults requires gcc, and root privileges to create
+namespaces.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FAULTS = {
     ),
     "raises": Fault("a shard is missing for a while; the job restarts", "to restart", kills.rank_raises),
     "not-finite": Fault("activations are NaN; this is reported without restarts", "to its end", kills.rank_finds_nan),
-    "memory": Fault("the kernel kills rank 1 for memory; no restart", "to its end", kills.rank_out_of_memory),
+    "memory": Fault("rank 1 is OOM-killed; no restart", "to its end", kills.rank_out_of_memory),
     "halted-0": Fault(
         "SIGSTOP of rank 0; reported with stacks, restarted", "to restart", hangs.rank_halted, {"rank": 0}
     ),

@@ -1,9 +1,9 @@
-"""Measures the time of a search in an SAE's stored max-activating examples, and the size of these examples.
+"""Measures how long a search in an SAE's stored max-activating examples takes, and the size of these examples.
 
 PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
 
 The frequencies of the 50,000 distinct tokens follow Zipf's law. Each latent has 20 examples of 20 tokens. The target is
-0.3 s, which still feels immediate.
+0.3 s, which still feels instant.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]:
-    """Run the parts in the seconds that remain for one GPU and for all GPUs, and print a line for each part."""
+    """Run the parts within the remaining seconds for one GPU and for all GPUs, and print a line for each part."""
     report = {}
     for part in chosen:
         ran = run_within(part, left_s[part.sees_all])
@@ -146,7 +146,7 @@ def run_within(part: Part, left_s: float) -> Ran:
         return Ran(NOT_RUN, why="no time was left")
     ran = run(part._replace(limit_s=min(part.limit_s, left_s)))
     if ran.state == WRONG and left_s < part.limit_s and ran.seconds >= left_s:
-        return ran._replace(state=NOT_RUN, why=f"the {left_s:.0f} s that were left did not suffice")
+        return ran._replace(state=NOT_RUN, why=f"the remaining {left_s:.0f} s were not enough")
     return ran
 
 
@@ -227,7 +227,7 @@ def kernels(on_cpu: bool) -> Part:
     at_once = 0 if on_cpu else min(MOST_PROCESSES, os.cpu_count() or 1)
     plugins = ["-p", "no:cacheprovider", "-p", "support.programs"]
     argv = [sys.executable, "-m", "pytest", "-n", str(at_once), *plugins, "--tb", "short", *files]
-    # The cases select their device by this variable.
+    # The cases select their device based on this variable.
     return Part("kernels", argv, 150, variables={"TRITON_INTERPRET": "1" if on_cpu else "0", "OMP_NUM_THREADS": "1"})
 
 
@@ -282,7 +282,7 @@ def run(part: Part) -> Ran:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        stderr += f"\nno end within {part.limit_s:.0f} s"
+        stderr += f"\ndid not finish within {part.limit_s:.0f} s"
     text = part.file.read_text() if part.file and part.file.exists() else stdout
     state = WRONG if process.returncode else OK
     return Ran(state, time.monotonic() - began, answer_in(text), stderr[-2000:])
@@ -306,12 +306,12 @@ def summary(part: Part, ran: Ran) -> str:
     try:
         return word(ran.answer) if word else ""
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        # A failing summary, for example because a tool is missing, must not end the run.
-        return f"its result has no summary ({type(error).__name__}: {error})"
+        # A summary that fails, for example because a tool is missing, must not abort the run.
+        return f"its result cannot be summarised ({type(error).__name__}: {error})"
 
 
 def wrong_words(part: Part, ran: Ran) -> str:
-    """Return the errors that the part reports; if there are none, the last line that it wrote."""
+    """Return the errors that the part reports or, if there are none, the last line that it wrote."""
     if isinstance(ran.answer, dict) and (wrong := ran.answer.get("wrong")):
         return "; ".join(wrong)
     if isinstance(ran.answer, dict) and (failed := ran.answer.get("failed")):
@@ -326,9 +326,9 @@ def case_words(answer: str) -> str:
 
 
 def step_words(answer: list[dict[str, Any]]) -> str:
-    """Return a line for each kind of step: its milliseconds, the first step, and the time modelled for an H200."""
+    """Return a line for each kind of step: its time, the time of the first step, and the time modelled for an H200."""
     lines = [
-        f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms ({one['plain']:.2f} plain), "
+        f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms ({one['plain']:.2f} eager), "
         f"{one['of_floor']:4.0%} of the floor; first step {one['first_step_s']:.1f} s; "
         f"modelled {one.get('modelled', math.nan):.2f}"
         for one in answer
@@ -365,7 +365,7 @@ def driver_words(answer: dict[str, Any]) -> str:
 def job_words(answer: dict[str, Any]) -> str:
     seconds = answer["seconds"]
     return (
-        f"{answer['steps']} steps, bit-identical; {seconds['plain']:.0f} s plain, {seconds['graphs']:.0f} and "
+        f"{answer['steps']} steps, bit-identical; {seconds['plain']:.0f} s eager, {seconds['graphs']:.0f} and "
         f"{seconds['resumed']:.0f} s with graphs; {answer['replayed']} steps replayed"
     )
 

@@ -83,7 +83,7 @@ def table(entries: Sequence[Mapping[str, Any]]) -> str:
     if not newest:
         return NOTHING
     lines = [
-        "| GPU | step | with a graph, ms | plain, ms | of the floor | modelled, ms | first step, s | memory, GiB |",
+        "| GPU | step | with a graph, ms | eager, ms | of the floor | modelled, ms | first step, s | memory, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for entry in newest.values():

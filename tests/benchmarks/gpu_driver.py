@@ -20,7 +20,8 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.ranks.devices import torch_vendor, visible_gpus
 
 MIB = 2**20
-# The minimum share of the total memory that CUDA reports. The driver keeps the rest, for example for page tables.
+# The minimum share of the total memory that CUDA must report. The driver reserves the remainder, for example for page
+# tables.
 LEAST_OF_CUDA = 0.9
 # The allowed deviation, in bytes, of the app's value from nvidia-smi's values just before and just after. nvidia-smi
 # reports multiples of 1 MiB.
@@ -87,7 +88,7 @@ def by_app() -> list[dict[str, Any]]:
 
 
 def by_tool() -> dict[str, Memory]:
-    """Return the memory of all NVIDIA GPUs, or nothing if nvidia-smi is missing."""
+    """Return the memory of all NVIDIA GPUs, or {} if nvidia-smi is missing."""
     if not shutil.which(QUERY[0]):
         return {}
     return read_tool(subprocess.check_output(QUERY, text=True, timeout=30))

@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_failures.py [--device cuda|cpu]
 
-The checks are: running out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's
-compute-sanitizer on test cases of Triton kernels; the bytes that PyTorch reserves for steps, compared with nvidia-smi's
-value for the process. The script prints JSON: the results of each check, or why the check was `not_run`, and a list of
-errors, `wrong`. The exit code is 1 if there are errors.
+The checks exhaust memory while a CUDA graph is captured, trigger a device-side assert in a child process, run NVIDIA's
+compute-sanitizer on test cases of Triton kernels, and compare the bytes that PyTorch reserves for steps with
+nvidia-smi's value for the process. The script prints JSON: the results of each check, or why the check was `not_run`,
+and a list of errors, `wrong`. The exit code is 1 if there are errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPUTE_APPS = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=
 
 
 class NotRun(Exception):
-    """The reason why a check cannot run here."""
+    """Raised, with the reason, if a check cannot run here."""
 
 
 def main() -> int:
@@ -79,27 +79,27 @@ def steps_on_gpu() -> RepeatedStep:
 
 
 def shortage_in_graph() -> dict[str, Any]:
-    """Make memory run out while a step is captured; plain steps must still work, and no memory may leak."""
+    """Make memory run out while a step is captured; eager steps must still work, and no memory may leak."""
     steps, words = steps_on_gpu(), list[str]()
     (learner,) = steps.learners
     recorded: Any = learner.whole_steps
     if recorded is None:
-        raise NotRun("steps are not recorded on this GPU")
+        raise NotRun("steps are not captured on this GPU")
     recorded._report = words.append
     steps.take(3)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    # Allow only as much memory as the plain steps need; a graph needs more.
+    # Allow only the memory that eager steps need; a graph needs more.
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         steps.take(1)
     except torch.OutOfMemoryError:
-        words.append("a plain step ran out of memory, too")
+        words.append("an eager step also ran out of memory")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     if not recorded._n_failed:
-        raise NotRun("the capture needed no more memory than plain steps")
+        raise NotRun("the capture needed no more memory than eager steps")
     steps.take(2)
     return {"reported": words, "wrong": lost_memory()}
 
@@ -147,7 +147,7 @@ def sanitized() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise NotRun(f"compute-sanitizer took more than {SANITIZER_S} s") from None
     if done.returncode not in (0, 1, 9):
-        raise NotRun(f"compute-sanitizer ended with {done.returncode}")
+        raise NotRun(f"compute-sanitizer exited with {done.returncode}")
     lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
     return {"wrong": [] if done.returncode == 0 else [*lines[:3], done.stdout.strip().splitlines()[-1]]}
 

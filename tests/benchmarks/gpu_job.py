@@ -5,7 +5,7 @@
 The job trains on stored rows, logs, evaluates and saves checkpoints. The job runs once without graphs and once with
 graphs. With graphs, the job is stopped after a third of its steps and resumed to the end. The script prints JSON: the
 duration of each attempt in seconds, the number of replayed steps, and a list of errors, `wrong`. The exit code is 1 if
-there are errors. On a CPU, recorded steps are run again instead of replayed.
+there are errors. On a CPU, captured steps are executed again instead of being replayed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def attempt(spec: RankSpec, kind: str, stop_at: int | None = None) -> float:
         process.kill()
     expected = EXIT_FINISHED if stop_at is None else EXIT_STOPPED
     if (code := process.wait()) != expected:
-        sys.exit(f"the {kind} attempt ended with {code}, not {expected}: {paths.log(0).read_text()[-2000:]}")
+        sys.exit(f"the {kind} attempt exited with {code}, not {expected}: {paths.log(0).read_text()[-2000:]}")
     return time.monotonic() - began
 
 
@@ -116,7 +116,7 @@ def step_of(paths: RunPaths) -> int:
 
 
 def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
-    """Return the names of the saved tensors and of the curves that are not bit-identical in both runs."""
+    """Return the names of the saved tensors and the curves that are not bit-identical between the two runs."""
     tensors = [tensors_of(spec) for spec in (one, other)]
     names = sorted(tensors[0].keys() | tensors[1].keys())
     differing = [name for name in names if not all(name in of_run for of_run in tensors) or not equal(name, tensors)]

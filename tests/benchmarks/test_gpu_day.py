@@ -136,7 +136,7 @@ def test_a_part_over_its_limit_is_killed_with_its_child_processes() -> None:
     # The child process would keep the pipe open if only the shell were killed.
     ran = run(Part("bus", ["sh", "-c", "sleep 900 & sleep 900"], 1.0))
     assert ran.state == WRONG
-    assert ran.stderr.endswith("no end within 1 s")
+    assert ran.stderr.endswith("did not finish within 1 s")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_overriding_n_tokens_alone_replaces_n_steps_as_the_length(run_dir: Path)
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["resume", str(folder)]) == EXIT_USAGE
-        assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it holds no job.toml\n"
+        assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it contains no job.toml\n"
 
 
 def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused(
@@ -153,7 +153,7 @@ def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused
     # Each command suggests a fix, which must work.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
-    assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
+    assert "and it has no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
     assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
     out, err = capsys.readouterr()
     assert "warning: it had saved no checkpoint, and starts from the beginning" in err

@@ -27,7 +27,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoSpaceError(UserError):
-    """The disk is full or a quota is exhausted, so the same write may succeed later."""
+    """Raised if the disk is full or a quota is exhausted, so that the same write may succeed later."""
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def temporary_name(folder: Path) -> Path:
 
 
 def clear_cut_off_folders(parent: Path, names: str) -> None:
-    """Remove temporary folders that killed processes left; `names` is a regular expression for the final names."""
+    """Remove temporary folders left behind by killed processes; `names` is a regular expression for the final names."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
     for entry in parent.glob(".*.new"):
         if temporary.fullmatch(entry.name):
@@ -115,7 +115,7 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that the user can still write to the file system of `folder`, which need not exist yet.
+    """Return how many bytes the user can still write to the file system of `folder`, which need not exist yet.
 
     Return `sys.maxsize` if the file system does not report its free space.
     """

@@ -15,7 +15,7 @@ class Waits(Protocol):
     """The time that a set of transfers took."""
 
     def seconds(self) -> float:
-        """Wait until all transfers have ended and return their total time."""
+        """Wait until all transfers are complete and return their total time."""
 
 
 class Waiting(Protocol):
@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
 
 class HostWaits(NamedTuple):
-    """The time spent in transfers that have ended."""
+    """The time spent in completed transfers."""
 
     total_s: float = 0.0
 

@@ -29,7 +29,7 @@ def here(job: J) -> J:
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
     """Raise `JobFileError` with every error that prevents the job from running; print the other problems as warnings.
 
-    Check only settings whose path begins with `only`.
+    Check only settings whose path starts with `only`.
     """
     machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
     problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
@@ -99,7 +99,7 @@ def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
 
 
 def _any_of(uuids: Mapping[str, str], count: int | None) -> list[str]:
-    """Return the indices of the first `count` GPUs that are not MIG slices, or of all if `count` is None.
+    """Return the indices of the first `count` GPUs that are not MIG slices, or of all such GPUs if `count` is None.
 
     If `count` is 1, or all GPUs are slices, return the first GPU or slice.
     """

@@ -81,7 +81,8 @@ def _list_by_torch(vendor: Vendor) -> list[Device]:
 def uuid_of(uuid: object, prefix: str) -> str:
     """Return the UUID that selects a GPU, from the 16 bytes that PyTorch reports.
 
-    ROCm stores the 16 ASCII digits of the GPU's serial number in these bytes; PyTorch prints each byte as two digits.
+    ROCm stores the 16 ASCII digits of the GPU's serial number in these bytes; PyTorch prints each byte as two hex
+    digits.
     """
     digits = str(uuid).replace("-", "")
     with contextlib.suppress(ValueError, UnicodeDecodeError):
@@ -93,7 +94,7 @@ def uuid_of(uuid: object, prefix: str) -> str:
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
     """Return the devices with their indices among all GPUs, since CUDA numbers only the visible GPUs, from 0.
 
-    `on_the_bus` has the UUIDs of all GPUs in bus order; if some are missing, use the numbers in the vendor's
+    `on_the_bus` contains the UUIDs of all GPUs in bus order; if some are missing, use the numbers in the vendor's
     environment variable (`visible`).
     """
     if {device.uuid for device in listed} <= set(on_the_bus):

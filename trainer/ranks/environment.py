@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version, or None if missing, of Python, each training package, and torch's CUDA and ROCm."""
+    """Return the versions of Python, the training packages, and torch's CUDA and ROCm; None marks a missing one."""
     import torch
 
     by_name = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}
@@ -106,7 +106,7 @@ def _gpus() -> list[dict[str, Any]]:
 def _git(root: Path, *arguments: str) -> str | None:
     # Without this option, `status` could lock the index while the user commits.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-    # In a git hook these variables refer to another repository.
+    # In a git hook, these variables refer to another repository.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(

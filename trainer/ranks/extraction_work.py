@@ -1,4 +1,4 @@
-"""The work of an extraction's rank. A resumed extraction continues after the last shard and keeps its history."""
+"""The work of a rank in an extraction. A resumed extraction continues after the last shard and keeps its history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a job in the foreground: starts the ranks as a supervisor would, shows their progress, and ends them."""
+"""Runs a job in the foreground: starts the ranks as a supervisor would, shows their progress, and stops them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, S
 from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
-# The time in seconds within which a rank must notice a lost peer and exit.
+# The time limit in seconds for a rank to notice a lost peer and exit.
 END_AFTER_FAILURE_S = 5.0
 # A short format, since tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
@@ -60,7 +60,7 @@ def _occupied(run_dir: Path) -> str:
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
         return f"--out: there is a run in {run_dir} already; choose another folder, or resume it"
-    ended = f"--out: there is a run in {run_dir} already that had saved no checkpoint"
+    ended = f"--out: there is a run in {run_dir} already, and it has no checkpoint"
     return f"{ended}; remove the folder, choose another, or `resume` it from the beginning"
 
 
@@ -83,9 +83,9 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the attempt that runs in a folder; raise `UserError` if none runs or the app started it."""
+    """Return the spec of the attempt running in a folder; raise `UserError` if none is running or it is the app's."""
     if not RunPaths(run_dir).job_file.exists():
-        raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it holds no job.toml")
+        raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it contains no job.toml")
     spec = last_spec(run_dir)
     if is_held(RunPaths(run_dir).lock_file) is False:
         raise UserError(f"the run in {run_dir} is not running; `sae-train resume {run_dir} --finish` finishes it")
@@ -95,7 +95,7 @@ def running_spec(run_dir: Path) -> RankSpec:
 
 
 def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
-    """Write a file that requests the ranks of an attempt to stop, or to cool down and finish early."""
+    """Write a file that tells the ranks of an attempt to stop, or to cool down and finish early."""
     paths = RunPaths(run_dir)
     private_folder(paths.attempt(attempt))
     refuse_link(paths.attempt(attempt))
@@ -127,7 +127,7 @@ class Foreground:
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # Append one by one, so that a Ctrl-C in between reaches the ranks that already run.
+            # Append one by one, so that a Ctrl-C in between reaches the ranks that are already running.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()
@@ -160,12 +160,12 @@ class Foreground:
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, *STOP_SIGNALS):
             signal.signal(number, self._on_stop)
-        # Under nohup SIGHUP is ignored and must stay ignored.
+        # Under nohup, SIGHUP is ignored and must stay ignored.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only a second Ctrl-C kills the ranks, since the end of a session sends SIGTERM and SIGHUP together.
+        # Only a second Ctrl-C kills the ranks, since at the end of a session, both SIGTERM and SIGHUP are sent.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
         self._signal_ranks()
@@ -189,7 +189,7 @@ class Foreground:
         return tqdm(total=total, initial=first, disable=None, dynamic_ncols=True, bar_format=BAR)
 
     def _watch(self, bar: tqdm[Any]) -> None:
-        """Wait until all ranks have ended; when one fails, kill the others after `END_AFTER_FAILURE_S`."""
+        """Wait until all ranks have exited; if one fails, kill the others after `END_AFTER_FAILURE_S`."""
         failed_since = None
         while any(rank.ended is None for rank in self._ranks):
             self._show(bar)
@@ -211,7 +211,7 @@ class Foreground:
             bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
             bar.set_postfix(_shown_in_bar(latest), refresh=False)
-            # While a resumed run prepares, its heartbeats contain step 0.
+            # While a resumed run starts up, its heartbeats contain step 0.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
 
@@ -239,7 +239,7 @@ class Foreground:
         """Return the error of the rank that failed first; the other ranks only lost their connection to it."""
         first = first_failed(self._ranks)
         if self._is_killing and not (first and first.hangs):
-            return "ended at once, without a checkpoint of the last steps"
+            return "stopped immediately, without a checkpoint of the last steps"
         if self._is_stopping and not (first and (first.word or first.was_killed)):
             return "interrupted before a checkpoint was saved"
         if not first:
@@ -277,7 +277,7 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 
 def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
-    """Return the values to show in the bar, with short names; the batch FVU only until there is a held-out FVU."""
+    """Return the values to show in the bar, with short names; show the batch FVU only until there is a held-out FVU."""
     names = {series.short or name: name for name, series in key_metrics().items() if name != CRITERION}
     fvu = {"held-out FVU": held_out(CRITERION)} if held_out(CRITERION) in latest else {"batch FVU": CRITERION}
     values = {label: value_of_sae(latest, name, best_sae(latest)) for label, name in (fvu | names).items()}
@@ -312,7 +312,7 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
 def _ignore_the_terminal() -> None:
     """Ignore SIGINT and SIGHUP in a rank before its program starts.
 
-    Ctrl-C reaches the whole process group, but this process decides what to send to the ranks.
+    Ctrl-C signals the entire process group, but this process decides what to send to the ranks.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

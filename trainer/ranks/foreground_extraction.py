@@ -37,7 +37,7 @@ from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 from trainer.ranks.extraction_rank import PEERS, RESULT
 from trainer.ranks.foreground import Foreground, write_job
 
-# The name of the run folder in the output folder, which is used if several processes extract.
+# The name of the run folder in the output folder. It is used only if there are several processes.
 RUN = ".run"
 
 
@@ -55,7 +55,7 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> ExtractionResult:
     """Extract in this process."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS):
-        # Under nohup SIGHUP is ignored and must stay ignored.
+        # Under nohup, SIGHUP is ignored and must stay ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
     if gpus:
@@ -106,7 +106,7 @@ def _gpus(job: ExtractJob) -> list[Device]:
     if not gpus:
         if not job.on_cpu and (isinstance(asked, list) or count > 1):
             instead = f'"cpu:{count}"' if count > 1 else '"cpu" or "auto"'
-            raise UsageError(f"launch.gpus: there is no GPU here; give {instead} instead of {show(asked)}")
+            raise UsageError(f"launch.gpus: there is no GPU here; use {instead} instead of {show(asked)}")
         return []
     indices = [gpu.index for gpu in gpus]
     if missing := [index for index in chosen_indices(job) if index not in indices]:
@@ -136,7 +136,7 @@ def _print(job: ExtractJob, result: ExtractionResult, *, as_json: bool) -> None:
     if left_out:
         lines.append(f"left out: {left_out}")
     if result.state == "stopped":
-        lines.append("the same command continues after the last finished shard")
+        lines.append("run the same command again to continue after the last finished shard")
     elif result.n_tokens < job.extract.n_tokens:
-        lines.append(f"the text ended before the {job.extract.n_tokens:,} rows of extract.n_tokens")
+        lines.append(f"the text ran out before the {job.extract.n_tokens:,} rows of extract.n_tokens")
     show_text(printable_lines("\n".join(lines)) + "\n")

@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
     from trainer.reporting.progress import RunProgress
 
-# A rank that was requested to stop and makes no progress for this many seconds is stuck.
+# After a stop request, a rank is considered stuck if it makes no progress for this many seconds.
 STUCK_AFTER_S = 60.0
 # The minimum time in seconds that ranks wait for a busy rank.
 LEAST_PATIENCE_S = 600.0
 
 
 def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
-    """Run the rank that the environment variable RANK names, and end the process with its exit code."""
+    """Run the rank that the environment variable RANK names, and exit the process with the rank's exit code."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
-    # The disk of the log may be full.
+    # The log's disk may be full.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # Skip PyTorch's shutdown: it takes a second of CPU time and would delay a stop and the next job.
+    # Skip PyTorch's shutdown, since it takes a second of CPU time and would delay a stop and the next job.
     os._exit(code)
 
 
@@ -154,7 +154,7 @@ class RankWork(Generic[J]):
 
 
 def once_each_start(spec: RankSpec, name: str) -> str:
-    """Return a name in the attempt's folder that changes whenever a cluster restarts the same attempt."""
+    """Return a file name for the attempt's folder that changes whenever a cluster restarts the attempt."""
     if staging.is_staged():
         # The process may have left the file locked before its restart.
         name = f"{name}-staged"
@@ -235,21 +235,21 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
     def is_alone() -> bool:
         """Return whether the supervisor is gone and no progress would be lost if this process exits.
 
-        No progress is lost before the first step, or if rank 0, which saves checkpoints, is gone too: other orphaned
-        ranks may have died before all ranks joined. This condition is polled, since the parent-death signal can come
-        when one of the parent's threads ends, a moment before the process is gone.
+        No progress is lost before the first step, or if rank 0, which saves checkpoints, is gone too. Other orphaned
+        ranks may have died before all ranks joined. This condition is polled, since the parent-death signal can arrive
+        when one of the parent's threads exits, a moment before the process is gone.
         """
         return os.getppid() != parent and (progress.place[0] == "starting" or _is_gone(first))
 
     wait_until_stuck(progress, stuck_after_s, is_alone)
     phase, step = progress.place
     if is_alone():
-        _leave(f"its supervisor is gone{' before it began to train' if phase == 'starting' else ', and so is rank 0'}")
+        _leave(f"its supervisor is gone{' before training started' if phase == 'starting' else ', and so is rank 0'}")
     _leave(f"asked to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
 
 
 def _is_gone(first: Path | None) -> bool:
-    """Return whether rank 0's process is known to have ended, which is False for a process on another host."""
+    """Return whether rank 0's process is known to have exited; return False if the process is on another host."""
     process = read_json(first, ProcessRef) if first else None
     return process is not None and process.is_gone
 

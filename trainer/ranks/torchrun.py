@@ -1,4 +1,4 @@
-"""Runs ranks that torchrun starts on one or more hosts; they meet through its variables and share one run folder."""
+"""Runs ranks that torchrun starts on one or more hosts; they share a run folder and torchrun's rendezvous."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def join(job: JobConfig, run_dir: Path) -> int:
         message = f"{missing[0]} is not set: start it with torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
     if job.model_gpus not in (0, "auto"):
-        message = 'torchrun starts a rank for each GPU, so no GPU is left for the model alone; use 0 or "auto"'
-        raise JobFileError([Problem("data.model_gpus", message)])
+        reason = "torchrun starts a rank for each GPU, so no GPU can be reserved for the language model"
+        raise JobFileError([Problem("data.model_gpus", f'{reason}; use 0 or "auto"')])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
     cuda_variables.set_here()
     if read_box(own_box_file()).peers_fail:

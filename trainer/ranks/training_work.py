@@ -167,7 +167,7 @@ class TrainingWork(RankWork[JobConfig]):
 
 
 def patience_s(job: JobConfig, world_size: int) -> float:
-    """Return the seconds that ranks wait for a busy rank: long enough for a checkpoint, at least `LEAST_PATIENCE_S`."""
+    """Return how many seconds ranks wait for a busy rank: enough for a checkpoint, and at least `LEAST_PATIENCE_S`."""
     try:
         # Assume a CPU, which by default keeps moments in fp32 and thus has the larger checkpoint.
         work = Workload(job, world_size, job.data_shape(), CPU)
@@ -177,7 +177,7 @@ def patience_s(job: JobConfig, world_size: int) -> float:
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
-    """Return a heartbeat for the step at which the run begins, or None if the checkpoint cannot be read."""
+    """Return a heartbeat for the step that the run starts at, or None if the checkpoint cannot be read."""
     with contextlib.suppress(Exception):
         at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
         return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
@@ -185,13 +185,13 @@ def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
 
 
 class Compiling:
-    """Reports the kernels that Triton compiles before the first step of a run that begins at `step`."""
+    """Reports the kernels that Triton compiles before the first step of a run that starts at `step`."""
 
     def __init__(self, progress: RunProgress, step: int, tokens: int) -> None:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
-        """Report that kernel `number` is compiling; do nothing once training has begun, since steps show progress."""
+        """Report that kernel `number` is compiling; do nothing once training has started, since steps show progress."""
         from trainer.reporting import rank_log
         from trainer.runtime.triton_kernels import n_kernels
 
@@ -201,14 +201,14 @@ class Compiling:
         self._progress.heartbeat(f"{COMPILING}, {of_all}", self._step, self._tokens)
         if time.monotonic() - self._said > SLOW_S:
             self._said = time.monotonic()
-            rank_log.say(f"compiling {of_all} kernels, first time on this machine")
+            rank_log.say(f"compiling {of_all} kernels for the first time on this machine")
 
 
 def _compile(world: World, spec: RankSpec, job: JobConfig, progress: RunProgress) -> None:
     """Compile and try all kernels before the first step, with a heartbeat for each.
 
-    The first time on a machine this takes one or two minutes, and without heartbeats the run would appear to hang. The
-    first step compiles a few more kernels for its tensor sizes.
+    The first time on a machine, this takes one or two minutes, and without heartbeats, the run would appear to hang.
+    The first step compiles a few more kernels for its tensor sizes.
     """
     from trainer.parallel.same_kernels import agree
     from trainer.runtime.triton_kernels import report_compiling

@@ -310,7 +310,7 @@ def test_the_folder_of_another_extraction_is_refused(example, change: dict[str, 
     message = rf"^extract.output: {job.extract.output} contains an extraction with a different .*"
     with pytest.raises(UsageError, match=message):
         Extraction(other, CPU, Alone(threading.Event()))
-    assert f"another {section}.{name}, " in refusal(other)
+    assert f"a different {section}.{name}, " in refusal(other)
     assert digests(job) == before
 
 

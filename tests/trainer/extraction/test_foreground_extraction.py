@@ -122,7 +122,7 @@ def test_a_gated_model_is_reported_with_its_licence_page_and_the_login(job_file:
 
 def test_a_text_that_ends_early_is_reported(job_file: Path, capsys) -> None:
     assert main(["extract", str(job_file), "--set", "extract.n_tokens=1M"]) == EXIT_FINISHED
-    assert "the text ended before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
+    assert "the text ran out before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
 
 
 def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, tmp_path: Path, capsys) -> None:
@@ -167,7 +167,7 @@ def test_one_document_per_context_is_reported_if_packing_is_impossible(job_file:
         ),
         ("extract.n_tokens=0", EXIT_USAGE, "extract.n_tokens: must be "),
         ("extract.rows=5", EXIT_USAGE, "extract.rows: is not a known setting"),
-        ("launch.gpus=[0]", EXIT_USAGE, 'launch.gpus: there is no GPU here; give "cpu" or "auto" instead of [0]'),
+        ("launch.gpus=[0]", EXIT_USAGE, 'launch.gpus: there is no GPU here; use "cpu" or "auto" instead of [0]'),
         ("extract.output=job.toml", EXIT_USAGE, "extract.output: "),
     ],
 )

@@ -100,7 +100,7 @@ def stored_run(run_dir: Path) -> StoredRun:
 def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], str] = read_plain_text) -> JobConfig:
     """Return a run's job with overrides applied; raise `JobFileError` for settings that a resumed run cannot change."""
     if not (job_file := RunPaths(run_dir).job_file).exists():
-        raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
+        raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it contains no job.toml")])
     changed = [override.partition("=")[0].strip() for override in overrides]
     free = (*_LENGTH, *_CADENCE, _PLACE)
     refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
