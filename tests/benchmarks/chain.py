@@ -185,7 +185,7 @@ class Chain:
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
-        """Return the tokens/s of each reader; readers take turns, so that background load affects all of them equally."""
+        """Return the tokens/s of each reader; readers take turns, so that other load affects all of them equally."""
         rates = {kind.name: 0.0 for kind in reading.READERS}
         for _ in range(self.options.repeats):
             for kind in reading.READERS:

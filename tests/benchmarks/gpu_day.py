@@ -146,7 +146,7 @@ def run_within(part: Part, left_s: float) -> Ran:
         return Ran(NOT_RUN, why="no time was left")
     ran = run(part._replace(limit_s=min(part.limit_s, left_s)))
     if ran.state == WRONG and left_s < part.limit_s and ran.seconds >= left_s:
-        return ran._replace(state=NOT_RUN, why=f"the remaining {left_s:.0f} s were not enough")
+        return ran._replace(state=NOT_RUN, why=f"the {left_s:.0f} s that were left were not enough")
     return ran
 
 

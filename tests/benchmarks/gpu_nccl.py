@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
-A single rank receives the data that it sends. This finds wrong values, dtypes that NCCL rejects and exchanges that a
-graph cannot contain, without a second GPU. The script prints JSON: the number of correct exchanges, the memory and time
-that NCCL takes to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU, the script
-uses gloo instead of NCCL, and no graph.
+A single rank receives the data that it sends. Without a second GPU, this detects wrong values, dtypes that NCCL
+rejects, and exchanges that a graph cannot contain. The script prints JSON: the number of correct exchanges, the memory
+and time that NCCL takes to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU,
+the script uses gloo instead of NCCL, and no graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Exchange = Callable[[DistributedGroup, Tensor], Tensor]
 
 
 def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Exchange:
-    """Return a function that exchanges two tensors together, in place, and returns the first tensor."""
+    """Return a function that exchanges two tensors in one call, in place, and returns the first tensor."""
 
     def both(group: DistributedGroup, tensor: Tensor) -> Tensor:
         tensors = [tensor.clone(), torch.cat([tensor.reshape(-1)] * 2).reshape(-1, *tensor.shape[1:])]

@@ -1,4 +1,4 @@
-"""The time of a step on this GPU, kernel by kernel: plain, recorded, and as modelled for an H200.
+"""The time of a step on this GPU, kernel by kernel: eager, captured, and as modelled for an H200.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_profile.py [A:topk:dead B:gated ...] [--kernels N] [--json FILE]
 
@@ -7,7 +7,7 @@ Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 a
 precision of `auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a step while the GPU is idle.
 All steps use one batch of random rows, as at the start of a run. SAEs with a penalty then have many active latents, so
 their products are dense. The floor is the minimum time that `python -m trainer bench` prints for this GPU.
-"of it" is the floor's share of the time of the recorded step, if there is one, or of the plain step.
+"of it" is the floor's share of the time of the captured step, if there is one, or of the eager step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     cuda_variables.set_here()
     found = []
     print(
-        f"{'':30} {'plain':>8} {'host':>8} {'kernels':>16} {'recorded':>9} {'modelled':>9} {'floor':>7} ms {'of it':>6}"
+        f"{'':30} {'eager':>8} {'host':>8} {'kernels':>16} {'captured':>9} {'modelled':>9} {'floor':>7} ms {'of it':>6}"
     )
     for case in options.cases:
         figures = measured(case, torch.device(options.device))
@@ -100,7 +100,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
 
 
 def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) -> dict[str, float]:
-    """Return the milliseconds modelled for an H200, or nothing if the model cannot run in this process."""
+    """Return the milliseconds modelled for an H200, or {} if the model cannot run in this process."""
     is_dense = "topk" not in job.sae.architecture
     is_recorded = not is_dense and pays(
         Layout(job, 1), d_in, d_in, precision=resolve_precision(job.train.precision, device)
@@ -123,7 +123,7 @@ def since_fired(sae: Any) -> None:
 
 
 def timed(steps: RepeatedStep, device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds of a step, and the host's milliseconds per step while the device is idle."""
+    """Return the milliseconds per step, and the host's milliseconds per step while the device is idle."""
     steps.take(WARM_UP)
     whole = milliseconds(lambda: steps.take(N_TIMED), device) / N_TIMED
     host = []

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
-    """Return a job with the same number of tokens per step on any number of GPUs; its latents are soon dead."""
+    """Return a job with the same number of tokens per step on any number of GPUs; its latents soon count as dead."""
     tokens = TOKENS_OF_RANK * n_ranks
     job, problems = parse_job(
         {
@@ -95,7 +95,7 @@ def trained(job: JobConfig) -> dict[str, float]:
 def differing(fvus: dict[str, dict[str, float]]) -> list[str]:
     """Return a sentence for each kind whose FVU in some mode differs from its FVU on one GPU."""
     return [
-        f"{mode}: FVU of {kind} is {fvu:.5f}, and {fvus['one'][kind]:.5f} on one GPU"
+        f"{mode}: FVU of {kind} is {fvu:.5f}, but {fvus['one'][kind]:.5f} on one GPU"
         for mode, of_kind in fvus.items()
         for kind, fvu in of_kind.items()
         if not math.isclose(fvu, fvus["one"][kind], **NEAR)

@@ -1,4 +1,4 @@
-"""Measures NCCL's memory, the timeline of a step with dead latents, or the end of a run after a rank is killed.
+"""Measures NCCL's memory, the timeline of a step with dead latents, or how a run ends after a rank is killed.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_several.py auto:2|cpu:2 memory|profile|killed [--mode tensor]
 
@@ -30,7 +30,8 @@ from trainer.ranks.foreground import read_progress
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SHAPES = {"cuda": (768, 24576, 32, 4096), "cpu": (64, 512, 8, 256)}
-# The time limits in seconds until the ranks train, and from the kill to the end of the command, and the poll interval.
+# The time limits in seconds for the ranks to start training, and for the command to exit after the kill, and the poll
+# interval.
 STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 
@@ -72,7 +73,7 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def killed(gpus: str, mode: str) -> dict[str, Any]:
-    """Kill the last rank while it trains; return the seconds until the command ends, and the command's error."""
+    """Kill the last rank while it trains; return the seconds until the command exits, and the command's error."""
     job = parsed(
         {
             "data": {"path": str(SAMPLE)},
@@ -99,7 +100,7 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
             return {"wrong": [f"the other ranks were still running {ENDED_S:.0f} s after one was killed"]}
         finally:
             process.kill()
-    wrong = [] if process.returncode and "rank" in words else [f"it ended with {process.returncode}: {words[-200:]}"]
+    wrong = [] if process.returncode and "rank" in words else [f"it exited with {process.returncode}: {words[-200:]}"]
     return {"ended_s": time.monotonic() - began, "said": words[-300:], "wrong": wrong}
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_shared.py [--device cuda|cpu]
 
-NCCL refuses two ranks on one GPU, so the ranks exchange tensors through host memory (`tests/support/one_gpu.py`). All
+NCCL rejects two ranks on one GPU, so the ranks exchange tensors through host memory (`tests/support/one_gpu.py`). All
 other code is the same as on several GPUs. Each mode trains three kinds of SAE for 20 steps, with AuxK, in fp32 and in
 16 bits. The script prints JSON: the FVU of each SAE, the places in the code where the host waited in a further step
 outside the exchange, and a list of errors, `wrong`. The exit code is 1 if there are errors.
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def run_ranks(device: str) -> dict[str, Any]:
-    """Start both ranks and return the results of the first; if one fails, exit with its message."""
+    """Start both ranks and return the results of the first; if a rank fails, exit with its error."""
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         place = Path(folder) / "rendezvous"
         argv = [sys.executable, __file__, "--device", device, "--place", str(place), "--rank"]
@@ -83,7 +83,7 @@ def run_ranks(device: str) -> dict[str, Any]:
 
 
 def run_rank(device: torch.device, index: int, place: Path) -> None:
-    """Train in each mode; the first rank also trains alone and writes the results."""
+    """Train in each mode; the first rank also trains by itself, and writes the results."""
     world, cases = join(device, index, N_RANKS, place), []
     size = SMALL if device.type == "cuda" else TINY
     x = rows(size.batch_size, size.d_in).to(device)
@@ -145,7 +145,7 @@ def wrong_of(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         name = f"{case['mode']}, {case['kind']}, {case['precision']}"
         if not math.isclose(case["fvu"], case["one"], rel_tol=NEAR[case["precision"]], abs_tol=1e-5):
-            wrong.append(f"{name}: FVU {case['fvu']:.5f}, and {case['one']:.5f} on one rank")
+            wrong.append(f"{name}: FVU {case['fvu']:.5f}, but {case['one']:.5f} on one rank")
         wrong += [f"{name}: the host waits at {place}" for place in case["waits"]]
     return wrong
 

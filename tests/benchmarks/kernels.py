@@ -1,4 +1,4 @@
-"""Measures every product of a TopK step, and compares it with the dense product that it replaces and a minimum time.
+"""Measures every product of a TopK step, and compares it with the equivalent dense product and with a minimum time.
 
     python tests/benchmarks/kernels.py [--d-in 384] [--d-sae 3072] [--batch 4096] [--k 32] [--device cuda]
         [--precision bf16] [--threads 2] [--repeat 20] [--json FILE]

@@ -5,10 +5,10 @@
 Batches of 4096 rows are read in training order, and each row is read once. Rows that were shuffled when they were
 stored, as by an extraction, are read in contiguous ranges, and other rows are read one by one. First one thread reads,
 as during a step on a CPU. Then all threads read into the same memory repeatedly, as for a GPU. The goal is 90 % of the
-speed of the sequential read, which keeps no data, both from the page cache and from the disk, with the files dropped
-from the cache beforehand. Then a TopK SAE is trained for 100 steps; at most 2 % of the time may be spent waiting for
-data. Parquet is decoded once in advance, and the decoding is timed separately. The benchmark needs `--rows` × `--d-in`
-× 4 bytes of disk space, or twice as many for Parquet.
+speed of a sequential read that discards the data, both from the page cache and from the disk. For reads from the disk,
+the files are first dropped from the cache. Then a TopK SAE is trained for 100 steps; at most 2 % of the time may be
+spent waiting for data. Parquet is decoded once in advance, and the decoding is timed separately. The benchmark needs
+`--rows` × `--d-in` × 4 bytes of disk space, or twice that for Parquet.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def wait_of_training(folder: Path) -> float:
 
 
 class Waits(RunProgress):
-    """Keeps the last reported share of time that a training spent waiting for data."""
+    """Keeps the last reported share of time that training spent waiting for data."""
 
     last = 0.0
 
@@ -157,7 +157,7 @@ class Waits(RunProgress):
 
 
 def timed(action: Callable[[Any], object], of: Any) -> float:
-    """Return the seconds that an action takes."""
+    """Return how many seconds an action takes."""
     began = time.perf_counter()
     action(of)
     return time.perf_counter() - began

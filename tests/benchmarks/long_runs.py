@@ -7,7 +7,7 @@
 ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
 One text in 20 is held out entirely, the same texts for every seed. Every recipe trains on the same rows in the same
 order. Every run is completed, since the FVU improves most while the learning rate falls. Each result is a line of
-RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be continued. Without ROWS, the existing
+RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be resumed. Without ROWS, the existing
 results are only printed.
 
 The recipe `default` uses the automatic rate. `short` uses the automatic rate of a run of 1,000 steps. `/3` and `/10`
@@ -197,7 +197,7 @@ def rule(left: int, y: float) -> str:
 
 
 def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
-    """Run the cases that are missing from the results, and append them."""
+    """Run the cases that have no result yet, and append their results."""
     rows = Rows(folder)
     for n_steps in options.steps:
         for seed in options.seeds:

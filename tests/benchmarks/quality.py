@@ -1,16 +1,17 @@
-"""Measures the held-out FVU by training time of several trainers with their defaults, on the same rows in one order.
+"""Measures the held-out FVU over training time for several trainers with default settings, on the same rows.
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
         [--seeds 0] [--json FOLDER] [--save FOLDER]
 
-DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If they have `document`
-[n_tokens], entire texts with at least 16,384 rows are held out, the same texts for all seeds. Otherwise the seed
-selects 16,384 single rows. The remaining rows are trained on in seeded permutations, one per epoch.
+DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If the files contain
+`document` [n_tokens], entire texts with at least 16,384 rows in total are held out, the same texts for all seeds.
+Otherwise, the seed selects 16,384 single rows. All trainers train on the remaining rows in the same order: in seeded
+permutations, one per epoch.
 
-Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users get them. It also
-measures the FVU with the k·n largest activations of a batch, which compares BatchTopK SAEs at equal L0 regardless of
-their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training rows. With
-several seeds, a second table has the mean FVU at equal L0, its standard deviation over seeds and its standard error
+Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users would see them. It
+also measures the FVU with the k·n largest activations of a batch, which compares BatchTopK SAEs at equal L0 regardless
+of their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training rows. With
+several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and its standard error
 over held-out texts. Times include only training steps. The CPU time is divided by the number of threads, so that it
 equals the wall time on an idle machine.
 
@@ -112,7 +113,7 @@ class Result:
         return self.curve[-1]
 
     def seconds_to(self, fvu: float) -> float | None:
-        """Return the CPU seconds at which the curve reaches this FVU, interpolated linearly, or None."""
+        """Return the CPU seconds after which the curve reaches this FVU, interpolated linearly, or None."""
         for before, after in zip(self.curve, self.curve[1:], strict=False):
             if after.fvu_at_k <= fvu:
                 share = (before.fvu_at_k - fvu) / max(before.fvu_at_k - after.fvu_at_k, 1e-12)
@@ -296,8 +297,8 @@ def over_seeds(results: list[list[Result]]) -> Table:
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
     """Return the seconds until the lowest FVU of any peer of the same kind is reached, and the speed-up over that peer.
 
-    The peer's lowest FVU is used rather than its last: sparsify's FVU was 0.1226 after 300 of 500 steps and 0.1260 at
-    the end.
+    The peer's lowest FVU is used rather than its last one, since FVU can rise again: sparsify's FVU was 0.1226 after
+    300 of 500 steps and 0.1260 at the end.
     """
     rivals = [point for other in results if other.is_peer and other.kind == result.kind for point in other.curve]
     if not rivals:

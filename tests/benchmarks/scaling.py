@@ -3,7 +3,7 @@
     python tests/benchmarks/scaling.py [--d-sae 3072 16384] [--ranks 2] [--batch 4096] [--rounds 3] [--steps 12]
 
 Each process has one thread. The global batch size is the same, so two ranks can at best be twice as fast. The modes
-take turns and the medians are compared, so that load from other programs affects all modes alike. The upper limit is
+take turns and the medians are compared, so that load from other programs affects all modes equally. The upper limit is
 the sum of the tokens/s of the same number of independent processes, each with all tokens ("alone") or with a share of
 the tokens ("alone, shared tokens"). The bytes that a rank writes for other ranks in a step are compared with the
 expected number: a ring all-reduce of the reconstructions and gradients, and the candidates of all ranks. The last row

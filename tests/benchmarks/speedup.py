@@ -160,7 +160,7 @@ def exchange_table() -> str:
             continue
         cells = [sent(shape, parallel, count) for shape in SHAPES.values() for count in COUNTS[1:]]
         rows.append([mode, *cells])
-    return f"Modelled MB that a GPU sends in a step, 4,096 tokens for each GPU:\n\n{as_table(['mode', *heads], rows)}"
+    return f"Modelled MB that each GPU sends per step, with 4,096 tokens per GPU:\n\n{as_table(['mode', *heads], rows)}"
 
 
 def sent(shape: Shape, parallel: dict[str, Any], count: int) -> str:
@@ -181,7 +181,7 @@ def speed_table() -> str:
             rows.append([gpu.name, gpu.link, name, f"{1e3 * found[0].settled.time.total_s:.1f}", *cells])
     targets = [f"{times} ×" for times in PROMISED.values()]
     rows.append(["at least intended", "", "", "", *targets])
-    words = "Modelled speed-up of `auto` over one GPU, the step and the mode that it takes, 4,096 tokens for each GPU:"
+    words = "Modelled speed-up of `auto` over one GPU, step time and selected mode, with 4,096 tokens per GPU:"
     return f"{words}\n\n{as_table(heads, rows)}"
 
 
@@ -200,7 +200,7 @@ def cpu_table() -> str:
         [f"{int(d_sae):,}", *(f"{found[mode]['speed_up']:.2f} ×" for mode in modes)]
         for d_sae, found in measured.items()
     ]
-    words = "**Measured** speed-up of two CPU processes over one, d_in 384, k 32, 4,096 tokens in all:"
+    words = "**Measured** speed-up of two CPU processes over one, with d_in 384, k 32 and 4,096 tokens per step:"
     return f"{words}\n\n{as_table(['latents', *modes], rows)}"
 
 

@@ -1,10 +1,10 @@
-"""Measures how long a screen waits if there are many long runs, and how much reporting costs the training.
+"""Measures how long a screen waits if there are many long runs, and how much reporting slows down training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
 Creates ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that
-sometimes locks the store. Every result is printed with its target. For comparison, a peer stores one JSON text per step
-and reads all texts at every refresh, as trackio does. The benchmark needs 1 GiB of disk space.
+sometimes locks the store. Every result is printed with its target. For comparison, a peer stores one JSON string per
+step and reads all of them at every refresh, as trackio does. The benchmark needs 1 GiB of disk space.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def add(table: Table, what: str, times: list[float], wanted: float | None) -> No
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Return the milliseconds that an action takes."""
+    """Return how many milliseconds an action takes."""
     began = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - began)
@@ -182,7 +182,7 @@ def report(progress: StoredProgress, step: int) -> None:
 
 
 def peer(folder: Path, n_steps: int) -> float:
-    """Return the milliseconds that a refresh of the peer takes."""
+    """Return how many milliseconds a refresh of the peer takes."""
     with contextlib.closing(sqlite3.connect(folder / "peer.db")) as db, db:
         db.execute("CREATE TABLE metrics(id INTEGER PRIMARY KEY, run TEXT, step INTEGER, metrics TEXT)")
         pairs = ", ".join(f"'{name}', abs(random()) / 1e19" for name in SERIES)

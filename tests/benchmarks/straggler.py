@@ -4,7 +4,7 @@
 
 Two CPU ranks are each pinned to a core. After a while, `--burners` busy processes are pinned to the core of rank 1;
 later, they are killed. The throughput is measured once with fixed shares and once with shares that are adjusted to the
-speeds of the ranks. Run this benchmark on two cores without other work.
+speeds of the ranks. Run this benchmark on two otherwise idle cores.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_a_different_fvu_on_several_ranks_and_waiting_hosts_are_reported() -> No
     case = {"mode": "ddp", "kind": "topk", "precision": "fp32", "fvu": 0.3, "one": 0.3, "waits": {}}
     assert not wrong_of([case, case | {"precision": "bf16", "fvu": 0.31}])
     (wrong,) = wrong_of([case | {"fvu": 0.31}])
-    assert wrong == "ddp, topk, fp32: FVU 0.31000, and 0.30000 on one rank"
+    assert wrong == "ddp, topk, fp32: FVU 0.31000, but 0.30000 on one rank"
     assert wrong_of([case | {"waits": {"step.py:9": 2}}]) == ["ddp, topk, fp32: the host waits at step.py:9"]
 
 
@@ -156,7 +156,7 @@ def test_a_part_whose_program_is_missing_is_not_run_and_says_why() -> None:
 
 
 def test_a_result_without_the_expected_values_still_has_a_summary() -> None:
-    assert "no summary" in summary(Part("nccl", [], 1.0), Ran(OK, answer={}))
+    assert "cannot be summarised" in summary(Part("nccl", [], 1.0), Ran(OK, answer={}))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_modes_whose_fvu_differs_from_one_gpu_are_named() -> None:
     one = dict.fromkeys(KINDS, 0.3)
     assert not differing({"one": one, "ddp": dict.fromkeys(KINDS, 0.3002)})
     (wrong,) = differing({"one": one, "ddp": one | {"jumprelu": 0.3004}})
-    assert wrong == "ddp: FVU of jumprelu is 0.30040, and 0.30000 on one GPU"
+    assert wrong == "ddp: FVU of jumprelu is 0.30040, but 0.30000 on one GPU"
     assert len(differing({"one": one, "tensor": one | {"topk": float("nan")}})) == 1
 
 

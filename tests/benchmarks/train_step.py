@@ -5,10 +5,10 @@
 
 Each recipe runs in its own process, so that its peak memory is measured separately. The processes take turns in rounds
 of several steps, so that other load affects all recipes equally. The first step of a round is not timed, since the
-caches then contain other data. The tokens/s are the median over the rounds. The CPU rate is computed from the CPU time
-per thread instead of the wall time. This rate is more meaningful on a busy machine, but favours recipes that leave
-threads idle. The peak memory is followed, in parentheses, by its increase since the libraries and the data were loaded.
-FVU is measured on held-out rows after all steps.
+caches then contain other data. Tokens/s are medians over the rounds. The CPU rate is computed from the CPU time per
+thread instead of the wall time. This rate is more meaningful on a busy machine, but favours recipes that leave threads
+idle. The peak memory is followed, in parentheses, by its increase since the libraries and the data were loaded. FVU is
+measured on held-out rows after all steps.
 
 The floor is the time of one sparse step's arithmetic or of its memory traffic at this machine's own measured speed,
 whichever is longer. "of floor" is the floor's share of the measured time. Without --data, rows are sparse sums of
@@ -43,7 +43,7 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# The size of the matrices and the number of bytes for measurements of the machine's speed. They exceed every cache,
+# The size of the matrices and the number of bytes with which the machine's speed is measured. They exceed every cache
 # but fit into the memory of a laptop.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
@@ -89,7 +89,7 @@ def setup_of(options: argparse.Namespace, d_in: int | None = None) -> peers.Setu
     return peers.Setup(*width, options.k, options.batch, n_steps, options.device, bf16, options.seed)
 
 
-# The comparing process
+# The parent process
 
 
 class Worker:
@@ -109,7 +109,7 @@ class Worker:
         print(question, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            raise EOFError(f"ended with {self._process.wait()}")
+            raise EOFError(f"exited with {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -222,7 +222,7 @@ def timed(work: Callable[[], Any], device: str) -> float:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answer "start", "round" and "end" on standard input with one line of JSON each."""
+    """Read "start", "round" and "end" from standard input, and reply to each with one line of JSON."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     answers, sys.stdout = sys.stdout, sys.stderr

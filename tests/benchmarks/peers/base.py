@@ -26,7 +26,7 @@ class Setup:
     device: str = "cpu"
     bf16: bool = False
     seed: int = 0
-    # Whether a trainer that chooses its own step size may do so; it then gets the same tokens in different batches.
+    # Whether a trainer that chooses its own step size may do so. If so, it gets the same tokens in different batches.
     own_steps: bool = False
 
     @property
@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def prefix_widths(self) -> list[int]:
-        """The widths of the Matryoshka prefixes in our SAE and in the paper: 1/16 of d_sae up to all of it."""
+        """The widths of the Matryoshka prefixes in our SAE and in the paper: from d_sae / 16 to d_sae."""
         return [self.d_sae // 2**level for level in (4, 3, 2, 1, 0)]
 
 
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
 
 
 class Recipe(ABC):
-    """A trainer in a certain configuration; recipes of the same `kind` are compared."""
+    """A trainer in a specific configuration; recipes with the same `kind` are compared."""
 
     name: str
     kind = "topk"
@@ -74,7 +74,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def reconstruct(self, x: Tensor) -> Seen:
-        """Reconstruct x [n_tokens, d_in] as the library's users would at this point of the training."""
+        """Reconstruct x [n_tokens, d_in] as the library's users would at this point in training."""
 
     def reconstruct_at_k(self, x: Tensor) -> Seen:
         """Reconstruct x with k latents per token on average, even if inference uses a threshold."""

@@ -20,7 +20,7 @@ class PlainSparse(Recipe):
 
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         W_dec = F.normalize(torch.randn(setup.d_sae, setup.d_in), dim=1)
-        # W_enc has the layout of W_dec: fused Adam reads a gradient's memory in the parameter's order, so it would
+        # W_enc has the layout of W_dec, since fused Adam reads a gradient's memory in the parameter's order and would
         # misread the transposed result of a sparse product.
         weights = W_dec.clone(), torch.zeros(setup.d_sae), W_dec, sample.mean(dim=0)
         self._weights = [nn.Parameter(weight.to(setup.device)) for weight in weights]
@@ -70,7 +70,7 @@ class PlainSparse(Recipe):
 
 
 class PlainDense(PlainSparse):
-    """A simple dense loop, which is `PlainSparse` with autograd through a dense decoder."""
+    """A simple dense loop: `PlainSparse` with autograd through a dense decoder."""
 
     name = "plain dense loop"
 

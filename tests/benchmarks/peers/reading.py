@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 
 class Reader(ABC):
-    """One way to run a model on a text; `does` describes the timed work. Each measurement creates a new reader."""
+    """One way to run a model on text; `does` describes the timed work. Each measurement creates a new reader."""
 
     name: str
     does: str
