@@ -131,7 +131,7 @@ def test_the_card_of_a_run_has_the_probing_results(
     ("flags", "sentence"),
     [
         (["--probe"], "--probe: needs --model"),
-        (["--sets", "3"], "--sets: needs --probe"),
+        (["--sets", "3"], "--sets: requires --probe"),
     ],
 )
 def test_probes_without_their_requirements_are_refused(
