@@ -2,9 +2,9 @@
 
 python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
-Runs the `sae-tui` of the working folder in a pseudo-terminal, on simulated NVML GPUs whose values all change, with jobs
-that log one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s). The
-start-up time is compared with the start-up time of a Textual app that shows one word.
+Runs the `sae-tui` of the working folder in a pseudo-terminal, on simulated NVML GPUs whose values constantly change,
+with jobs that log one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3
+KB/s). The start-up time is compared with the start-up time of a Textual app that shows one word.
 """
 
 from __future__ import annotations

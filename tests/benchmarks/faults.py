@@ -44,7 +44,7 @@ FAULTS = {
     ),
     "terminal": Fault("the terminal is closed (SIGHUP); the job continues", "to its end", kills.terminal_closed),
     "supervisor": Fault(
-        "kill -9 of the supervisor; the job is saved and lost, and resumes", "until gone", kills.supervisor_killed
+        "kill -9 of the supervisor; the job saves, is lost, and resumes", "until gone", kills.supervisor_killed
     ),
     "rank-0": Fault(
         "kill -9 of rank 0; the job restarts and is bit-identical", "to training", kills.rank_killed, {"rank": 0}
@@ -73,7 +73,7 @@ FAULTS = {
     "stop-starting": Fault("the job is stopped in the first 3 s", "to its end", stops.stop_in_start),
     "stop-evaluating": Fault("the job is stopped during an evaluation", "to its end", stops.stop_in_evaluation),
     "stop-saving": Fault("the job is stopped during a checkpoint", "to its end", stops.stop_in_checkpoint),
-    "stop-reading": Fault("the job is stopped at another time", "to its end", stops.stop_while_reading),
+    "stop-reading": Fault("the job is stopped while it only trains", "to its end", stops.stop_while_reading),
     "two": Fault("two jobs are launched in one second; both train", "to their end", kills.two_at_once),
     "restarted": Fault(
         "the machine restarts; jobs are lost, other pids not signalled", "to mend", clock.machine_restarted
@@ -92,7 +92,7 @@ FAULTS = {
     "proc": Fault("reads of /proc hang in the app; keys still work", "to the stop", hangs.processes_hang),
     "disk": Fault("the data folder hangs; the job is bit-identical", "to a step", hangs.disk_hangs, ALONE),
     "clock-steps": Fault(
-        "the clock is set ahead and back a day; the job is bit-identical", "to both ends", clock.clock_steps, ALONE
+        "the clock jumps a day ahead and back; the job is bit-identical", "to both ends", clock.clock_steps, ALONE
     ),
     "clock": Fault("the clock goes back an hour; crashed jobs restart", "to restart", clock.clock_set_back),
     "clock-orphans": Fault(

@@ -350,7 +350,7 @@ def rank_words(answer: dict[str, Any]) -> str:
 
 def shared_words(answer: dict[str, Any]) -> str:
     off = max(abs(case["fvu"] / case["one"] - 1) for case in answer["cases"])
-    return f"{len(answer['cases'])} runs on two ranks, whose FVU differs by at most {off:.0e} from one; no host waits"
+    return f"FVU on two ranks differs by at most {off:.0e} in {len(answer['cases'])} runs; no host waits"
 
 
 def driver_words(answer: dict[str, Any]) -> str:
@@ -385,7 +385,7 @@ def several_words(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
 
 
-# The summary functions of parts. The first entry whose key occurs in the part's name is used.
+# The functions that summarise parts. The first entry whose key occurs in the part's name is used.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",

@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-The script prints the table, which has the latest entry of each GPU model. `--write` replaces the table in the page.
+The script prints the table, which contains the latest entry of each GPU model. `--write` replaces the table in the
+page.
 """
 
 from __future__ import annotations

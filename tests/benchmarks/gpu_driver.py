@@ -1,4 +1,4 @@
-"""Compares the app's values of each GPU with CUDA's and nvidia-smi's; reports versions, clocks and power limits.
+"""Compares the app's values for each GPU with CUDA's and nvidia-smi's; reports versions, clocks and power limits.
 
     python tests/benchmarks/gpu_driver.py
 

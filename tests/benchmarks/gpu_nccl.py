@@ -5,7 +5,7 @@
 A single rank receives the data that it sends. Without a second GPU, this detects wrong values, dtypes that NCCL
 rejects, and exchanges that a graph cannot contain. The script prints JSON: the number of correct exchanges, the memory
 and time that NCCL takes to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU,
-the script uses gloo instead of NCCL, and no graph.
+the script uses gloo instead of NCCL, without graphs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares the FVU after 20 steps on several GPUs, or CPU processes, with the FVU on one, and counts host waits.
+"""Compares the FVU after 20 steps on several GPUs (or CPU processes) with the FVU on one, and counts host waits.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_ranks.py auto:2 [--modes ddp tensor hybrid] [--uneven]
 

@@ -11,9 +11,8 @@ RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be
 results are only printed.
 
 The recipe `default` uses the automatic rate. `short` uses the automatic rate of a run of 1,000 steps. `/3` and `/10`
-divide that rate by 3 and by 10, and use 5 % of warm-up. `plain` is the Adam TopK of Gao et al. (2024) and sparsify,
-with a rate of 2e-4 * sqrt(2^14 / d_sae), 5 % of warm-up, decay over the last fifth, free encoders, and betas of 0.9 and
-0.999.
+divide that rate by 3 and by 10, and use 5 % warm-up. `plain` is the Adam TopK of Gao et al. (2024) and sparsify, with a
+rate of 2e-4 * sqrt(2^14 / d_sae), 5 % warm-up, decay over the last fifth, free encoders, and betas of 0.9 and 0.999.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""k-sparse probing of SAEs of one hook from several trainers: how well the k best latents of an SAE predict labels.
+"""k-sparse probing of one hook's SAEs from several trainers: how well the k best latents of an SAE predict labels.
 
     python tests/benchmarks/probing.py JOB.toml HOOK FOLDER [--sets 24] [--json FILE]
 

@@ -270,7 +270,7 @@ def evaluate(reconstruct: Any, x: Tensor) -> tuple[float, float, Tensor]:
 
 
 def table(results: list[Result]) -> Table:
-    shown = Table("recipe", "version", title="held-out FVU after the same tokens, and time to the best peer's FVU")
+    shown = Table("recipe", "version", title="held-out FVU after equal tokens, and time to reach the best peer's FVU")
     for heading in ("FVU", "L0", "FVU at k", "never fired", "CPU s", "wall s", "s to best peer", "× faster"):
         shown.add_column(heading, justify="right")
     for result in results:

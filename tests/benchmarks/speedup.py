@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU in the page: its name in the driver, its memory in GiB, and the link between several such GPUs."""
+    """A GPU in the tables: its name in the driver, its memory in GiB, and the link between several such GPUs."""
 
     name: str
     gib: int

@@ -63,7 +63,7 @@ def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, fl
 
 @contextlib.contextmanager
 def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
-    """Train on two ranks, each pinned to its core, in the `with` block, and yield the run's folder."""
+    """Train on two ranks, each pinned to its own core, in the `with` block, and yield the run's folder."""
     settings = {
         "data.source": "synthetic", "data.d_in": 384, "launch.gpus": "cpu:2", "parallel.mode": options.mode,
         "parallel.rebalance": str(rebalance).lower(), "parallel.shares": "even", "sae.d_sae": options.d_sae,

@@ -176,7 +176,7 @@ def title(options: argparse.Namespace, floor_s: float, speeds: dict[str, float])
 
 
 def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Return the minimum seconds of a sparse step, max(FLOPs/peak, bytes/bandwidth), and both measured speeds."""
+    """Return the minimum time of a sparse step in seconds, max(FLOPs/peak, bytes/bandwidth), and both speeds."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
     # The dense product of the encoder, and, on k latents per token, decoding, its two gradients and the encoder's

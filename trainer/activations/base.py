@@ -16,7 +16,7 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.group import Group
 
-# Inputs [n, d_in] and their targets [n, d_out]; for an SAE both are the same tensor.
+# Inputs [n, d_in] and their targets [n, d_out]; for an SAE, both are the same tensor.
 Pair = tuple[Tensor, Tensor]
 # Allocates memory for rows; the arguments are the number of rows, their width and their dtype.
 Empty = Callable[[int, int, torch.dtype], Tensor]
@@ -184,7 +184,7 @@ class StreamSource(Source):
     def documents(self) -> Tensor:
         """Return the text numbers, int64 [n] on the CPU, of the rows that `next_rows` returned last.
 
-        A text has the same number in all parts. Numbers mostly increase with the position in the stream.
+        A text has the same number in all parts. Text numbers mostly increase with the position in the stream.
         """
         raise NotImplementedError
 

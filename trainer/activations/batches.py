@@ -79,7 +79,7 @@ class Batches:
         # more batches by the time this is set.
         self._last: int | None = None
         self._n_taken = 0
-        # Ranks that each read a part of a batch start to exchange their parts before they train on the previous batch,
+        # Ranks that each read a part of a batch start exchanging their parts before they train on the previous batch,
         # so that the exchange overlaps with the training step. All of them start the exchange between the same two
         # steps, because all ranks must issue collectives in the same order.
         self._n_ahead = int(data.readers.size > 1)

@@ -27,7 +27,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class HeavyDimensions(NamedTuple):
-    """The indices of the heavy dimensions among `d_in`, the heaviest first, and their share of the variance."""
+    """The indices of the heavy dimensions, out of `d_in`, heaviest first, and their share of the variance."""
 
     numbers: list[int]
     d_in: int
@@ -49,7 +49,7 @@ class HeavyDimensions(NamedTuple):
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the smallest set of dimensions with most of the variance [d_in], or None if that set is large."""
+    """Return the smallest set of dimensions that accounts for most of `variance` [d_in], or None if it is large."""
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None

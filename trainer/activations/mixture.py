@@ -14,8 +14,8 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# The last elements of seeds. They make the random numbers of passes and splits independent of each other and of the
-# order of epochs.
+# The last elements of the seeds for passes and for splits. They make the random numbers of passes and splits
+# independent of each other and of the order of epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 

@@ -38,8 +38,8 @@ class Outliers:
     """Finds rows to leave out, with limits from a sample of inputs x [n, d_in] and targets y [n, d_out].
 
     For an SAE, y is x. A row is an outlier if its norm exceeds the median norm of non-zero rows by a factor of more
-    than `times`, or of more than `_BEYOND_FP32` if `times` is 0. Rows that are not finite in fp32 are also left out
-    and, with `drops_zero`, zero rows. A row and its target are left out together.
+    than `times`, or of more than `_BEYOND_FP32` if `times` is 0. Rows that are not finite in fp32 are also left out, as
+    are zero rows if `drops_zero` is true. A row and its target are always left out together.
     """
 
     def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
@@ -102,7 +102,7 @@ class Outliers:
 
     def _marks_of(self, rows: Tensor, limit: float) -> list[Tensor]:
         norms = norms_of(rows)
-        # For NaN both comparisons are false, and `norms != 0` is true.
+        # For NaN, both comparisons are false, and `norms != 0` is true.
         within_and_finite = [norms <= limit, norms < torch.inf]
         return [*within_and_finite, norms != 0] if self._drops_zero else within_and_finite
 

@@ -12,7 +12,7 @@ from trainer.parallel.group import Group
 def own_rows(indices: Indices, readers: Group) -> Indices:
     """Return the numbers of the rows of a batch that this rank reads, in ascending order.
 
-    All ranks read the same number of rows; the batch's last row is repeated to make the parts equal.
+    All ranks read the same number of rows; the batch's last row is repeated to make the parts equal in size.
     """
     n_each = -(-len(indices) // readers.size)
     places = np.arange(readers.index * n_each, (readers.index + 1) * n_each)
@@ -34,7 +34,7 @@ class Exchange:
         self._begun = [*map(readers.start_gather, (part.contiguous().view(torch.uint8) for part in parts))]
 
     def finish(self) -> Pair:
-        """Wait for the other ranks' rows, and return inputs and targets; for an SAE both are the same tensor."""
+        """Wait for the other ranks' rows, and return inputs and targets; for an SAE, both are the same tensor."""
         if not self._begun:
             return self._own
         for _, transfers in self._begun:

@@ -48,7 +48,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class ShardCutError(UserError):
-    """Raised when a shard was truncated while it was being read."""
+    """Raised when a shard is truncated while it is being read."""
 
 
 class Shards(IndexedSource):
@@ -144,7 +144,7 @@ class _Mapped:
             self._tensors = [torch.from_numpy(rows) for rows in self._mapped]
 
     def rows(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
-        """Read rows [n, d] in ascending order of their indices, since disks are several times faster in file order."""
+        """Read rows [n, d] in ascending order of index, since reading in file order is several times faster."""
         rows = empty(len(indices), self._shards[0].d_in, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:

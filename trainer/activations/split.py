@@ -28,8 +28,8 @@ class TooFewTexts(ValueError):
 class Split:
     """Held-out rows, and training rows, which are numbered consecutively from 0.
 
-    The split depends only on `hold_out`, the seed, the requested number of rows, and the first `n_first` rows (by
-    default all): on their number or their texts. Therefore, `held_out` stays the same if rows are added at the end.
+    The split depends only on `hold_out`, the seed, the requested number of rows, and the number or the texts of the
+    first `n_first` rows (by default, of all rows). Therefore, `held_out` does not change if rows are added at the end.
     Added rows become training rows, except rows of a held-out text, which are in `left_out` but not in `held_out`.
 
     "texts" holds out about the requested number of rows, and "rows" and "blocks" hold out exactly this number. The
@@ -62,7 +62,7 @@ class Split:
         self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
-        """Convert training numbers in 0 .. n_train - 1 to row numbers."""
+        """Convert training row numbers, from 0 to n_train - 1, to row numbers in the data."""
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
@@ -115,7 +115,7 @@ def halves_of(labels: Indices) -> Indices:
 
 
 def _generator(seed: tuple[int, ...]) -> np.random.Generator:
-    # 2**32 separates this random stream from the permutations of epochs, which are seeded by (seed, epoch).
+    # 2**32 separates this random stream from the permutations of epochs, which are seeded with (seed, epoch).
     return np.random.default_rng((*seed, 2**32))
 
 
@@ -146,7 +146,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
     """Choose random texts of at most `n_wanted` rows each, until they have `n_wanted` rows in total.
 
-    If these texts do not suffice, add longer texts, the shortest first.
+    If these texts are not enough, add longer texts, shortest first.
     """
     order = np.argsort(keys_of(texts.number, seed, texts.numbering), kind="stable")
     is_long = texts.n_rows[order] > n_wanted

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
-# The maximum number of table entries per row; with a larger table, text numbers are counted by sorting.
+# The maximum number of table entries per row. If a larger table would be needed, text numbers are counted by sorting.
 _PLACES_PER_ROW = 4
 
 
@@ -52,7 +52,7 @@ class Texts:
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
         """Return all rows of `texts`, a subset of `counts(n_rows)`, in ascending order.
 
-        In shards that start after the first `n_rows` rows, rows are matched only by text number, in any numbering.
+        In shards that start after the first `n_rows` rows, rows are matched by text number, whatever the numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):

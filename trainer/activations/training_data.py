@@ -92,7 +92,7 @@ class HookRows(ABC):
 
     @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
-        """Return a message which states that row `index` of this sample is not finite."""
+        """Return an error message for row `index` of this sample, which is not finite."""
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
@@ -342,9 +342,9 @@ class StreamData(TrainingData):
     run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows of a step
     change too, but no row is trained on twice.
 
-    If the stream knows its texts, complete texts near its start are held out, chosen by a hash of their numbers.
+    If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers.
     Otherwise, or if there are only a few long texts, the first rows of each part are held out. The held-out rows and
-    the sample, which consists of the first training rows, stay in memory. A resumed run reads both again.
+    the sample, which consists of the first training rows, stay in memory. A resumed run reads these rows again.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ class StreamData(TrainingData):
         return self._bad_sentence(index % n_each, index // n_each)
 
     def _bad_sentence(self, row: int, part: int) -> str:
-        """Return a message which states that a row is not finite; `row` is counted from the first training row."""
+        """Return an error message for a row that is not finite; `row` is counted from the first training row."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"

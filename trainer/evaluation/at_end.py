@@ -84,7 +84,7 @@ class Cards:
             return results
         for label in self._trainer.learners:
             folder = self._trainer.output / label if label else self._trainer.output
-            # An SAE whose training was abandoned was not exported.
+            # SAEs whose training was abandoned have not been exported.
             if exported_tokens(folder) == self._at.tokens:
                 results[label] = self._try_one(folder, label)
                 rank_log.say(results[label][1])
@@ -151,7 +151,7 @@ def most_rows(tokens: int, world_size: int) -> int:
 def error_of_all(card: Card) -> float | None:
     """Return the standard error of the FVU, or None if it is unknown.
 
-    With all held-out rows, the standard error would be only slightly smaller, since they come from the same texts.
+    With all held-out rows, the standard error would be only slightly smaller, since these come from the same texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

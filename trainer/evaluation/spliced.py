@@ -93,7 +93,7 @@ class LossSums:
 
 
 def _with_texts(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the text numbers [n] and the values [n] of tokens, the values in float64, both on the CPU."""
+    """Return the text numbers [n] and the values [n] of tokens on the CPU; the values are in float64."""
     return documents.cpu(), values.double().cpu()
 
 

@@ -49,8 +49,8 @@ class Alone:
     def extra(self, lacking: int) -> int:
         """Report how many rows this rank's share lacks, and return how many rows it must add for other ranks.
 
-        Rows are lacking if the rank has run out of text. The first rank that still has text adds all the lacking rows
-        that it can, then the next such rank, and so on.
+        A rank lacks rows if it has run out of text. The first rank that still has text adds as many of the lacking rows
+        as it can, then the next such rank, and so on.
         """
         return 0
 

@@ -122,7 +122,7 @@ class ShardBuffer:
         # The memory of blocks that have been written, for reuse by new blocks.
         self._free: list[list[Raw]] = []
         self.n_waiting = 0
-        # Use two pools: in a shared pool, waiting writers could occupy all threads and block the workers' tasks.
+        # Use two pools, since in a shared pool, waiting writers could occupy all threads and block the workers' tasks.
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 

@@ -143,7 +143,7 @@ def _most_tokens(settled: Settled, place: PlannedResources) -> int:
 
 
 def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int]:
-    """Return the bytes that each rank may use on its device, at most `may_take`.
+    """Return how many bytes each rank may use on its device, at most `may_take`.
 
     The result includes memory that is already allocated but is part of the estimate: the CUDA context, and the NCCL
     connections between all ranks.
@@ -163,7 +163,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _processes_here(world: World) -> int:
-    """Return the number of ranks that share the free memory that `_free_bytes` returns."""
+    """Return the number of ranks that share the memory reported by `_free_bytes`."""
     return 1 if world.device.type == "cuda" else _ranks_on_this_host(world)
 
 

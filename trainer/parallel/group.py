@@ -96,7 +96,7 @@ class Group:
         return self.gather(tensor), []
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        """Return every rank's version of the rows that this rank owns, [size, n_own, ...]; `tensor` has all rows."""
+        """Return every rank's version of this rank's rows, [size, n_own, ...]; `tensor` contains all rows."""
         return tensor[None]
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:

@@ -59,7 +59,7 @@ def open_connections(
             _verdict(store, HANGS)
     finally:
         timer.cancel()
-    # If a rank hangs, its timer sets the verdict. The other ranks wait here for either all ranks or this verdict.
+    # If a rank hangs, its timer sets the verdict. The other ranks wait here until all ranks arrive or a verdict is set.
     _meet(group, store, "through", 2 * LIMIT_S, ends_early=True)
     if _verdict(store, OPENED) == HANGS:
         leave()

@@ -167,7 +167,7 @@ def join(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = device.type == "cuda"
         # With `device_id`, NCCL connects the ranks once, and subgroups and pairs of ranks reuse these connections.
-        # Otherwise each subgroup would connect at its first exchange, which takes half a second and GPU memory.
+        # Otherwise, each subgroup would connect at its first exchange, which takes half a second and GPU memory.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,

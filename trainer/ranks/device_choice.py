@@ -62,7 +62,7 @@ def devices_again(
 ) -> tuple[int, DeviceType, list[Device], str]:
     """Return the number of devices, their type ("cuda" or "cpu"), the GPUs and their vendor for a resumed run.
 
-    Use the devices of the last attempt, unless `overrides` set launch.gpus or one of its GPUs is gone.
+    Use the devices of the last attempt, unless `overrides` set launch.gpus or one of these GPUs is gone.
     """
     job = here(job)
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)

@@ -1,4 +1,4 @@
-"""Runs one rank of an extraction. Progress is counted in rows, and continues after the last complete shard."""
+"""Runs one rank of an extraction. A resumed extraction reports its progress, in rows, from the last complete shard."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def write_job(job: AnyJob, paths: RunPaths) -> None:
 
 
 def own_box_file() -> Path | None:
-    """Return the file with the speeds of this machine in the user's data folder, shared with jobs of the app.
+    """Return the file in the user's data folder with this machine's speeds, which jobs of the app also use.
 
     Return None if the folder cannot be created.
     """
@@ -83,7 +83,7 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the attempt running in a folder; raise `UserError` if none is running or it is the app's."""
+    """Return the spec of the attempt running in a folder; raise `UserError` if there is none or the app started it."""
     if not RunPaths(run_dir).job_file.exists():
         raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it contains no job.toml")
     spec = last_spec(run_dir)

@@ -88,7 +88,7 @@ def _work(
     work = _rank_work(job)(spec, rank, job, stop, on_met)
     progress = work.progress() if rank == 0 else RunProgress()
     try:
-        # While rank 0 saves, the other ranks wait in the next step. If rank 0 fails, they exit too.
+        # While rank 0 saves, the other ranks wait in the next step. If rank 0 fails, the other ranks exit too.
         stuck_after_s = STUCK_AFTER_S if rank == 0 else work.patience_s
         first = paths.first_rank(spec.attempt)
         if rank == 0 and work.first_saves:

@@ -15,9 +15,9 @@ from trainer.contract.runs.nccl import STAGED
 
 _MARK = "SAE_TUI_STAGED"
 SENTENCE = "the GPUs could not reach each other directly, so transfers go through the host's memory"
-LATER = "also in later jobs of this host, until `sae-tui doctor --probe` finds that direct transfers work"
+LATER = "also in later jobs on this host, until `sae-tui doctor --probe` finds that direct transfers work"
 HOPELESS = "the GPUs do not exchange data, neither directly nor through the host's memory"
-OVER_NETWORK = "; between hosts a firewall, or the wrong interface (NCCL_SOCKET_IFNAME), may be the cause"
+OVER_NETWORK = "; between hosts, a firewall or the wrong interface (NCCL_SOCKET_IFNAME) may be the cause"
 
 
 def is_staged() -> bool:
@@ -34,14 +34,14 @@ def restart(give_up: Callable[[str], object], *, on_one_host: bool = True) -> No
     if is_staged() or all(os.environ.get(name) == value for name, value in STAGED.items()):
         give_up(HOPELESS if on_one_host else HOPELESS + OVER_NETWORK)
         return
-    with contextlib.suppress(OSError):  # The disk of the log may be full.
+    with contextlib.suppress(OSError):  # The log's disk may be full.
         sys.stderr.flush()
     try:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | STAGED | {_MARK: "1"})
     except OSError as error:
-        give_up(f"{SENTENCE}, but it could not start again ({error})")
+        give_up(f"{SENTENCE}, but the rank could not be restarted ({error})")
 
 
 def remember(box_file: Path) -> None:
-    """Record for later jobs of this host that direct transfers fail."""
+    """Record for later jobs on this host that direct transfers fail."""
     write_box(box_file, msgspec.structs.replace(read_box(box_file), peers_fail=True))

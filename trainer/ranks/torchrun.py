@@ -35,7 +35,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
     process.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
-        message = f"{missing[0]} is not set: start it with torchrun, or use `run` on one host"
+        message = f"{missing[0]} is not set; start this command with torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
     if job.model_gpus not in (0, "auto"):
         reason = "torchrun starts a rank for each GPU, so no GPU can be reserved for the language model"

@@ -116,7 +116,7 @@ def test_join_without_torchrun_says_how_to_start(
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "job.toml").write_text(dump_job(make_job()))
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
-    assert "RANK is not set: start it with torchrun" in capsys.readouterr().err
+    assert "RANK is not set; start this command with torchrun" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
