@@ -170,7 +170,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("network", "a rank did not start, or the ranks cannot reach each other: see the logs of all ranks"),
     ),
     (
-        r"not finite|holds (a )?NaN|every SAE .* given up",
+        r"not finite|(contains|holds) (a )?NaN|every SAE .* given up",
         Remedy("not-finite", "lower train.lr, or check the activations for broken values", False),
     ),
     (

@@ -127,6 +127,7 @@ REPORTED = [
     ("pytorch#11201", "OSError: [Errno 24] Too many open files", "limits", False, "ulimit"),
     ("", "RuntimeError: the loss is not finite at step 12", "not-finite", False, "train.lr"),
     ("", "data.path: shard 3 holds a NaN", "not-finite", False, "train.lr"),
+    ("", "data.path: rows contains NaN or infinite values in row 3", "not-finite", False, "train.lr"),
     ("", "rank 0 was killed (SIGKILL)", "killed", True, "dmesg"),
 ]  # fmt: skip
 

@@ -167,7 +167,7 @@ def test_a_run_fails_and_names_a_row_if_too_many_rows_are_not_finite(
 ) -> None:
     with pytest.raises(UserError) as caught:
         make_trainer(toy_job(data={"first_bad": first, "bad_rows": 10**6})).run()
-    assert str(caught.value).startswith("data.path: a toy stream holds NaN or infinite values")
+    assert str(caught.value).startswith("data.path: a toy stream contains NaN or infinite values")
     assert what in str(caught.value)
 
 

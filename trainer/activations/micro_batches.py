@@ -9,7 +9,7 @@ from trainer.parallel.latents import apportion
 
 
 class TokenSlice(NamedTuple):
-    """A rank's slice of a micro-batch: its offset in the step, its length, and the number of tokens of all ranks."""
+    """A rank's slice of a micro-batch: its offset in the step, its length, and the length of the micro-batch."""
 
     start: int
     length: int

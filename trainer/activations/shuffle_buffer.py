@@ -220,7 +220,7 @@ class ShuffleBuffer:
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of the given rows of a block; the previous block frees the slots in row order."""
+        """Return the slots of a block's given rows; rows fill slots in the order that the previous block freed them."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:

@@ -149,7 +149,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def note_trained(self, rows: ReadRows) -> None:
-        """Record that training on a batch has begun."""
+        """Record that training on a batch has started."""
 
     @abstractmethod
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:

@@ -40,7 +40,7 @@ class BlockList(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> BlockList:
-    """Return the list of a model's blocks: the longest `ModuleList` whose modules all have the same class.
+    """Return a model's list of blocks: the longest `ModuleList` whose modules all have the same class.
 
     Lists inside a block are ignored, since a block may have more experts than the model has blocks. Raise `UserError`
     if the model has no such list.
