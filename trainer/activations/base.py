@@ -109,8 +109,8 @@ class IndexedSource(Source):
     texts: Sequence[Texts] = ()
     # The default of `data.hold_out` for this source.
     usual_hold_out: HoldOut = "rows"
-    # The number of rows in each set when the run started, if the data has grown since then. Held-out rows are chosen only
-    # from the original rows.
+    # The number of rows in each set when the run started, if the data has grown since then. Held-out rows are chosen
+    # only from the original rows.
     split_sizes: Sequence[int] = ()
     # The number of neighbouring rows that stay together in a batch; more than 1 if the stored rows are shuffled.
     run: int = 1
