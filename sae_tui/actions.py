@@ -43,7 +43,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, JobState
 from trainer.contract.wording import plural
 
-# A supervisor reads the GPUs, and so knows whether a new job can start, within 1 s, or within 3 s on a busy machine.
+# A supervisor needs up to 1 s (3 s on a busy machine) to read the GPUs and to decide whether a new job can start.
 KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
 
@@ -55,7 +55,7 @@ def describe_launch(
 
     Wait up to 3 s for each job to start or to report why it waits; stop waiting when `is_over` returns True.
 
-    `but`, if not empty, replaces the sentence that the jobs keep running after the app quits.
+    If `but` is not empty, it replaces the sentence which says that jobs keep running after the app quits.
     """
     deadline = time.monotonic() + KNOWN_WITHIN_S
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
@@ -104,13 +104,13 @@ def _where(job: Job) -> str:
 
 Edit = Callable[[DataDir, Control, int], str]
 ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve` with --write."
-# The label of the button that lets a training cool down before it stops.
+# The label of the button that lets a training run cool down before it stops.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
 
 
 class Navigation(Protocol):
-    """The methods of `Router` that actions and screens call. Importing `Router` would be circular."""
+    """The methods of `Router` that actions and screens call. Importing `Router` itself would be a circular import."""
 
     def show_dashboard(self) -> None: ...
     def switch_to(self, screen: Screen[None]) -> None: ...
@@ -120,7 +120,7 @@ class Navigation(Protocol):
 
 
 class CurrentState(Protocol):
-    """The attributes of `Session` that `Actions` uses. Importing `Session` would be circular."""
+    """The attributes of `Session` that `Actions` uses. Importing `Session` itself would be a circular import."""
 
     go: Navigation
     data: DataDir
@@ -142,7 +142,7 @@ class Also(NamedTuple):
 
 
 def steps_to_finish(job: Job) -> int | None:
-    """Return how many cool-down steps the job would make if asked to finish now, or None if it cannot."""
+    """Return the number of cool-down steps if the job were finished now, or None if it cannot finish early."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or not kind_of(job.config).trains:
         return None
@@ -178,7 +178,7 @@ class Actions:
         self._app = app
         # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
-        # The ids of jobs that had not ended when they were last seen; only the end of these jobs is reported.
+        # The ids of jobs that were unfinished when last seen. The app reports the end of these jobs only.
         self._active: set[int] = set()
         self._one_edit = threading.Lock()
 
@@ -198,7 +198,7 @@ class Actions:
     # launching
 
     def launch_jobs(self, jobs: Sequence[AnyJob], question: str = "", parent: int | None = None) -> None:
-        """Return to the dashboard and launch checked jobs. If `question` is not empty, ask it first."""
+        """Return to the dashboard and launch validated jobs. If `question` is not empty, ask for confirmation first."""
         if question:
             dialog = Confirm(question, yes="Launch")
             self._app.push_screen(dialog, lambda yes: self.launch_jobs(jobs, parent=parent) if yes else None)
@@ -211,7 +211,7 @@ class Actions:
             try:
                 source = name_elsewhere(state.monitor.source_name, len(state.monitor.latest()))
                 placed = [(job, self._place(job)) for job in jobs]
-                # All jobs of a sweep read the same rows, so they wait for the same jobs.
+                # All jobs of a sweep train on the same rows, so they wait for the same jobs.
                 after = writers_of(jobs[0], state.jobs)
                 job_ids = launching.launch_all(state.data, placed, gpu_source=source, parent=parent, after=after)
             except Exception as error:
@@ -260,7 +260,7 @@ class Actions:
         if job is None or self.refused():
             return
         if job.evaluation:
-            question = f"Stop the evaluation of job {job_id} ({job.name})? Earlier measurements stay."
+            question = f"Stop the evaluation of job {job_id} ({job.name})? Earlier measurements are kept."
             self.ask(question, "Stop it", functools.partial(request.stop, self._state.data, job_id))
             return
         if self._has_ended(job):
@@ -321,7 +321,7 @@ class Actions:
         return offer_of(self._state.data, job, self._idle_gpu(job), cuda=self._state.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
-        """Start the evaluation of a job's SAEs. The end of the evaluation is reported as an event of the job."""
+        """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
@@ -337,7 +337,7 @@ class Actions:
     # deleting
 
     def delete(self, job_ids: Sequence[int]) -> None:
-        """Delete the jobs after asking once. The deletion can be undone until the app quits."""
+        """Ask once for confirmation, then delete the jobs. The deletion can be undone until the app quits."""
         jobs = [job for job_id in job_ids if (job := self.job(job_id))]
         if self.refused():
             return
@@ -366,7 +366,7 @@ class Actions:
         self.do(lambda: "; ".join(trash.put_all_back(self._state.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Remove the deleted jobs permanently. The next start of an app removes jobs that cannot be removed now."""
+        """Permanently remove the deleted jobs. Jobs that cannot be removed now are removed when an app next starts."""
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._state.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
@@ -380,7 +380,7 @@ class Actions:
         return ended
 
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """Apply a function of the module `edits` to each job in a worker thread, and report the results.
+        """Apply a function from the module `edits` to each job in a worker thread, and report the results."""
 
         Edits run one at a time, since each may depend on the previous one.
         """
@@ -431,7 +431,7 @@ class Actions:
         self._app.set_timer(_BEGINS_WITHIN_S, lambda: None if begun.is_set() else self._report_delay())
 
     def _report_delay(self) -> None:
-        why = f"no thread could start, and {threading.active_count()} are running"
+        why = f"no new thread could start ({threading.active_count()} are running)"
         self._app.notify(f"Your last action has not started yet: {why}. Restart the app.", severity="error")
 
     def _tell(self, outcome: str, severity: SeverityLevel = "information") -> None:

@@ -128,7 +128,7 @@ class SaeApp(KeysInOrder, Notices):
         super().__init__()
         # An animated scroll sends a frame for each step, which takes too long over a slow connection.
         self.animation_level = "none"
-        # The driver writes the standard error of libraries to this file; None discards it.
+        # The driver redirects the standard error of libraries to this file; None discards it.
         self.log_file = None if readonly else data.app_log
         # Textual's monochrome filter turns colours into greys. Without colours, the app must not send any colour codes.
         filters = [one for one in self._filters if not isinstance(one, Monochrome)]
@@ -147,7 +147,8 @@ class SaeApp(KeysInOrder, Notices):
             data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
         dashboard = Dashboard(self.session, settings.monitor_view_default)
-        # It sets the theme, so create it before any style is read: a new theme makes Textual read all styles again.
+        # `Refresh` sets the theme. Create it before any style is read: a theme change makes Textual read all styles
+        # again.
         self.redraw = Refresh(self, self.session, dashboard, make_hosts)
         self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()
@@ -165,7 +166,7 @@ class SaeApp(KeysInOrder, Notices):
         super().panic(*renderables)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Ignore missing widgets while the app quits: Textual 8.2 mounts no widgets on a screen opened then."""
+        """Ignore errors about missing widgets while the app quits: Textual 8.2 does not mount widgets at that point."""
         if not (self._exit and isinstance(error, NoMatches)):
             super()._handle_exception(error)
 
@@ -261,7 +262,7 @@ class SaeApp(KeysInOrder, Notices):
             # Suspend the process group, as the terminal does, since the shell may wait for a wrapper such as `uv run`.
             os.killpg(os.getpgrp(), signal.SIGTSTP)
         else:
-            self.notify("Not suspended: there is no shell here that could resume the app.")
+            self.notify("Not suspended: no shell here could resume the app.")
 
     def action_undo_delete(self) -> None:
         self.session.actions.undo_delete()

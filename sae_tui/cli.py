@@ -97,7 +97,7 @@ def _exit_of(error: UserError) -> Exit:
 def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
     if in_browser:
-        # Exit together with the server process.
+        # Exit when the server process exits.
         # If the server has already exited, the app finds its standard input closed.
         end_with_parent(os.getppid())
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -107,7 +107,7 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
         )
     elif not flags.plain and not can_show("█▁⣿…", sys.stdout):
         raise UserError(
-            f"the app needs characters that this locale ({sys.stdout.encoding}) does not have; "
+            f"the app needs characters that this locale ({sys.stdout.encoding}) cannot encode; "
             "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands (see sae-tui --help)"
         )
     # Before the first frame, garbage collection would take a tenth of the startup time and free almost nothing.

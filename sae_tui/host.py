@@ -1,4 +1,4 @@
-"""Reads the load of this machine: CPU, memory, disks and network. It is read only while it is shown."""
+"""Reads the load of this machine: CPU, memory, disks and network. The load is read only while it is displayed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from trainer.contract.machine_memory import machine_memory
 
-# A CPU share measured over a shorter interval is mere noise.
+# A CPU share measured over a shorter interval is too noisy.
 LEAST_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """One reading of the machine's load. `cpu_percent` is a share of all cores; unknown values are None."""
+    """One reading of the machine's load. `cpu_percent` is relative to all cores; unknown values are None."""
 
     cpu_percent: float | None = None
     load: float | None = None
@@ -46,7 +46,7 @@ class Host:
         return self._load
 
     def _read(self, elapsed_s: float | None) -> HostLoad:
-        # psutil is imported with the first reading, after the first frame, since the import takes 15 ms.
+        # Importing psutil takes 15 ms, so import it at the first reading, which follows the first frame.
         import psutil
 
         before, self._moved = self._moved, _bytes_moved()

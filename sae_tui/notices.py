@@ -32,7 +32,7 @@ SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
 _LETTERS_PER_S = 25
-# A symbol for each severity, since colour is never the only sign.
+# A symbol for each severity, so that colour is never the only indication.
 _MARKS = {"information": "", "warning": "! ", "error": "✗ "}
 _STYLES = {"information": "text", "warning": "warn", "error": "bad"}
 
@@ -136,7 +136,7 @@ def tell_end(app: App[None], job: JobView, how: str) -> None:
 
 
 def tell_news(app: App[None], news: News, how: str) -> None:
-    """Show a new event of a job, and ring the bell or send a desktop notification as for the end of a job."""
+    """Show a job's new event; also ring the bell or send a desktop notification, depending on `how`."""
     message = f"Job {news.job_id} {news.event.message}"
     app.notify(message, severity="warning" if news.event.level == "warning" else "information", markup=False)
     _call(app, message, how)

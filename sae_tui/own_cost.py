@@ -10,7 +10,7 @@ from sae_tui.format import count, duration, gibibytes
 from sae_tui.widgets.lines import Line
 
 _NAME = 22
-_SLOW_S = 0.1  # for one GPU reading, which usually takes a millisecond
+_SLOW_S = 0.1  # the threshold for a slow GPU reading; a reading usually takes 1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ def own_cost(written_bytes: int, readings_s: Mapping[int, float]) -> OwnCost:
 
 
 def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
-    """Return the lines of the page about the app's own cost."""
+    """Return the lines of the page that shows the app's resource use."""
     minutes = max(cost.elapsed_s, 1.0) / 60
     lines = [
         _line("run time", duration(cost.elapsed_s)),
-        _line("CPU", f"{cost.cpu_s / minutes:.2f} s per minute, start included"),
+        _line("CPU", f"{cost.cpu_s / minutes:.2f} s per minute, including startup"),
         _line("memory", gibibytes(cost.memory_bytes)),
         _line("threads", str(cost.n_threads)),
         _line("terminal output", f"{count(cost.written_bytes / (60 * minutes))} bytes per second"),

@@ -32,14 +32,14 @@ def refuse_another(program: str = "sae-tui") -> None:
 
 
 def _fault() -> str:
-    """Return why `import trainer` would not find this project's package; "" if it would.
+    """Return why `import trainer` would not find this project's package, or "" if it would.
 
     The name `trainer` is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files
     replace ours. The check does not run any code of the other package.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:
-        return "the package trainer of sae-tui is not installed; run pip install --force-reinstall sae-tui"
+        return "the trainer package of sae-tui is not installed; run pip install --force-reinstall sae-tui"
     if not os.path.exists(os.path.join(os.path.dirname(spec.origin), "contract", "exits.py")):
         return (
             f"`import trainer` finds {spec.origin}, which is not the trainer of sae-tui; rename it, "

@@ -74,7 +74,7 @@ class Session:
 
     @property
     def cuda(self) -> bool:
-        """True if jobs could use the GPUs that are shown."""
+        """Whether jobs can use the displayed GPUs."""
         return self.monitor.cuda
 
     def choices(self) -> tuple[GpuChoice, ...]:
@@ -88,7 +88,7 @@ class Session:
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 
     def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
-        """Return, for each GPU, a short description of its use and the name of the description's style."""
+        """Return a short description of each GPU's use, with the name of the description's style."""
         return [availability.describe_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
     def status(self) -> StatusContent:
@@ -98,7 +98,7 @@ class Session:
             self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden, others=views
         )
         words = f"read-only · {words}" if self.readonly else words
-        # If this machine has no GPUs, their panel explains why in full.
+        # If this machine has no GPUs, the GPU panel explains why in full.
         has_none = not self.monitor.latest() and not self.monitor.opening
         problem = self.watcher.problem or (not has_none and self.monitor.problem) or self._warning
         return StatusContent(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))

@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True):
     """All settings of the app; a job's own settings are in its job file."""
 
     monitor_view_default: Annotated[
-        Literal["aggregated", "per_gpu", "map"], about("View of the dashboard at start.", group=_LOOK)
+        Literal["aggregated", "per_gpu", "map"], about("Dashboard view at startup.", group=_LOOK)
     ] = "aggregated"
     default_gpu_selection: Annotated[
         Literal["available", "all", "manual"],
@@ -114,7 +114,7 @@ class Settings(msgspec.Struct, frozen=True):
     alert_idle_minutes: Annotated[
         float,
         about(
-            "Alert if a job does not use a GPU that it holds for this long (at least 10); 0: off.",
+            "Alert if a job holds a GPU without using it for this long (at least 10); 0: off.",
             group=_ALERTS,
             unit="min",
             ge=0,
@@ -134,7 +134,7 @@ class Settings(msgspec.Struct, frozen=True):
     on_alert: Annotated[
         list[str],
         about(
-            "Command to run when an alert begins or ends; it receives the alert as JSON on standard input.",
+            "Command to run when an alert is raised or cleared; it receives the alert as JSON on standard input.",
             group=_ALERTS,
             wanted='a list of words like ["/home/me/bin/send-alert"]',
         ),
@@ -142,7 +142,7 @@ class Settings(msgspec.Struct, frozen=True):
     python: Annotated[
         str,
         about(
-            "Python of another environment that trains new jobs; empty: the app's Python.",
+            "Python interpreter of another environment, used to train new jobs; empty: the app's own.",
             group=_LAUNCH,
             wanted=PYTHONS,
         ),
@@ -150,7 +150,7 @@ class Settings(msgspec.Struct, frozen=True):
     trusted_code: Annotated[
         list[str],
         about(
-            "Code that job files may run without asking: Pythons, models that include code, options of sbatch.",
+            "Code that job files may run without confirmation: Pythons, models with custom code, sbatch options.",
             group=_LAUNCH,
             wanted='a list like ["/home/me/env/bin/python", "org/model", "--network=x"]',
             commas=True,
@@ -169,7 +169,7 @@ class Settings(msgspec.Struct, frozen=True):
     ] = "dark"
     look: Annotated[
         Literal["auto", "full", "plain"],
-        about("Characters of the app; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
+        about("Characters to use; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
     ] = "auto"
 
 
@@ -198,7 +198,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
     if programs and (why := judged.distrust):
         for name in programs:
             del values[name]
-            problems.append(Problem(name, f"is not run, since {why}"))
+            problems.append(Problem(name, f"will not be run, because {why}"))
     return Settings(**values), problems
 
 
@@ -243,11 +243,11 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
     text, before = _text_and_table(path, judged := Judged())
     _refuse_to_change(path, before, judged.distrust)
     if len(text) > _MOST_CHANGED:
-        raise UserError(f"{path} is larger than {_MOST_CHANGED >> 10} KiB; change it by hand")
+        raise UserError(f"{path} is larger than {_MOST_CHANGED >> 10} KiB; edit it by hand")
     text, after = _with_changes(text, changes)
     if after != {name: value for name, value in {**before, **changes}.items() if value is not None}:
         names = ", ".join(changes)
-        raise UserError(f"{path} has a format in which the app cannot change {names}; change it by hand")
+        raise UserError(f"the app cannot change {names} in the format of {path}; edit the file by hand")
     write_whole(path, text)
 
 
@@ -267,9 +267,9 @@ def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def _refuse_to_change(path: Path, table: Mapping[str, Any], distrust: str) -> None:
-    """Raise `UserError` if writing the file would replace a link, or make another user's commands run as this user."""
+    """Raise `UserError` if writing would replace a symbolic link, or run another user's commands as this user."""
     if path.is_symlink():
-        raise UserError(f"{path} is a link, which the app would replace; change {path.resolve()} by hand")
+        raise UserError(f"{path} is a symbolic link, which the app would replace; edit {path.resolve()} by hand")
     if distrust and any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent):
         raise UserError(f"{distrust}, but read it first: its commands would run as you")
 

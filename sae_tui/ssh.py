@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from trainer.contract.errors import UserError
 from trainer.contract.printable import printable
 
-# Never ask for a password, forward nothing to the other host, and detect a dead connection within 15 s.
-# Never let another ssh session of the user depend on this one.
+# Never prompt for a password, forward nothing to the other host, and detect a dead connection within 15 s.
+# Never let other ssh sessions of the user share this connection.
 _OPTIONS = (
     "BatchMode=yes", "ClearAllForwardings=yes", "ForwardX11=no", "ForwardAgent=no", "PermitLocalCommand=no",
     "RemoteCommand=none", "Tunnel=no", "ControlMaster=no", "ConnectTimeout=10", "ServerAliveInterval=5",
     "ServerAliveCountMax=3", "LogLevel=ERROR",
 )  # fmt: skip
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}@)?[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,254}", re.ASCII)
-# The PATH of a non-interactive shell often lacks the folder in which pip, pipx and uv install programs for one user.
+# The PATH of a non-interactive shell often lacks ~/.local/bin, where pip, pipx and uv install programs for one user.
 _FAR_SHELL = ("sh", "-c", 'PATH="$PATH:$HOME/.local/bin" exec sae-tui "$@"', "sae-tui")
-NO_SAE_TUI = 127  # the exit code of a shell that does not find the program
+NO_SAE_TUI = 127  # a shell's exit code for "command not found"
 
 
 def checked_host(name: str) -> str:

@@ -51,15 +51,15 @@ def run_app(
 ) -> int:
     """Run the app until it quits, print which jobs keep running, and return the exit code.
 
-    `command` is the printed command that reopens the app. With `in_browser`, standard output goes to a web page that
-    can show every character, and the app prints nothing after it ends.
+    `command` is printed as the command that reopens the app. With `in_browser`, standard output goes to a web page that
+    can show every character, and the app prints nothing after it exits.
     """
     data.create()
     settings, problems = load_settings(data.settings_file)
     first_words = ""
     if not data.settings_file.exists():
         if members := sharing(data.root):
-            first_words = f"{data.root} is shared with {members}: all members have the same rights there."
+            first_words = f"{data.root} is shared with {members}: all members have the same permissions there."
         if not readonly:
             with contextlib.suppress(OSError):  # the app also shows the jobs of a read-only folder
                 save_settings(data.settings_file, settings)
@@ -92,8 +92,8 @@ def run_app(
         given=_given(plain, look, settings, hosts),
     )
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
-    # A screen has thousands of objects with almost no reference cycles.
-    # At Python's default rate, garbage collection took an eighth of the time to handle a key.
+    # A screen consists of thousands of objects with almost no reference cycles.
+    # With Python's default thresholds, garbage collection took an eighth of the time needed to handle a key press.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
@@ -147,13 +147,13 @@ def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tupl
         try:
             names.append(checked_host(name))
         except UserError as error:
-            problems.append(Problem("hosts", f"one host is left out: {error}"))
+            problems.append(Problem("hosts", f"one host was skipped: {error}"))
     names += named
     return Hosts(names, settings.ssh_command or ("ssh",), demo=demo) if names else None, problems
 
 
 def _in_time(read: Callable[[], str]) -> str | None:
-    """Return the result of `read`, or None if the disk of the data folder hangs, since that must not block an exit."""
+    """Return the result of `read`, or None if the data folder's disk hangs, so that the app can still exit."""
     try:
         return on_thread(read).result(_ANSWER_S)
     except TimeoutError:

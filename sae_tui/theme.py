@@ -3,8 +3,8 @@
 The greys of page, surface and panel remain distinct in a terminal with 256 colours, which is common over ssh. Such a
 terminal shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all three as black.
 
-Colours mean the same in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power and
-progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
+Colours have the same meaning in all themes: primary is utilisation, loss and FVU; secondary is memory; success is
+power and progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ HIGH_CONTRAST = Theme(
     },
 )
 # Based on the palette of Okabe and Ito (2008), with lighter colours for text.
-# The colours for good and bad differ in brightness and in blue, which people without red or green cones can see.
+# The colours for good and bad differ in brightness and in blue, which people with red-green colour blindness can see.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",
@@ -161,5 +161,5 @@ OWN_THEMES = (DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND, HIGH_CONTRAST_16, COLOUR
 
 
 def shown_theme(chosen: ThemeName, color_system: str | None) -> str:
-    """Return the name of the theme that shows the setting's value in a terminal with the given colour system."""
+    """Return the name of the theme that implements the setting's value in a terminal with the given colour system."""
     return THEMES[chosen][color_system == "standard"]

@@ -42,7 +42,7 @@ class MeasuredValue(NamedTuple):
 class AlertKind(NamedTuple):
     """A kind of alert. Its setting is the bound for the value; for a flag, it is how long the flag must stay set.
 
-    The alert ends once the value has been better than the bound by `slack` for `clear_s` seconds.
+    The alert is cleared once the value has been better than the bound by `slack` for `clear_s` seconds.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Decides when a value has been bad long enough to begin an alert, or good long enough to end it."""
+"""Decides when a value has been bad long enough to raise an alert, or good long enough to clear it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 # The value for a measurement whose object no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins three times within an hour is flapping. A periodic fault should raise only one alert.
-# It ends only after good values for 5 min, or for twice the longest good period of the last hour if that is longer.
+# An alert that is raised three times within an hour is flapping: a periodic fault should not raise an alert each time.
+# It is cleared only after 5 min of good values, or twice the longest good period of the last hour if that is longer.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
-    """The conditions under which an alert begins and ends.
+    """The conditions under which an alert is raised and cleared.
 
-    An alert begins after `raise_s` seconds at or above `raise_at`, and ends after `clear_s` seconds below `clear_at`.
+    It is raised after `raise_s` seconds at or above `raise_at`, and cleared after `clear_s` seconds below `clear_at`.
     """
 
     raise_at: float
@@ -38,9 +38,9 @@ class Hysteresis:
         self._returns: deque[tuple[float, float]] = deque(maxlen=64)
 
     def changes(self, value: float | None, now: float) -> bool:
-        """Process a value (None: unknown); return whether an alert begins or ends with it.
+        """Process a value (None: unknown); return whether it raises or clears the alert.
 
-        An unknown value neither begins nor ends an alert.
+        An unknown value does neither.
         """
         self._note_return(value, now)
         if not self._is_leaving(value):
@@ -56,17 +56,17 @@ class Hysteresis:
 
     @property
     def flaps(self) -> bool:
-        """Whether the alert has begun three times within an hour."""
+        """Whether the alert has been raised three times within an hour."""
         return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= HOUR_S
 
     def _lasts_s(self, value: float | None, now: float) -> float:
-        """Return how many seconds the value must stay bad to begin an alert, or good to end it."""
+        """Return how many seconds the value must stay bad to raise the alert, or good to clear it."""
         if not self.is_raised:
             return self._rule.raise_s
         return max(self._rule.clear_s, self._calm_s(now)) if self.flaps and value != GONE else self._rule.clear_s
 
     def _calm_s(self, now: float) -> float:
-        """Return how many seconds the value must stay good before a flapping alert ends."""
+        """Return how many seconds the value must stay good before a flapping alert is cleared."""
         longest = max((good_s for at, good_s in self._returns if now - at <= HOUR_S), default=0.0)
         return min(HOUR_S, max(LEAST_CALM_S, 2 * longest))
 
@@ -78,7 +78,7 @@ class Hysteresis:
         self._bad_at = now
 
     def _is_leaving(self, value: float | None) -> bool:
-        """Return whether the value would change the state: bad if there is no alert, good if there is one."""
+        """Return whether the value contradicts the state: a bad value without an alert, or a good value during one."""
         if value is None:
             return False
         return value < self._rule.clear_at if self.is_raised else value >= self._rule.raise_at

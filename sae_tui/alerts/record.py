@@ -52,8 +52,8 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return this host's active alerts, and all hosts' alerts from the last 24 hours.
 
-    The 24 hours of another host's active alert are counted from its start, since the app on that host may be closed. If
-    there are more than `MOST` alerts, omit the oldest alerts that have ended.
+    For another host's active alert, the 24 hours are counted from its start, since the app on that host may be closed.
+    If there are more than `MOST` alerts, omit the oldest cleared alerts.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
     surplus = len(recent) - MOST

@@ -34,7 +34,7 @@ KILL_AFTER_S = 5
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
     """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
 
-    `timeout` ends the command even after this process has exited. The message is kept in memory rather than in a
+    `timeout` kills the command even if this process has exited. The message is kept in memory rather than in a
     temporary file, since the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
@@ -52,9 +52,9 @@ def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: flo
 
 
 _FAILURES = {
-    124: f"it took longer than {LIMIT_S} s and was ended",
+    124: f"it took longer than {LIMIT_S} s and was killed",
     126: "its first word is not an executable program",
-    127: "its first word names no program; give its path",
+    127: "the program in its first word was not found; give its path",
 }
 
 
@@ -79,7 +79,7 @@ class Alerts:
         self._rules = [(kind, rule) for kind in KINDS if (rule := kind.rule(settings))]
         known = {kind.name: rule for kind, rule in self._rules}
         mine = [alert for alert in stored if alert.host == self._host]
-        # A stored alert continues after a restart of the app, but ends if its kind has been turned off in the meantime.
+        # A stored alert stays active after a restart of the app, unless its kind has been turned off in the meantime.
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
@@ -94,19 +94,19 @@ class Alerts:
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The active alerts, oldest first. An alert whose value is unknown says since when it is unknown."""
+        """The active alerts, oldest first. If the value of an alert is unknown, its text says since when."""
         return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
     def recent(self) -> list[Alert]:
-        """This host's alerts that are kept in the file, oldest first."""
+        """This host's alerts that are stored in the file, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: AlertReadings) -> list[Alert]:
-        """Process the current readings; return the alerts to report as begun or ended.
+        """Process the current readings; return the alerts to report as raised or cleared.
 
-        Merge alerts of one kind that begin or end within `GROUP_S`. Return no alerts until every GPU has responded
-        once, since until then it is unknown whether a GPU is lost or has recovered.
+        Merge alerts of one kind that are raised or cleared within `GROUP_S`. Return no alerts until every GPU has
+        responded once, since until then it is unknown whether a GPU is lost or has recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -131,7 +131,7 @@ class Alerts:
         return self._news(changed)
 
     def _take(self, kind: AlertKind, rule: Rule, measured: MeasuredValue) -> list[Alert]:
-        """Process a value; return the alert that begins or ends with it, if any."""
+        """Process a value; return the alert that it raises or clears, if any."""
         key = kind.name, measured.place
         state = self._states.setdefault(key, Hysteresis(rule))
         value = kind.badness(measured.value)
@@ -210,14 +210,14 @@ def as_ranges(numbers: Sequence[int]) -> str:
 
 
 def _ended(alert: Alert, now: float) -> Alert:
-    """Return the alert as ended now, but no earlier than it began, since the clock may have been set back."""
+    """Return the alert as cleared now, but never before it was raised, since the clock may have been set back."""
     return msgspec.structs.replace(alert, cleared=max(now, alert.raised)) if alert.cleared is None else alert
 
 
 class AlertWatcher:
     """Checks for alerts at regular intervals, on a separate thread, since reading the free disk space may hang.
 
-    `samples` returns None until the GPUs are known. `changed` holds the alerts that have begun or ended since the
+    `samples` returns None until the GPUs are known. `changed` contains the alerts that were raised or cleared since the
     start, oldest first; `on_change` is called after each addition. If several apps run on a host, only the app that
     holds the lock writes the file and runs the user's command.
     """
@@ -258,11 +258,11 @@ class AlertWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end, without waiting for it."""
+        """Signal the thread to stop, without waiting for it."""
         self._stop.set()
 
     def recent(self) -> list[Alert]:
-        """Return the alerts of the last day, latest first: this host's from memory, other hosts' from their files."""
+        """Return the alerts of the last day, latest first: this host's from memory, other hosts' from files."""
         host = socket.gethostname()
         others = [one for one in read_alerts(self._data) if one.host != host]
         recent = of_last_day([*self._recent, *others], time.time(), host)
@@ -366,7 +366,7 @@ class AlertWatcher:
             self._asked = on_thread(lambda: shutil.disk_usage(self._data.root).free)
         elif self._asked and now > self._asked_at + DISK_LIMIT_S:
             self._free = None
-            self._note(f"the disk of {self._data.root} does not answer, so its free space is unknown")
+            self._note(f"the disk of {self._data.root} does not respond, so its free space is unknown")
         return self._free
 
 
@@ -378,7 +378,7 @@ def as_message(alert: Alert) -> Mapping[str, object]:
 
 
 def sentence_of(alert: Alert) -> str:
-    """Return the message for an alert that begins or has ended."""
+    """Return the message for a new or cleared alert."""
     return alert.words if alert.cleared is None else f"{alert.place_words}: {title_of(alert)} (cleared)"
 
 

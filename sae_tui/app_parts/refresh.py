@@ -39,7 +39,7 @@ class JobsChanged(Message, bubble=False):
 
 
 class AlertsChanged(Message, bubble=False):
-    """An alert has begun or ended. The message carries no data."""
+    """An alert was raised or cleared. The message carries no data."""
 
 
 class Refresh:
@@ -104,7 +104,7 @@ class Refresh:
         session.settings = msgspec.structs.replace(session.settings, theme=name)
         self._show_theme()
         if session.readonly:
-            self._app.notify("The theme is kept until you quit, since settings are read-only here.", markup=False)
+            self._app.notify("The theme applies until you quit; settings are read-only here.", markup=False)
             return
         try:
             change_settings(session.data.settings_file, {"theme": name})

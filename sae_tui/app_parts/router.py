@@ -40,7 +40,7 @@ class Router:
         self._session = session
         self._refresh = refresh
         self._settings_draft: dict[str, str] = {}
-        # The launch form that is kept while other screens are shown, and the Python in the settings when it was filled.
+        # The launch form that is kept while other screens are shown, and the Python setting when it was filled in.
         self._kept: LaunchScreen | None = None
         self._python = session.settings.python
         self.dashboard = dashboard
@@ -70,12 +70,12 @@ class Router:
     # the launch form
 
     def new_job(self) -> None:
-        """Open the kept launch form, or a new one for a training."""
+        """Open the kept launch form, or a new one for a training job."""
         if not self._session.actions.refused():
             self._open_form(JobConfig.kind)
 
     def new_extraction(self) -> None:
-        """Open the kept launch form of an extraction, or a new one; ask first if another draft would be lost."""
+        """Open the kept launch form for an extraction job, or a new one; ask first if another draft would be lost."""
         if not self._session.actions.refused():
             self._open_form(ExtractJob.kind)
 
@@ -91,11 +91,12 @@ class Router:
         if self._kept and form and (is_as_wanted or (form.changed and kind in (JobConfig.kind, form.kind))):
             self.switch_to(self._kept)
             form.tell_draft()
-        elif form is None and (draft := kept(session.data, kind)):  # a draft saved when the app ended
+        elif form is None and (draft := kept(session.data, kind)):  # a draft saved when the app exited
             self._keep(screen := LaunchScreen(session, preset=draft))
             self._app.call_later(screen.form.tell_draft)
         else:
-            # This asks only if `kind` is an extraction, since "New job" shows a changed draft of any kind above.
+            # `_replace_form` asks only if `kind` is an extraction: for "New job", the first branch shows any changed
+            # draft.
             new = LaunchScreen(session, preset=extraction_preset() if kind == ExtractJob.kind else None)
             self._replace_form("an extraction form", new)
 
@@ -156,10 +157,10 @@ class Router:
     # other screens
 
     def show_doctor(self) -> None:
-        """Show the problems that would prevent a training on this machine."""
+        """Show the problems that would prevent training on this machine."""
         from sae_tui.screens.doctor import DoctorScreen
 
-        # Probes run work on the GPUs, so read-only mode excludes them.
+        # Probes run computations on the GPUs, so read-only mode skips them.
         refused = self._session.actions.refused
         self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
 
@@ -197,7 +198,7 @@ class Router:
         self._app.push_screen(TextScreen("Alerts", partial(alert_lines, recent)))
 
     def show_own_cost(self) -> None:
-        """Show what the app itself costs, above the current screen."""
+        """Show the app's own resource use above the current screen."""
         from sae_tui.own_cost import cost_lines, own_cost
         from sae_tui.widgets.reading import TextScreen
 

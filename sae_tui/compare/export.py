@@ -35,7 +35,7 @@ def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False
 
 
 def csv_lines(values: Iterable[tuple[ComparedSae, str, Sample]]) -> Iterator[str]:
-    """Yield a header line and one line per value; non-finite values are left empty."""
+    """Yield a header line and one line per value; the cell of a non-finite value is empty."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:
         yield _csv_line(
@@ -58,7 +58,7 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
         with replacing(path, 0o600) as stream:
             stream.writelines(part.encode() for part in parts)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; choose another path") from None
 
 
 def _csv_line(cells: Iterable[object]) -> str:

@@ -25,9 +25,7 @@ class CurveView(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve to draw: points (x, y) sorted by x. For a logarithmic axis, every y is positive; the logarithm is taken
-    later.
-    """
+    """A curve to draw: points (x, y) sorted by x. For a logarithmic axis, every y is positive and not yet a logarithm."""
 
     label: str
     sae: int

@@ -1,4 +1,4 @@
-"""Decides whether two SAEs differ significantly, given their standard errors and the spread between seeds."""
+"""Decides whether two SAEs differ significantly, given their standard errors and the variation between seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.settings.series import CRITERION, held_out
 
 # A difference is significant only if it exceeds this number of standard errors.
 LEAD = 2.0
-# With too few seeds to measure their spread, a difference in FVU must exceed this share to be significant.
+# With too few seeds to measure their variation, a difference in FVU must exceed this share to be significant.
 # Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
@@ -25,7 +25,7 @@ _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The difference of a value from the best one, the threshold of significance, and the basis of that threshold."""
+    """The difference between a value and the best one, and the significance threshold with its basis."""
 
     lead: float
     least: float
@@ -45,9 +45,9 @@ class MeasuredSae(msgspec.Struct, frozen=True):
 
 
 def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
-    """Return the best SAE's lead over another SAE in a result, or None if a value or all sources of noise are unknown.
+    """Return the best SAE's lead over another SAE in a result, or None if a value or its uncertainty is unknown.
 
-    The spread between seeds is measured on all SAEs in `compared`.
+    The variation between seeds is measured on all SAEs in `compared`.
     """
     if best.value is None or other.value is None:
         return None
@@ -71,11 +71,11 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, paired by text"
     if best.error is None or other.error is None:
         return None
-    return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} standard errors of both together"
+    return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} combined standard errors"
 
 
 def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
-    """Return the smallest significant difference in FVU, given the spread of seeds, and the basis of that threshold."""
+    """Return the smallest significant difference in FVU, given the variation between seeds, and the threshold's basis."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)
@@ -88,10 +88,10 @@ def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[f
         return SEED_SHARE * abs(top), few
     degrees = sum(len(values) - 1 for values in of_seeds)
     spread = math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in of_seeds) / degrees)
-    return LEAD * math.sqrt(2) * spread, f"{LEAD:g} × the spread of seeds between two runs"
+    return LEAD * math.sqrt(2) * spread, f"{LEAD:g} × the spread between seeds, for two runs"
 
 
 def _without_seed(sae: ComparedSae) -> str:
-    """Return the settings that determine the SAE, without its seed."""
+    """Return the settings that determine the SAE, except its seed."""
     settings = {path: one for path, one in sae.settings.items() if path.startswith(_OF_SAE) and path != _SEED}
     return repr(sorted(settings.items(), key=str))

@@ -46,7 +46,7 @@ class ComparedSae(msgspec.Struct, frozen=True):
     member: str
     settings: Settings
     latest: Mapping[str, float]
-    # Sums per text over the rows that the report card was measured on.
+    # Sums per text over the rows on which the report card was measured.
     sums: RowSums | None = None
 
 
@@ -59,7 +59,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """Reads the files of a run; later polls read only the changes."""
+    """Reads the files of a run. Polls after the first one read only the changes."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.job_id = job_id
@@ -161,13 +161,13 @@ class Run:
             yield self._sample(point.step, timestamp or 0.0, point.value)
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
-        """Return a sample whose tokens are interpolated from the tokens at the latest step."""
+        """Return a sample whose token count is interpolated from the token count at the latest step."""
         job, heartbeat = self._job, self._live.heartbeat
         steps, tokens = (heartbeat.step, heartbeat.tokens) if heartbeat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:
-        """Return the time of the run's first value; the job row of a resumed run contains only its latest start."""
+        """Return the time of the run's first value. The job row of a resumed run contains only the latest start time."""
         if self._began is None and self._live.reader:
             written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
             starts = [self._job.started] if self._job and self._job.started else []
@@ -177,10 +177,10 @@ class Run:
 
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
-    """Return a dict that maps the label of each SAE in a job file to its settings; without a sweep, the label is ""."""
+    """Return a dict that maps the label of each SAE in a job file to its settings; the label is "" without a sweep."""
     raw = table_of(config)
     job, _ = parse_job(raw)
-    if job is None:  # the job file contains a setting of another version
+    if job is None:  # the job file contains a setting from another version
         return {"": _flat(raw)}
     return {label: _flat(to_table(member)) for label, member in members(job).items()}
 

@@ -1,4 +1,4 @@
-"""Reads the runs of a comparison, even while they continue; each result is immutable."""
+"""Reads the runs of a comparison, even while they are running; each result is immutable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Runs:
-    """Keeps the files of several runs open. Any thread may call the methods; a lock runs one call at a time."""
+    """Keeps the files of several runs open. Methods may be called from any thread; a lock serialises the calls."""
 
     def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
         self._control = Control(data.control_db, readonly=True)

@@ -13,7 +13,7 @@ from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish.
-# Yellow is left out, since it is too light on white.
+# Yellow is omitted, since it is too light on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
@@ -114,7 +114,7 @@ def _label(trace: Trace) -> str:
 
 
 def _style(number: int) -> tuple[str, str, str]:
-    """Return the colour, dash pattern and marker of a curve; 16 curves remain distinguishable without colour."""
+    """Return the colour, dash pattern and marker of a curve. Up to 16 curves are distinguishable without colour."""
     mark = number // len(_DASHES) % len(_MARKS)
     return COLOURS[number % len(COLOURS)], _DASHES[number % len(_DASHES)], _MARKS[mark]
 

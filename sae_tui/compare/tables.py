@@ -39,7 +39,7 @@ UNFINISHED = "unfinished"
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # Maps each FVU metric to the L0 metric measured on the same rows.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
-# Token counts are considered equal up to this factor, since a run always ends with a complete step.
+# Token counts within this factor are considered equal, since a run always ends with a complete step.
 LIKE = 1.02
 # This value is listed with the settings, since an automatic batch is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
@@ -48,9 +48,9 @@ _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class ComparisonRow(msgspec.Struct, frozen=True):
-    """A table row: a title, one value per SAE, and the indices of the best SAEs or of SAEs that count as equal.
+    """A table row: a title, one value per SAE, and the indices of the best SAEs or of SAEs considered equal.
 
-    `why` explains why these SAEs count as equal, and what else limits the comparison.
+    `why` explains why these SAEs are considered equal, and what else limits the comparison.
     """
 
     title: str
@@ -59,13 +59,13 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     word: Callable[[Any], str] = str
     same: frozenset[int] = frozenset()
     why: str = ""
-    # The indices of the values from unfinished runs, which are not ranked.
+    # The indices of values from unfinished runs. These values are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # The text after the star of each value: the SAE's number of training tokens, if it differs between SAEs.
+    # The text after the star of each value: the SAE's number of training tokens, if the SAEs differ in it.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
-        """Return the values as text, with marks for the best, for values equal to the best, and for unfinished runs."""
+        """Return the values as text, marked if they are the best, equal to the best, or from unfinished runs."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
         stars = {place: f" {BEST}{self.notes[place] if self.notes else ''}" for place in self.best}
         known = (place for place in self.unfinished if self.values[place] is not None)
@@ -74,7 +74,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """A value that is compared between runs, and whether lower or higher is better; None if neither is."""
+    """A value that is compared between runs, and whether lower or higher is better, or None if neither."""
 
     name: str
     title: str
@@ -91,7 +91,7 @@ def word_of(metric: str) -> Callable[[float], str]:
 _OF_CARD = (
     ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
     ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
-    # This result is not ranked, since more rows leave fewer latents that never fire.
+    # This result is not ranked: the more rows were read, the fewer latents have never fired.
     ComparedFigure("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     ComparedFigure("card_ce_score", "report card CE score", "higher", number),
     ComparedFigure("card_kl_score", "report card KL score", "higher", number),
@@ -171,7 +171,7 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
 
 
 def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:
-    """Return the price and CO₂ of the energy; no best value is marked, since both follow from the energy."""
+    """Return the price and CO₂ of the energy. Neither is marked as best, since both follow from the energy."""
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
     lines = [
@@ -184,10 +184,10 @@ def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonR
 
 
 def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the line with the best value marked; for quality results, only finished runs are ranked.
+    """Return the row with the best value marked; for quality results, only finished runs are ranked.
 
-    Unfinished runs get a mark instead. No value of training batches is marked as best: such values are lower than
-    held-out values, and lowest if a run overfits.
+    Values from unfinished runs get a different mark. Values measured on training batches are never marked as best: they
+    are lower than held-out values, and lowest if a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
@@ -200,32 +200,32 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the line with the best value marked, or with all values that do not differ significantly from the best."""
+    """Return the row with the best value marked, or with all values that do not differ significantly from the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # If an SAE does not differ significantly from the best one, neither does any SAE in between.
+    # If an SAE does not differ significantly from the best one, neither do the SAEs ranked between them.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 
 def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a line of FVUs with a note on their L0 values, if these differ by more than `MOST_L0_MISS`."""
+    """Return a row of FVUs with a note on their L0 values, if the L0 values differ by more than `MOST_L0_MISS`."""
     if result.name not in _L0_OF:
         return line
     l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
     if not l0s or max(l0s.values()) <= (1 + MOST_L0_MISS) * min(l0s.values()):
         return line
     each = join_words([f"{label} at {l0:.1f}" for label, l0 in l0s.items()])
-    unequal = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
+    unequal = f"{line.title} is not at equal L0, and a higher L0 by itself lowers it: {each}"
     return msgspec.structs.replace(line, why="; ".join(filter(None, (line.why, unequal))))
 
 
 def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a quality line with the best SAE's number of training tokens, if this number differs between the SAEs."""
+    """Return a quality row with the best SAE's number of training tokens, if the SAEs differ in this number."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
@@ -234,7 +234,7 @@ def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Com
 
 
 def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
-    """Return whether the best value differs enough from the second; most results need no minimum difference."""
+    """Return whether the best value differs enough from the second best; most results need no minimum difference."""
     measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
     if result.name not in LEAST_LEAD or len(measured) < 2:
         return True
@@ -243,7 +243,7 @@ def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
 
 
 def _error(sae: ComparedSae, name: str) -> float | None:
-    """Return the standard error of a result, None if unknown; for a share of latents, the binomial standard error."""
+    """Return the standard error of a result, or None if unknown. For a share of latents, it is the binomial error."""
     if name != "dead_fraction":
         return sae.latest.get(error_of(name))
     dead, d_sae = value_of(sae, name), _d_sae(sae)
@@ -269,7 +269,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return the best value's lead over each other value whose noise is known, as a dict by index."""
+    """Return a dict that maps the index of each other value with known noise to the best value's lead over it."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -292,7 +292,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
         else "no lead is significant"
     )
     return (
-        f"{line.title}: {names} count as the same; {saes[top].label} leads by {number(lead.lead)}, but "
+        f"{line.title}: {names} are considered equal; {saes[top].label} leads by {number(lead.lead)}, but "
         f"{counts}: {lead.why}"
     )
 
@@ -307,7 +307,7 @@ def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> fr
 
 
 def value_of(sae: ComparedSae, name: str) -> float | None:
-    """Return a result by name; for an SAE of a sweep, return its own value if it has one."""
+    """Return a result by name; for an SAE of a sweep, return the SAE's own value if there is one."""
     if name == "duration_s":
         return _duration_s(sae)
     if name == "energy_wh":
@@ -323,7 +323,7 @@ def value_of(sae: ComparedSae, name: str) -> float | None:
 
 def _duration_s(sae: ComparedSae) -> float | None:
     job = sae.job
-    # For a resumed job, only the times of the last attempt are known.
+    # For a resumed job, the start and end are known only for the last attempt.
     return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
@@ -333,10 +333,10 @@ def _ran_as(sae: ComparedSae) -> str:
 
 
 def _tokens_per_step(sae: ComparedSae) -> int | None:
-    """Return the tokens per step; with an automatic batch, they depend on the length of the run."""
+    """Return the tokens per step; with an automatic batch size, they depend on the length of the run."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 
 def _value(value: Any) -> str:
-    """Return a setting as it appears in the job file, with strings unquoted."""
+    """Return a setting's value as in the job file, but strings without quotes."""
     return value if isinstance(value, str) else show(value)

@@ -16,7 +16,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
-# The minimum efficiency, that is speed-up per device, at which several devices are recommended; 1 is ideal.
+# The minimum efficiency (speed-up per device) for recommending several devices; 1 is ideal.
 LEAST_EFFICIENCY = 0.7
 
 
@@ -71,7 +71,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         return _too_large(job, rows, data)
     if not best.fits_now:
         used = (
-            f"the present use of {join_words([f'GPU {index}' for index in best.gpus])}"
+            f"the current use of {join_words([f'GPU {index}' for index in best.gpus])}"
             if best.gpus
             else "other programs"
         )
@@ -88,13 +88,13 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return a sort key: rows that fit and are efficient are first, then rows with fewer devices and less memory."""
+    """Return a sort key that puts rows that fit and are efficient first, then rows with fewer devices and less memory."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 
 
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
-    """Yield the largest worthwhile number of devices, or the reason why no larger number is worthwhile, in words."""
+    """Yield sentences about the largest worthwhile number of devices, or why no larger number is worthwhile."""
     others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
     paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
     if paying:

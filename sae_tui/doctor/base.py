@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
 class GpuReadings(msgspec.Struct, frozen=True):
     """One reading of all GPUs, or the `problem` that prevented it, with a `remedy`. `cuda` is False for simulated GPUs.
 
-    `samples` holds only the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
+    `samples` contains only the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
     """
 
     source_name: str
@@ -54,7 +54,7 @@ class GpuReadings(msgspec.Struct, frozen=True):
 
 
 class CheckedMachine:
-    """The checked machine. Properties are read once, when first used; system files are read below `root`."""
+    """The checked machine. Properties are read once, on first use; system files are read below `root`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class CheckedMachine:
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
-        """The size of the terminal in columns and lines; None without a terminal."""
+        """The size of the terminal in columns and lines, or None without a terminal."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
                 terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
@@ -94,7 +94,7 @@ class CheckedMachine:
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run a program; return its output and the reason for a failure, which is "" on success."""
+        """Run a program; return its output and the reason for a failure ("" on success)."""
         return self._run(command, limit_s, {**self.environ, **environ})
 
     def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
@@ -116,7 +116,7 @@ class CheckedMachine:
                 env=environ, timeout=limit_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return "", f"did not answer within {limit_s:g} s"
+            return "", f"did not respond within {limit_s:g} s"
         except OSError as error:
             return "", error.strerror or str(error)
         messages = done.stderr.strip().splitlines()

@@ -19,7 +19,7 @@ from trainer.contract.planning.hardware import MeasuredHardware, Speeds, read_bo
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
-# Most of this time is for importing torch from a network disk in all ranks.
+# All ranks import torch, which takes most of this time if it is on a network disk.
 LIMIT_S = 120.0
 # The speed that a full PCIe 4.0 slot achieves through host memory.
 LEAST_BYTES_PER_S = 12e9
@@ -27,7 +27,7 @@ BUSY = "probe again when these GPUs are idle"
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """The output of `sae-train probe --json`: speeds per rank, of all ranks together, and per pair of ranks."""
+    """The output of `sae-train probe --json`: speeds per rank, of all ranks combined, and per pair of ranks."""
 
     device: str
     ranks: int
@@ -133,7 +133,7 @@ def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tu
 
 
 def _add_measured(speeds: MeasuredHardware, probed: Probed) -> MeasuredHardware:
-    """Merge the measured speeds into the known ones; the speed for two ranks is that of the slowest pair of GPUs."""
+    """Merge the measured speeds into the known ones. The speed for two ranks is the speed of the slowest pair of GPUs."""
     if probed.ranks > 2 and probed.pairs:
         pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))
         speeds = speeds.with_measured(probed.device, probed.precision, 2, pair)

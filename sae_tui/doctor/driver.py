@@ -13,7 +13,7 @@ from trainer.contract.wording import join_words, plural
 
 # PCI device classes: display controllers, which include most GPUs, and accelerators, such as an MI300X.
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
-# The integrated graphics of a Ryzen reserve 0.5 to 2 GiB; the smallest GPUs that ROCm supports have 8 GiB.
+# The integrated graphics of a Ryzen reserves 0.5 to 2 GiB; the smallest GPUs that ROCm supports have 8 GiB.
 _SMALLEST_GPU_BYTES = 4 << 30
 
 
@@ -37,7 +37,7 @@ def check_driver(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_visible(box: CheckedMachine) -> Iterator[Finding]:
-    """Report how many GPUs the vendor's variables leave visible, and whether their numbering is ambiguous."""
+    """Report how many GPUs the vendor's variables make visible, and whether the numbering is ambiguous."""
     gpus = box.gpus
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
     for vendor in (VENDORS[name] for name in names if name in VENDORS):
@@ -47,7 +47,7 @@ def check_visible(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _finding_of(box: CheckedMachine, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
-    """Report how many GPUs the vendor's variables leave visible; `limits` are their values."""
+    """Report how many GPUs the vendor's variables make visible; `limits` contains the variables."""
     gpus, limit = box.gpus, next(iter(limits.values()))
     shown, remedy = len(gpus.samples), f"`unset {' '.join(limits)}` to use all of them"
     if not shown:
@@ -83,7 +83,7 @@ def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def gpus_on_the_bus(box: CheckedMachine) -> str:
-    """Count the GPUs of all vendors on the PCI bus, with or without a driver, and describe the counts in words.
+    """Return a description of the number of GPUs of each vendor on the PCI bus, with or without a driver.
 
     Integrated graphics are omitted if their driver identifies them, since they are not used for training.
     """

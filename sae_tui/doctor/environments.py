@@ -18,7 +18,7 @@ from trainer.contract.wording import join_words
 
 
 def check_environments(box: CheckedMachine) -> Iterator[Finding]:
-    """Report which Python runs the app and, if another Python trains, which packages the latter has or lacks."""
+    """Report which Python runs the app and, if training uses another Python, which packages that Python has or lacks."""
     trains = "" if box.python else ", which also trains"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
     if not box.python:
@@ -52,7 +52,7 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
 
 
 def lack_of(box: CheckedMachine) -> str:
-    """Return why the training environment cannot train; return "" if it can, or if it is the app's environment."""
+    """Return why the training environment cannot train, or "" if it can or if it is the app's environment."""
     return look(box.python).lack() if box.python else ""
 
 

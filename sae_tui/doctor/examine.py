@@ -1,4 +1,4 @@
-"""Runs all checks in sequence; to add a check, write a function in this folder and list it in `CHECKS`."""
+"""Runs all checks in sequence. To add a check, write a function in this folder and list it in `CHECKS`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 
 Check = Callable[[CheckedMachine], Iterable[Finding]]
-# Checks for access by other users come first. The slowest check, which imports torch in a new process, comes last.
+# Checks for access by other users are first. The slowest check, which imports torch in a new process, is last.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
     trust.check_readers,
@@ -67,7 +67,7 @@ SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
 # Checks that use the data folder.
-# If the folder's disk hangs, the remaining checks are skipped, since they would hang too.
+# If the folder's disk hangs, the remaining checks in this set are skipped, since they would hang too.
 OF_FOLDER: frozenset[Check] = frozenset(
     (
         trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
@@ -77,7 +77,7 @@ OF_FOLDER: frozenset[Check] = frozenset(
 )  # fmt: skip
 # The time limit in seconds for the next finding of a check.
 # GPU reads have their own limits, 37 s in total.
-# Checks that run on request limit the time of each program they start.
+# Checks that run only on request limit the time of each program they start.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),
@@ -103,7 +103,7 @@ def examine(box: CheckedMachine, checks: Iterable[Check] = CHECKS) -> Iterator[F
 
 
 def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
-    """Yield the findings of a check, which runs on a separate thread, since a disk may never respond."""
+    """Yield the findings of a check. The check runs on a separate thread, since a disk may never respond."""
     found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -126,14 +126,14 @@ def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
             yield _silent_folder(box, f", during the check of {_subject(check)}")
         else:
             yield Finding(
-                "error", _subject(check), f"did not answer within {limit_s:g} s",
+                "error", _subject(check), f"did not respond within {limit_s:g} s",
                 "check whether a disk or a driver hangs, for example with `dmesg`",
             )  # fmt: skip
 
 
 def _silent_folder(box: CheckedMachine, when: str) -> Finding:
     return Finding(
-        "error", "data folder", f"{box.data.root} does not answer within {FOLDER_LIMIT_S:g} s{when}",
+        "error", "data folder", f"{box.data.root} does not respond within {FOLDER_LIMIT_S:g} s{when}",
         f"check whether its disk or file server hangs, or {OTHER_FOLDER}",
     )  # fmt: skip
 
@@ -150,5 +150,5 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 def level_words(finding: Finding) -> str:
-    """Return the level as a symbol and a word, so that it does not depend on colour."""
+    """Return the level as a symbol and a word, so that the level is not indicated by colour only."""
     return f"{SIGNS[finding.level]} {finding.level}"

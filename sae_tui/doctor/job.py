@@ -27,8 +27,8 @@ class JobRow(msgspec.Struct, frozen=True):
 
     `chosen` is True for the mode that the job's `parallel.mode` selects. `gpus` lists the GPUs with the most free
     memory; if there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not
-    in use and the job fits into their free memory. Speed-up and efficiency compare tokens per second with a single
-    device.
+    in use and the job fits into their free memory. Speed-up and efficiency compare the throughput in tokens per second with
+    that of a single device.
     """
 
     n_gpus: int
@@ -51,7 +51,7 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """A number of devices that are treated as equally fast, with the memory of the smallest one."""
+    """A number of devices, assumed to be equally fast, with the memory of the smallest one."""
 
     name: str
     count: int
@@ -65,7 +65,7 @@ class Devices(msgspec.Struct, frozen=True):
         return "" if self.are_gpus and self.name == CPU else None
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
-        """Return whether `n_bytes` fit into `room_bytes`, or None if that is unknown or there are too few devices."""
+        """Return whether `n_bytes` fit into `room_bytes`, or None if it is unknown or there are too few devices."""
         if room_bytes is None or (self.are_gpus and not self.gpus):
             return None
         return n_bytes <= room_bytes
@@ -83,9 +83,9 @@ def job_rows(
 ) -> tuple[JobRow, ...]:
     """Forecast the job on the usable GPUs, on the GPUs that its file names, or on the CPU if there is no such GPU.
 
-    `busy` are the indices of the GPUs in use, which are taken last. Without `cuda` the GPUs are simulated: they have
+    `busy` contains the indices of the GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they have
     memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model gets
-    separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number; in the other modes it
+    separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number. In the other modes, it
     shares the GPUs that train.
     """
     gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
@@ -100,7 +100,7 @@ def job_rows(
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     """Return the GPUs that the job may use, most free memory first; return an empty list if it requests the CPU.
 
-    If there are entire GPUs, slices are omitted; otherwise only one slice is returned, since a job can use only one.
+    Slices are omitted if there are entire GPUs. Otherwise only one slice is returned, since a job can use only one.
     """
     named = job.launch.gpus
     if job.on_cpu:
@@ -112,7 +112,7 @@ def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
 
 
 def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
-    """Return the first `count` of these GPUs; if there are fewer, return `count` similar devices without indices."""
+    """Return the first `count` of these GPUs. If there are fewer, return `count` similar devices without indices."""
     taken = samples[:count]
     name = slowest(gpu.name for gpu in taken) if cuda else CPU
     gpus = tuple(sorted(gpu.index for gpu in taken)) if len(taken) == count else ()
@@ -123,7 +123,7 @@ def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
-    """Return the process counts to try: one, one per core, and the number that the job requests."""
+    """Return the process counts to forecast: one, one per core, and the number that the job requests."""
     asked = wanted_devices(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
@@ -189,7 +189,7 @@ def _as(chosen: Forecast, other: Settled) -> Forecast:
 
 
 def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
-    """Return the modes in which `ranks` devices can run the job together."""
+    """Return the modes in which `ranks` devices can run the job."""
     if ranks == 1:
         return ["single"]
     if not OPTIMIZERS[job.train.optimizer].elementwise or ranks > job.sae.width(data.d_in):

@@ -9,7 +9,7 @@ from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuPair
 from trainer.contract.wording import join_words, plural
 
-# Descriptions of the path names that `nvidia-smi topo -m` uses, from the shortest path to the longest.
+# Descriptions of the abbreviations that `nvidia-smi topo -m` uses for paths, from the shortest path to the longest.
 WAYS = {
     "internal": "on one board",
     "PIX": "through one PCIe switch",

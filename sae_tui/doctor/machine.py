@@ -11,7 +11,7 @@ from trainer.contract.wording import gibibytes
 
 # The size that NVIDIA recommends for containers; Docker's default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30
-# Python, torch and NCCL keep about 200 files open per rank; stored activations keep one open per shard.
+# Python, torch and NCCL keep about 200 files open per rank; stored activations add one open file per shard.
 LEAST_FILES = 1024
 LEAST_LOCKED_BYTES = 64 << 20
 
@@ -38,7 +38,7 @@ def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
-    """Check the soft limit on open files; a process starts with it and may raise it to the hard limit."""
+    """Check the soft limit on open files. A process starts with the soft limit and may raise it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         yield Finding("ok", "open files", f"a process may open {_limit(soft)} files")

@@ -1,4 +1,4 @@
-"""Checks whether the queue resumes after a restart of the machine, and installs the user service for this."""
+"""Checks whether the queue restarts after a reboot of the machine, and installs a user service for this."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WantedBy=default.target
 
 
 def check_queue_service(box: CheckedMachine) -> Iterator[Finding]:
-    """Report what happens to queued jobs when the machine restarts."""
+    """Report what happens to queued jobs when the machine reboots."""
     by_command = "after a restart of the machine, queued jobs continue when you next run a command or the app"
     if not _has_systemd(box):
         yield Finding("ok", "restart", f"{by_command}; this machine does not run systemd")
@@ -72,14 +72,14 @@ def name_of(data: DataDir) -> str:
 
 
 def unit(data: DataDir) -> str:
-    """Return the text of the user service for a data folder."""
+    """Return the unit file of the user service for a data folder."""
     program, *words = map(_quoted, [sys.executable, "-P", "-m", "sae_tui.jobs.revive", str(data.root)])
     # systemd expands variables only in arguments, not in the program path.
     return _UNIT.format(command=" ".join([program, *(word.replace("$", "$$") for word in words)]))
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for systemd.service(5), which expands % and escapes; a line break would start a new setting."""
+    """Quote an argument for systemd.service(5), which expands % and escapes; a line break would start a new setting."""
     for char, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
         word = word.replace(char, written)
     return '"' + "".join(char if char.isprintable() else _escaped(char) for char in word) + '"'

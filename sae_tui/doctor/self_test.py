@@ -23,7 +23,7 @@ from trainer.contract.wording import plural
 
 SUBJECT = "self-test"
 LIMIT_S = 600.0
-# The maximum number of failed checks that a finding lists.
+# The maximum number of failed checks listed in a finding.
 _MOST_NAMED = 3
 
 
@@ -38,7 +38,7 @@ class Tested(msgspec.Struct, frozen=True):
 
 
 def check_training(box: CheckedMachine) -> Iterator[Finding]:
-    """Run a small training on the first idle GPU; a lock keeps jobs off this GPU during the test.
+    """Run a small training job on the first idle GPU. A lock keeps other jobs off this GPU during the test.
 
     If packages are missing, return without a finding, since `check_torch` reports them.
     """
@@ -68,7 +68,7 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _vendor_of_torch(box: CheckedMachine, vendors: list[str]) -> str:
-    """Return the vendor for whose GPUs the training environment's PyTorch is built."""
+    """Return the vendor whose GPUs the training environment's PyTorch supports."""
     with judged_by(look(box.python).packages if box.python else None):
         return vendor_of_build(vendors)
 
@@ -98,7 +98,7 @@ def _finding(box: CheckedMachine, visible: dict[str, str], gpus: str) -> Finding
     except ValueError:
         remedy = "run `sae-train self-test` to see the error"
         return Finding(
-            "error", SUBJECT, f"it ended without a result: {failure or 'its output is not valid JSON'}", remedy
+            "error", SUBJECT, f"it exited without a result: {failure or 'its output is not valid JSON'}", remedy
         )
     figures = f"{plural(tested.checks, 'check')} in {tested.seconds:.0f} s"
     if tested.ok:

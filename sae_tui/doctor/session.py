@@ -1,8 +1,8 @@
 """Checks whether running jobs survive the user's logout.
 
-A process can leave its Unix session, but not the control group in which logind placed it. This is either the group of
-the login session, which KillUserProcesses= kills, or the group of the user's service manager, which ends with the last
-login unless lingering is enabled for the user.
+A process can leave its Unix session, but not the control group in which logind placed it. This is the group of either
+the login session or the user's service manager. KillUserProcesses= kills the processes of the login session. The
+service manager stops with the user's last login session, unless lingering is enabled for the user.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _of_manager(name: str, *, lingers: bool) -> Finding:
     """Return the finding for jobs under the user's service manager, whose unit is `name`."""
     if lingers:
         return Finding("ok", "logout", f"jobs continue after a logout, because of linger; they belong to {name}")
-    sentence = f"jobs end some seconds after your last logout, since they belong to {name} and linger is off"
+    sentence = f"jobs are killed soon after your last logout, because they belong to {name} and linger is off"
     return Finding("warning", "logout", sentence, "run `loginctl enable-linger` once")
 
 
@@ -54,7 +54,7 @@ def _of_session(box: CheckedMachine, user: str) -> Finding:
     answer, failure = box.output(["loginctl", "show-session", *(f"--property={name}" for name in _SETTINGS)])
     settings = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
     if failure or "KillUserProcesses" not in settings:
-        sentence = f"it is not known whether a logout ends jobs: loginctl {failure or 'does not report it'}"
+        sentence = f"it is unknown whether jobs survive a logout: loginctl {failure or 'does not report it'}"
         return Finding("note", "logout", sentence, f"check KillUserProcesses in logind.conf; if it is yes, run {KEEP}")
     if not _kills(settings, user):
         return Finding("ok", "logout", "jobs continue after a logout; logind does not kill the processes of a session")

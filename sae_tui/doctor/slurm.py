@@ -17,14 +17,14 @@ def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
     elif len(missing) == 2:
         yield Finding("ok", "SLURM", "not installed; jobs run on this machine")
     elif missing:
-        sentence = f"{missing[0]} is missing, although the rest of SLURM is installed"
+        sentence = f"{missing[0]} is missing, although other commands of SLURM are installed"
         yield Finding("warning", "SLURM", sentence, "load SLURM's module, or correct $PATH")
     else:
         yield _outside(box)
 
 
 def _inside(box: CheckedMachine, job: str) -> Finding:
-    """Report the allocation of this shell; all jobs started here end with the allocation."""
+    """Report this shell's allocation. All jobs started here end when the allocation ends."""
     nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
     gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
     end = box.environ.get("SLURM_JOB_END_TIME", "")

@@ -1,4 +1,4 @@
-"""Checks what the terminal can display; colours and characters are judged by Textual's rules."""
+"""Checks what the terminal can display. Colours and characters are determined by Textual's rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BETTER_TERM = "use a current terminal and `export TERM=xterm-256color` (inside t
 
 
 def check_colours(box: CheckedMachine) -> Iterator[Finding]:
-    """Report the number of colours, from COLORTERM and the suffix of TERM."""
+    """Report the number of colours, derived from COLORTERM and the suffix of TERM."""
     term = box.environ.get("TERM", "").strip().lower()
     if box.size is None:
         return
@@ -78,7 +78,7 @@ def check_mouse(box: CheckedMachine) -> Iterator[Finding]:
     if box.size is None:
         return
     if term in WITHOUT_MOUSE:
-        sentence = f"TERM={term} reports no mouse"
+        sentence = f"a terminal with TERM={term} sends no mouse events"
         yield Finding("note", "mouse", sentence, "use the keyboard: every action has a key, and ? lists them")
     else:
-        yield Finding("ok", "mouse", f"reported by {term}; in most terminals, hold Shift to select text")
+        yield Finding("ok", "mouse", f"supported by {term}; in most terminals, hold Shift to select text")

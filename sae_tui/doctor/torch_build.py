@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 # Compute capabilities of GPUs, such as GeForce, whose fp64 speed is 1/32 or 1/64 of their fp32 speed.
 _SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 _ADAM_IN_FP32 = (2, 8)
-# Skip garbage collection and the shutdown of torch: they took a third of the time and are not needed here.
+# Skip garbage collection and torch's shutdown, which took a third of the time and are not needed here.
 _ASK = """
 import gc
 gc.disable()
@@ -128,7 +128,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
     A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor of
-    the GPUs that torch is built for, or None if the machine has no such GPUs.
+    the GPUs for which torch is built, or None if the machine has no such GPUs.
     """
     driver = gpus.facts.cuda
     if not build.runtime:
@@ -153,7 +153,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report GPUs for which torch has neither code for their major compute capability nor PTX to compile.
+    """Report GPUs for which torch has neither compiled code for their major compute capability nor PTX.
 
     Code for AMD GPUs runs on a single architecture only.
     """
@@ -182,7 +182,7 @@ def _updates_fast(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
     slow = [index for index, capability in enumerate(gpus.facts.capabilities) if capability in _SLOW_AT_FP64]
     if slow:
         are_slow = f"{join_words([f'GPU {index}' for index in slow])} {'is' if len(slow) == 1 else 'are'} slow at fp64"
-        sentence = f"Adam of {build.version} computes in fp64, and {are_slow}"
+        sentence = f"Adam in torch {build.version} computes in fp64, and {are_slow}"
         yield Finding("note", "torch", sentence, "install torch 2.8 or newer, whose Adam computes in fp32")
 
 
@@ -199,7 +199,7 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _exchanges(build: TorchBuild) -> Finding:
-    """Check NCCL, or AMD's RCCL: torch may load a different version from the one it was compiled with."""
+    """Check NCCL, or AMD's RCCL: the version that torch loads may differ from the version it was compiled with."""
     name = "RCCL" if build.hip else "NCCL"
     if build.nccl is None:
         sentence = f"torch {build.version} is built without {name}, which jobs on several GPUs need"

@@ -50,7 +50,7 @@ def check_readers(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _open_to(folder: Path, whom: int) -> Iterator[Path]:
-    """Yield the files below a folder that the users in `whom`, a mask of mode bits, may read or write.
+    """Yield the files below a folder that the users in `whom`, a mask of mode bits, have permission to read or write.
 
     Skip folders that these users may not enter.
     """
@@ -89,7 +89,7 @@ def check_links(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_hook(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a command in the settings that is not run because another user may have written it."""
+    """Report a command in the settings that is not run, because another user may have written it."""
     file = box.data.settings_file
     for problem in load_settings(file)[1]:
         if problem.path == "on_job_end":

@@ -1,4 +1,4 @@
-"""Reasons why ssh, or `sae-tui` on the other host, has ended, each as one sentence with a remedy."""
+"""Reasons why ssh, or `sae-tui` on the other host, has exited, each as one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from sae_tui.ssh import NO_SAE_TUI
 
-SSH_FAILED = 255  # ssh's exit code if it cannot connect, or if the connection breaks
-# The wait in seconds after a refused login. It is long, since servers block an address after a few refused logins.
+SSH_FAILED = 255  # ssh's exit code if it cannot connect or if the connection breaks
+# The wait in seconds after a rejected login. It is long, because servers block an address after a few rejected logins.
 _REFUSED_AGAIN_S = 300.0
 
 
 class Cause(NamedTuple):
-    """A sentence without its subject, the host's name, and the wait in seconds before the next attempt.
+    """A sentence without its subject, which is the host's name, and the wait in seconds before the next attempt.
 
     If the wait is 0, the caller chooses it.
     """

@@ -16,11 +16,11 @@ from trainer.contract.printable import printable
 
 LIMIT_S = 60.0
 _MOST_BYTES = 16 << 10
-_LEAVE_S = 1.0  # wait for the exit code once the output has ended or is too long
+_LEAVE_S = 1.0  # how long to wait for the exit code once the output has ended or is too long
 
 
 class Errands:
-    """Runs `sae-tui` commands on other hosts, each in the caller's thread; all can be stopped together."""
+    """Runs `sae-tui` commands on other hosts, each in the caller's thread. `end_all` stops all of them."""
 
     def __init__(self, ssh: Sequence[str]) -> None:
         self._ssh = tuple(ssh)

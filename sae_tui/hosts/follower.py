@@ -17,7 +17,7 @@ from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.printable import printable
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-# After a connection that lasted longer than this, the wait before the next attempt is short again.
+# If a connection lasted longer than this, the next reconnection waits only the initial delay again.
 _STEADY_S = 30.0
 # A host sends data every second. A host that sends nothing for 5 s is shown as silent.
 # After 30 s without data, its connection is cut and reopened.
@@ -28,7 +28,7 @@ _MOST_NOISE = 50
 
 
 class Refused(Exception):
-    """Raised for a host that cannot be followed; `cause` explains why."""
+    """Raised for a host that cannot be monitored; `cause` explains why."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.sentence)
@@ -116,7 +116,7 @@ class HostFollower:
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
     def _follow(self) -> Cause:
-        """Follow one connection until it ends, and return why it ended."""
+        """Process the messages of one connection until it ends, and return why it ended."""
         try:
             self._silence = None
             link = self._link = Link(self._argv, self._judge_silence)
@@ -140,8 +140,8 @@ class HostFollower:
     def _judge_silence(self) -> None:
         """Mark a host that sends nothing for 5 s as silent, and cut a connection that has been silent for 30 s.
 
-        ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a sign
-        of life, since a message with many jobs can take more than 30 s over a slow connection.
+        ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a
+        heartbeat, since a message with many jobs can take more than 30 s over a slow connection.
         """
         if (link := self._link) is None:
             return
@@ -173,7 +173,8 @@ class HostFollower:
 
     def _take_gpus(self, message: RemoteGpus) -> None:
         now = time.time()
-        # Keep rings only for the indices in this message, so that a host cannot fill the memory with new indices.
+        # Keep buffers only for the indices in this message, so that a host cannot fill the memory by sending new
+        # indices.
         self._rings = {gpu.index: self._rings.get(gpu.index) or Ring() for gpu in message.gpus}
         for gpu in message.gpus:
             self._rings[gpu.index].append(gpu.sample(now))
@@ -183,7 +184,7 @@ class HostFollower:
             self._on_change()
 
     def _tell_end(self, cause: Cause) -> None:
-        """Show why there is no connection and, if the connection was cut, since when."""
+        """Show why there is no connection. If the connection was cut, also show since when."""
         if self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT):
             since = time.time() if self.view.is_connected else self.view.since
             self._change(stage=ConnectionStage.CUT, sentence=cause.sentence, since=since, gpus=())
@@ -197,7 +198,7 @@ class HostFollower:
 
 
 class FarLogReader:
-    """A thread that passes the lines of a log to `on_lines`; the last line explains why there are no more."""
+    """A thread that passes the lines of a log to `on_lines`; the last line explains why no more follow."""
 
     def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
         self._host, self._argv, self._on_lines = host, argv, on_lines
@@ -222,7 +223,7 @@ class FarLogReader:
             self._on_lines([f"({self._host} {end})"])
 
     def _follow(self) -> str:
-        """Pass lines to `on_lines` until there are no more, and return why they have ended."""
+        """Pass lines to `on_lines` until the log ends, and return why it ended."""
         try:
             link = self._link = Link(self._argv)
         except OSError as error:

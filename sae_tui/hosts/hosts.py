@@ -14,7 +14,7 @@ from trainer.contract.settings.toml import table_of
 
 
 class Hosts:
-    """One follower for each host; any thread may read their views.
+    """One follower per host. The views may be read from any thread.
 
     With `demo`, the hosts show simulated GPUs and their demo jobs.
     """
@@ -31,13 +31,13 @@ class Hosts:
         }
 
     def start(self, on_change: Callable[[], object]) -> None:
-        """Connect to all hosts; `on_change` is called, from any thread, after changes."""
+        """Connect to all hosts; after each change, `on_change` is called from any thread."""
         self._on_change = on_change
         for follower in self._followers.values():
             follower.start()
 
     def stop(self) -> None:
-        """Stop all connections and running commands, so that the app does not wait for a host when it exits."""
+        """Close all connections and stop running commands, so that the app exits without waiting for a host."""
         for follower in self._followers.values():
             follower.stop()
         self._errands.end_all()
@@ -65,12 +65,12 @@ class Hosts:
         return self._errands.run(name, [*words, *self._flags])
 
     def launch(self, name: str, job_file: str, gpus: str) -> str:
-        """Launch a job on a host, which also checks it, and return the output; raise `UserError` on failure.
+        """Launch a job on a host, which also validates it, and return the output; raise `UserError` on failure.
 
         `gpus` selects GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
-        # The user has allowed the job's code in the form.
-        # The flag is sent only if needed, since older versions lack it.
+        # The user has already allowed the job's code in the form.
+        # Pass the flag only if it is needed, since older versions lack it.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

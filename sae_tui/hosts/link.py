@@ -16,7 +16,7 @@ from trainer.contract.printable import printable
 
 # A busy host writes 2 lines and 150 kB per second.
 _BYTES_S, _BURST = 256 << 10, 2 << 20
-# The minimum cost of a line in bytes, so that short lines are limited too: to 16 lines/s in the long run.
+# The minimum cost of a line in bytes, so that short lines are limited too: to 16 lines/s on average.
 _LEAST_COST = 16 << 10
 _CHUNK = 64 << 10
 _LOOK_S = 0.5
@@ -42,7 +42,7 @@ class Allowance:
 class Link:
     """A subprocess and its output. Only one thread may use the link, but any thread may call `stop`.
 
-    Its standard input is a pipe that closes when this process ends, even if this process is killed.
+    Its standard input is a pipe that closes when this process exits, even if it is killed.
     """
 
     def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
@@ -56,7 +56,7 @@ class Link:
         self._stopped = threading.Event()
         self._errors = b""
         self._on_wait = on_wait
-        # When bytes last arrived on standard output, or when the process started: monotonic time and wall-clock time.
+        # When bytes last arrived on standard output, or the process start if none have: monotonic and wall-clock time.
         self.heard = (time.monotonic(), time.time())
 
     @property
@@ -66,7 +66,7 @@ class Link:
         return [printable(line.strip()) for line in lines if line.strip()]
 
     def stop(self) -> None:
-        """Stop the process, which also ends `lines`."""
+        """Stop the process; `lines` then ends too."""
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)
 
@@ -125,7 +125,7 @@ def signal_all(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
-    """Wait up to `patience_s` for a process to end, then kill its process group and return its exit code."""
+    """Wait up to `patience_s` for a process to exit, then kill its process group and return its exit code."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and not _has_ended(process.pid):
         time.sleep(0.01)
@@ -134,5 +134,5 @@ def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a child has ended, without collecting its exit code."""
+    """Return whether a child has exited, without collecting its exit code."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None

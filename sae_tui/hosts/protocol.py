@@ -1,4 +1,4 @@
-"""The messages that `sae-tui stream` writes on another host, one line of JSON each; readers must not trust them."""
+"""The messages that `sae-tui stream` writes on another host, one JSON object per line. Readers must not trust them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first line: the version of the protocol and of the program."""
+    """The first line: the protocol version and the program version."""
 
     protocol: FewAtOnce
     version: str
@@ -50,7 +50,7 @@ class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The latest sample of a GPU, its holder in words, and the processes that use most of its memory."""
+    """The latest sample of a GPU, a description of its holder, and the processes that use most of its memory."""
 
     index: FewAtOnce
     uuid: str
@@ -90,7 +90,7 @@ class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
 
 
 class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a job that the jobs list shows, named as in `JobView`."""
+    """The fields of a job that the jobs list shows, with the same names as in `JobView`."""
 
     id: JobId
     name: str
@@ -131,7 +131,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     imported: bool = False
 
     def view(self, host: str) -> JobView:
-        """Return the job as a job on `host`; fields that were not sent are empty."""
+        """Return the job as a view of a job on `host`; fields that were not sent are empty."""
         device: Literal["cuda", "cpu"] = "cuda" if self.gpu_ids else "cpu"
         fields = msgspec.structs.asdict(self)
         if fields.pop("imported"):

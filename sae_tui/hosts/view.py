@@ -13,7 +13,7 @@ from sae_tui.jobs.view.reader import JobView
 class ConnectionStage(StrEnum):
     """The state of a connection.
 
-    SILENT: connected, but without messages. CUT: was connected. FAILED: was never connected.
+    SILENT: connected, but no messages arrive. CUT: was connected. FAILED: has never been connected.
     """
 
     CONNECTING = "connecting"

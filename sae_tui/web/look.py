@@ -14,21 +14,21 @@ from sae_tui.hosts.link import end, signal_all
 from sae_tui.web import BROWSER_DRIVER
 from trainer.contract.printable import printable
 
-# Textual's driver writes this before its first packet.
+# Textual's driver writes this marker before its first packet.
 _READY = b"__GANGLION__\n"
 _HEAD = 5  # bytes: the kind of a packet, and the size of its payload
 # An entire screen of 300x100 cells with a different style in each cell takes 2 MB.
 _LARGEST_PACKET = 8 << 20
 _CHUNK = 64 << 10
 _KEPT_ERRORS = 4096
-# How many seconds the process has to exit after SIGTERM.
+# How many seconds the process has to exit after SIGTERM before it is killed.
 _LEAVE_S = 2.0
-# Variables of the terminal in which the server was started, which are wrong for a browser.
+# Environment variables of the terminal in which the server was started. They are wrong for a browser.
 _OF_A_TERMINAL = ("LINES", "STY", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX")
 
 
 class AppProcess:
-    """The app's process and its pipes; the process ends when the server does, even if the server crashes."""
+    """The app's process and its pipes. The process exits when the server does, even if the server crashes."""
 
     def __init__(self, argv: Sequence[str], columns: int, rows: int) -> None:
         """Start the process; raise `OSError` if that fails."""
@@ -55,7 +55,7 @@ class AppProcess:
         self._reading_errors = asyncio.create_task(self._read_errors(errors))
 
     async def screens(self) -> AsyncIterator[bytes]:
-        """Yield the app's output until it ends, combining all packets available at a time."""
+        """Yield the app's output until it ends; each item combines all packets available at that time."""
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             await self._output.readuntil(_READY)
             left = b""
@@ -67,20 +67,20 @@ class AppProcess:
                     return
 
     async def send(self, kind: bytes, payload: bytes) -> None:
-        """Send a packet: "D" for typed input, "M" for anything else, as JSON; do nothing after the app has ended."""
+        """Send a packet: "D" for typed input, "M" for anything else, as JSON; do nothing after the app has exited."""
         assert self._input is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._input.write(kind + len(payload).to_bytes(4, "big") + payload)
             await self._input.drain()
 
     async def close(self) -> str:
-        """Stop the process with its children, except jobs; return the last line that it wrote as an error, or ""."""
+        """Stop the process with its children, except jobs; return the last line of its standard error, or ""."""
         if self._closing:
             return ""
         self._closing = True
         has_ended = self._output.at_eof()
         signal_all(self._process, signal.SIGTERM)
-        # An app that is blocked while writing its screen would not end, so read its output.
+        # An app that is blocked while writing its screen would never exit, so read its output.
         draining = asyncio.create_task(self._drain())
         code = await asyncio.to_thread(end, self._process, _LEAVE_S)
         draining.cancel()
@@ -97,7 +97,7 @@ class AppProcess:
     @property
     def _complaint(self) -> str:
         lines = self._errors.decode(errors="replace").split("\n")
-        return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "it ended at once")
+        return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "it exited at once")
 
     async def _drain(self) -> None:
         # A second reader raises RuntimeError; in that case, the pipe is already being drained.
@@ -111,7 +111,7 @@ class AppProcess:
 
 
 def _unpack(data: bytes) -> tuple[bytes, bytes, bool]:
-    """Return the output of complete packets, the remaining bytes, and True if the app has announced its end."""
+    """Return the output in complete packets, the remaining bytes, and True if the app has announced its exit."""
     drawn: list[bytes] = []
     at = 0
     while len(data) - at >= _HEAD:

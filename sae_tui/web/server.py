@@ -23,8 +23,8 @@ from trainer.contract.printable import printable
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
-# The time limit for requests that are not sessions.
-# It is long, since loading the terminal's files, 1 MB, takes a while over a slow connection.
+# The time limit for requests other than sessions.
+# It is long, since loading the terminal's files (1 MB) takes a while over a slow connection.
 PATIENCE_S = 60.0
 # Pasted text arrives in a single message.
 LONGEST_MESSAGE = 256 << 10
@@ -33,7 +33,7 @@ _LEAST_COST = 512
 # A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
 # A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval.
-# It must be long, since on a slow connection the ping may be queued behind a lot of output.
+# It must be long, since a slow connection may queue the ping behind a lot of output.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # maximum number of columns, and of lines
 _MOST_COMPLAINTS = 8
@@ -58,12 +58,12 @@ Tell = Callable[[int, str], None]
 
 
 async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[[str], None]) -> int:
-    """Serve sessions, each a process of `argv`, until a signal ends the server; return 128 plus the signal number.
+    """Serve sessions, each a process of `argv`, until a signal stops the server; return 128 plus the signal number.
 
     Call `tell` with the port and the address once the server is reachable, and `warn` with the reason when a session
     fails.
     """
-    # Do not log requests of other users, since their bytes must not reach this terminal.
+    # Do not log requests from other users, since their bytes must not reach this terminal.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
     asyncio.get_running_loop().set_exception_handler(_Complaints(warn))
     looks, listening = Looks(argv, warn), _listen(port)
@@ -111,7 +111,7 @@ def _end_on_signals() -> asyncio.Future[int]:
 
 
 class Looks:
-    """Answers requests with the page, its files, or a session; all other requests get the same 404 response."""
+    """Responds to requests with the page, its files, or a session; all other requests get the same 404 response."""
 
     def __init__(self, argv: Sequence[str], warn: Callable[[str], None]) -> None:
         """Read the page's files; raise `UserError` if they are not installed."""
@@ -130,7 +130,7 @@ class Looks:
     def be_at(self, port: int) -> None:
         """Accept only requests whose Host header names this port, as a guard against DNS rebinding.
 
-        "localhost" is not accepted either: in a browser it may be ::1, where another user can listen.
+        "localhost" is not accepted either: in a browser it may be ::1, on which another user can listen.
         """
         self._host = f"{LOOPBACK}:{port}"
 
@@ -241,7 +241,7 @@ def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
 
 
 async def _run_until_first(jobs: Sequence[Any]) -> None:
-    """Run the coroutines until one has ended; it is not an error if a browser or an app disconnects meanwhile."""
+    """Run the coroutines until one of them returns. A browser or an app that disconnects meanwhile is not an error."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -277,15 +277,15 @@ class _Connections(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """Closes the connection after a time limit, and answers invalid HTTP with the same 404 response."""
+    """Closes the connection after a time limit, and responds to invalid HTTP with the same 404 response."""
 
     __slots__ = ("_hanging_up",)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._hanging_up: asyncio.TimerHandle | None = None
-        assert self._manager is not None  # None only once the connection is lost
+        assert self._manager is not None  # it is None only once the connection is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
-            # Refuse it before aiohttp starts a task for it, which would fail as soon as the connection is gone.
+            # Refuse it before aiohttp starts a task for it. That task would fail as soon as the connection is closed.
             transport.abort()  # type: ignore[attr-defined]
             return
         super().connection_made(transport)
@@ -312,7 +312,7 @@ class _Connection(web.RequestHandler):
 class _Complaints:
     """Reports each of asyncio's error messages once, except errors of connections.
 
-    Otherwise another user could fill the terminal or the log of the server.
+    Repeated messages would let another user fill the terminal or the log of the server.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

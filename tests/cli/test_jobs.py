@@ -567,7 +567,7 @@ def test_new_jobs_use_the_python_of_the_settings_and_clones_their_parents(shell)
     # Other users could have written the file.
     shell.data.settings_file.chmod(0o666)
     said = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--hold", code=0)
-    assert any("settings.toml: python: is not run, since others may write to" in line for line in said)
+    assert any("settings.toml: python: will not be run, because others may write to" in line for line in said)
 
 
 # Watching

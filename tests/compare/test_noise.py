@@ -60,8 +60,8 @@ def test_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
     assert line_of(*(run(*each) for each in values)).best == {0}
     apart = line_of(run(*values[0]), run(2, other.fvu, 0.005, sums_of(1.03, rows="b")))
     assert apart.same == {0, 1}
-    assert apart.why.startswith("report card FVU: 1 and 2 count as the same; 1 leads by 0.00")
-    assert apart.why.endswith("2 standard errors of both together")
+    assert apart.why.startswith("report card FVU: 1 and 2 are considered equal; 1 leads by 0.00")
+    assert apart.why.endswith("2 combined standard errors")
 
 
 def test_few_texts_show_no_lead_and_equal_values_form_a_group() -> None:
@@ -104,7 +104,7 @@ def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
     far = [run(seed, 0.1 + 0.004 * seed, 1e-7, **{"sae.k": 32}) for seed in range(3)]
     line = line_of(*far, run(9, 0.108, 1e-7, **{"sae.k": 16}))
     assert line.same == {0, 1, 2, 3}
-    assert line.why.endswith("2 × the spread of seeds between two runs")
+    assert line.why.endswith("2 × the spread between seeds, for two runs")
     # Two seeds are too few, and so are three runs with different settings.
     assert line_of(*close[:2], run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     unlike = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32 + seed}) for seed in range(3)]
@@ -119,4 +119,4 @@ def test_fvus_at_different_l0_are_shown_with_their_l0_values() -> None:
     assert line_of(at(1, 0.10, 32.0), at(2, 0.12, 33.5)).why == ""
     line = line_of(at(1, 0.10, 36.4), at(2, 0.12, 32.0))
     assert line.best == {0}
-    assert line.why.endswith("is not at equal L0, and a higher L0 alone lowers it: 1 at 36.4 and 2 at 32.0")
+    assert line.why.endswith("is not at equal L0, and a higher L0 by itself lowers it: 1 at 36.4 and 2 at 32.0")

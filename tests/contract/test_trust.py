@@ -76,7 +76,7 @@ def test_the_job_end_command_runs_only_from_a_file_nobody_else_can_write(tmp_pat
     file.chmod(0o660)
     settings, (problem,) = load_settings(file)
     assert (settings.on_job_end, settings.theme) == ([], "light")
-    assert str(problem) == f"on_job_end: is not run, since others may write to {file}; `chmod go-w` it"
+    assert str(problem) == f"on_job_end: will not be run, because others may write to {file}; `chmod go-w` it"
 
 
 @as_root

@@ -81,7 +81,7 @@ def test_a_job_that_fits_only_if_gpus_are_free_is_a_warning() -> None:
     taken = [dataclasses.replace(sample, **used) for sample in gpus(1)]
     _, finding = advice(job(), taken)
     assert finding.level == "warning"
-    assert "but not now, because of the present use of GPU 0" in finding.sentence
+    assert "but not now, because of the current use of GPU 0" in finding.sentence
 
 
 def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:

@@ -60,7 +60,7 @@ def test_a_hanging_check_is_named_and_a_hung_data_folder_skips_its_checks(sandbo
     assert [(one.level, one.subject) for one in findings] == [
         ("ok", "first"), ("error", "first"), ("error", "data folder"), ("ok", "moon"), ("note", "not checked"),
     ]  # fmt: skip
-    assert findings[2].sentence == f"{sandbox.data.root} does not answer within 10 s, during the check of disk"
+    assert findings[2].sentence == f"{sandbox.data.root} does not respond within 10 s, during the check of disk"
     assert findings[4].sentence == "space"
     hung.set()
 

@@ -63,7 +63,7 @@ def test_a_newer_torch_is_advised_for_gpus_slow_at_fp64(torch_says, version, cap
     facts = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=(capability, (9, 0)))
     notes = [finding for finding in torch_says(version=version, facts=facts) if finding.level == "note"]
     assert [one.sentence for one in notes] == [
-        f"Adam of {version} computes in fp64, and GPU 0 is slow at fp64"
+        f"Adam in torch {version} computes in fp64, and GPU 0 is slow at fp64"
     ] * advised
 
 
@@ -158,7 +158,7 @@ def test_a_hanging_torch_is_reported_after_a_timeout(sandbox, tmp_path: Path, mo
     (tmp_path / "torch.py").write_text("import threading; threading.Event().wait()")
     monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 1.0)
     (finding,) = check_torch(sandbox.box(PYTHONPATH=str(tmp_path)))
-    assert "did not answer within 1 s" in finding.sentence
+    assert "did not respond within 1 s" in finding.sentence
 
 
 def test_the_real_torch_is_recognised(sandbox) -> None:

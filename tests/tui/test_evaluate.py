@@ -107,7 +107,7 @@ async def test_a_running_evaluation_has_a_row_and_is_stopped_by_the_key_for_jobs
         await wait_until(pilot, lambda: "s Stop" in app.screen.query_one(Footer).plain)
         await pilot.press("s")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query_one("#question").painted)
-        assert app.screen.question == "Stop the evaluation of job 1 (a)? Earlier measurements stay."
+        assert app.screen.question == "Stop the evaluation of job 1 (a)? Earlier measurements are kept."
         await pilot.press("y")
         with closing(Control(data.control_db)) as control:
             await wait_until(pilot, lambda: control.open_requests(job_id) == {"stop-evaluation"})
