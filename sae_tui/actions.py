@@ -380,7 +380,7 @@ class Actions:
         return ended
 
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """Apply a function from the module `edits` to each job in a worker thread, and report the results."""
+        """Apply a function from the module `edits` to each job in a worker thread, and report the results.
 
         Edits run one at a time, since each may depend on the previous one.
         """

@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True):
     """All settings of the app; a job's own settings are in its job file."""
 
     monitor_view_default: Annotated[
-        Literal["aggregated", "per_gpu", "map"], about("Dashboard view at startup.", group=_LOOK)
+        Literal["aggregated", "per_gpu", "map"], about("View of the dashboard at start.", group=_LOOK)
     ] = "aggregated"
     default_gpu_selection: Annotated[
         Literal["available", "all", "manual"],
@@ -114,7 +114,7 @@ class Settings(msgspec.Struct, frozen=True):
     alert_idle_minutes: Annotated[
         float,
         about(
-            "Alert if a job holds a GPU without using it for this long (at least 10); 0: off.",
+            "Alert if a job does not use a GPU that it holds for this long (at least 10); 0: off.",
             group=_ALERTS,
             unit="min",
             ge=0,
@@ -134,7 +134,7 @@ class Settings(msgspec.Struct, frozen=True):
     on_alert: Annotated[
         list[str],
         about(
-            "Command to run when an alert is raised or cleared; it receives the alert as JSON on standard input.",
+            "Command to run when an alert begins or ends; it receives the alert as JSON on standard input.",
             group=_ALERTS,
             wanted='a list of words like ["/home/me/bin/send-alert"]',
         ),
@@ -142,7 +142,7 @@ class Settings(msgspec.Struct, frozen=True):
     python: Annotated[
         str,
         about(
-            "Python interpreter of another environment, used to train new jobs; empty: the app's own.",
+            "Python of another environment that trains new jobs; empty: the app's Python.",
             group=_LAUNCH,
             wanted=PYTHONS,
         ),
@@ -150,7 +150,7 @@ class Settings(msgspec.Struct, frozen=True):
     trusted_code: Annotated[
         list[str],
         about(
-            "Code that job files may run without confirmation: Pythons, models with custom code, sbatch options.",
+            "Code that job files may run without asking: Pythons, models that include code, options of sbatch.",
             group=_LAUNCH,
             wanted='a list like ["/home/me/env/bin/python", "org/model", "--network=x"]',
             commas=True,
@@ -169,7 +169,7 @@ class Settings(msgspec.Struct, frozen=True):
     ] = "dark"
     look: Annotated[
         Literal["auto", "full", "plain"],
-        about("Characters to use; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
+        about("Characters of the app; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
     ] = "auto"
 
 

@@ -15,7 +15,7 @@ def test_saved_settings_are_read_back_and_have_comments(tmp_path) -> None:
     chosen = Settings(monitor_view_default="per_gpu", multi_gpu_enabled=False, sampling_interval_s=2.0)
     save_settings(path, chosen)
     assert load_settings(path) == (chosen, [])
-    assert '# Dashboard view at startup. It is "aggregated", "per_gpu" or "map".' in path.read_text()
+    assert '# View of the dashboard at start. It is "aggregated", "per_gpu" or "map".' in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

@@ -24,12 +24,12 @@ from trainer.contract.trust import distrust_of_program, distrust_of_searched
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
 _MARK = f"# Written by `{PROGRAM} completion --install`."
-# The shell sets this variable when it asks for completions.
+# The shell sets this variable when it requests completions.
 _ASKED = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """If the shell requests completions, print them and exit; otherwise return at once."""
+    """If the shell requests completions, print them and exit; otherwise return immediately."""
     if _ASKED in os.environ:
         import argcomplete
 
@@ -71,12 +71,12 @@ def _script(shell: str) -> str:
 
 
 def _own_shell() -> str:
-    """Return the name of the user's shell from $SHELL or, if that is unset, as in containers, of the login shell."""
+    """Return the name of the shell in $SHELL or, if it is unset, as in containers, of the user's login shell."""
     return os.path.basename(os.environ.get("SHELL") or _login_shell())
 
 
 def _login_shell() -> str:
-    """Return the path of this user's login shell; return "" if the system does not know the user."""
+    """Return the path of this user's login shell, or "" if the system does not know the user."""
     try:
         return pwd.getpwuid(os.getuid()).pw_shell
     except KeyError:
@@ -129,16 +129,16 @@ def _left_to_do(shell: str, file: Path) -> str:
 
 
 def _marked(script: str, shell: str) -> str:
-    """Return the script with `_MARK` in the first line; for zsh in the second, since the first must be `#compdef`."""
+    """Return the script with `_MARK` in the first line, or in the second for zsh, where `#compdef` must be first."""
     first, _, rest = script.lstrip("\n").partition("\n")
     return f"{first}\n{_MARK}\n{rest}" if shell == "zsh" else f"{_MARK}\n{script}"
 
 
 def _text_of_ours(file: Path) -> str | None:
-    """Return the content of the file, or None if it is missing; raise `UserError` if it is a link or not ours."""
+    """Return the file's content, or None if it is missing; raise `UserError` for a symbolic link or another's file."""
     try:
         if file.is_symlink():
-            raise UserError(f"{file} is a link; remove it first")
+            raise UserError(f"{file} is a symbolic link; remove it first")
         with open_plain(file) as stream:
             content = stream.read(LARGEST).decode(errors="replace")
     except FileNotFoundError:

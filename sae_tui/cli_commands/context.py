@@ -41,7 +41,7 @@ _LIMIT_S = 60.0
 
 
 class CommandContext:
-    """Holds the data folder, settings and GPUs of a command, as selected by the flags that all commands share."""
+    """The data folder, settings and GPUs of a command, as selected by the flags that all commands share."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
@@ -90,15 +90,13 @@ class CommandContext:
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
-        """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open between the
-        snapshots.
-        """
+        """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open in between."""
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return watch(source, occupancy, self.data, every_s)
 
     def past(self) -> list[Job]:
-        """Return all jobs, latest first; return an empty list if the store cannot be read."""
+        """Return all jobs, latest first, or [] if the store cannot be read."""
         with (
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
@@ -123,15 +121,15 @@ def _jobs_named(flags: argparse.Namespace) -> list[int]:
 
 
 def _check_folder(root: Path, limit_s: float) -> str:
-    """Raise `UserError` if the data folder cannot be used; return a message if it does not respond, otherwise ""."""
+    """Raise `UserError` if the data folder cannot be used; return a message if it does not respond, or ""."""
 
     def check() -> None:
         _refuse_unusable(root)
-        with contextlib.suppress(OSError):  # `stat` may be answered from a cache, but a listing is not
+        with contextlib.suppress(OSError):  # `stat` may use a cache, but listing a folder does not
             os.listdir(root)
 
     # Run the check in a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.
-    answer, words = on_thread(check), f"the data folder {root} does not answer"
+    answer, words = on_thread(check), f"the data folder {root} does not respond"
     try:
         with tell_when_slow(lambda: warn(f"{words} yet")):
             answer.result(limit_s)

@@ -30,7 +30,7 @@ LEGEND = "* the mode that parallel.mode of the job selects; SPEED-UP: in tokens/
 
 
 def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print each finding as soon as it is known; return 1 if one of them is an error."""
+    """Print each finding as soon as it is available; return 1 if one of them is an error."""
     job, python = None, ""
     is_silent = bool(context.hung) or not _has_settings(context)
     if not is_silent:

@@ -53,7 +53,7 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _release_if_held(context: CommandContext, job_id: int, *, finish: bool) -> str:
-    """Release a held or paused job and return a message; return "" for any other job."""
+    """Release a held or paused job and return a message, or "" for any other job."""
     with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
         if not job.held or job.state.is_final:

@@ -1,4 +1,4 @@
-"""`sae-tui eval`: writes the report card of a job's SAEs and collects the texts on which their latents fire."""
+"""`sae-tui eval`: writes the report card of a job's SAEs and collects the max-activating examples of their latents."""
 
 from __future__ import annotations
 

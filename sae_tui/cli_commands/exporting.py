@@ -61,7 +61,9 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     sampler.start()
     try:
         with server:
-            say(f"http://{LOOPBACK}:{server.server_port}/metrics is open to every user of this machine; Ctrl-C ends it")
+            say(
+                f"http://{LOOPBACK}:{server.server_port}/metrics is open to every user of this machine; Ctrl-C stops it"
+            )
             server.serve_forever()
     finally:
         if not sampler.stop():
@@ -127,7 +129,7 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # The limit applies to the entire request, however slowly the client sends it.
+        # The limit applies to the entire request, even if the client sends it slowly.
         hang_up = threading.Timer(PATIENCE_S, _hang_up, (request,))
         hang_up.daemon = True
         hang_up.start()
@@ -149,7 +151,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers `GET /metrics` if the Host header names the loopback address, and rejects all other requests."""
+    """Responds to `GET /metrics` if the Host header names the loopback address, and rejects all other requests."""
 
     server_version, sys_version = "sae-tui", ""
     timeout = PATIENCE_S
@@ -178,4 +180,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *_: object) -> None:  # noqa: A002
-        """Log no requests."""
+        """Do not log requests."""

@@ -47,7 +47,7 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
         return Exit.DONE
     say(f"{read.n_latents:,} latents on {read.n_rows:,} rows: {counts(read)}")
     if flags.search is not None:
-        say(f"fire on the words: {len(firing):,} · words only in their texts: {len(others):,}")
+        say(f"fire on the words: {len(firing):,} · contain the words elsewhere: {len(others):,}")
     rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
     show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
     if len(shown) < len(latents):

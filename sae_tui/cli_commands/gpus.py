@@ -80,7 +80,7 @@ def _show(snapshot: Snapshot, context: CommandContext, flags: argparse.Namespace
 
 
 def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print totals or the values of each GPU, with stored history on request; return 1 if the driver is broken."""
+    """Print the totals or the values of each GPU, and the stored history if requested; return 1 for a broken driver."""
     if context.has_broken_driver():
         return Exit.FAILED
     if flags.csv:
@@ -124,7 +124,7 @@ def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> N
 
 
 def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the GPUs that suit a job best; return 1 if there are none or if the driver is broken."""
+    """Print the GPUs that suit a job best; return 1 if there are none or the driver is broken."""
     # No consent is needed, because this command runs no code from the job file.
     job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():

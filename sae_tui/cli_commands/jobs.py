@@ -281,7 +281,7 @@ def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched",
 
 
 def _what_came_of(view: JobView) -> str:
-    """Return why a job failed, or the path of its output; return "" if there is neither."""
+    """Return why a job failed or the path of its output, or "" if there is neither."""
     if view.error:
         return f": {view.error}"
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
@@ -362,7 +362,7 @@ def _evaluation(job: JobView) -> dict[str, Any] | None:
 
 
 def _values(job: JobView) -> dict[str, float | None]:
-    """Return a dict that maps the names of the loss and the metrics to their latest values."""
+    """Return a dict that maps the loss and each metric to the latest value."""
     return {name: newest_value(job, name) for name in ("loss", *measured_names())}
 
 

@@ -83,7 +83,7 @@ def launch(context: CommandContext, flags: argparse.Namespace) -> int:
 def launch_all(
     context: CommandContext, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None
 ) -> int:
-    """Launch all jobs; launch none if one of them cannot run. Return the exit code."""
+    """Launch all jobs, or none if any of them cannot run. Return the exit code."""
     # A clone keeps its parent's Python, even if that was the app's Python.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu for job in jobs)

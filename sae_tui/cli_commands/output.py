@@ -27,8 +27,8 @@ def say(text: str = "") -> None:
 def say_all(lines: Iterable[str]) -> None:
     """Print the lines of an iterable, which may yield millions of lines. They must not contain control characters.
 
-    Write only 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit flush can
-    encounter a full disk or a closed pipe.
+    The output is written 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit
+    flush can encounter a full disk or a closed pipe.
     """
     lines = iter(lines)
     while held := list(islice(lines, 30)):

@@ -46,7 +46,7 @@ examples:
   sae-tui eval 7 --wait                         report card and max-activating examples
   sae-tui features 7 --search king              latents of job 7 that fire on "king" (evaluate it first)
   sae-tui logs 7 -f                             follow the log of job 7
-  sae-tui stop 7                                save a checkpoint and stop; --kill ends it within 5 s
+  sae-tui stop 7                                save a checkpoint and stop; --kill kills it within 5 s
   sae-tui stop 7 --finish                       cool down first, and end as a shorter, finished run
   sae-tui resume 7 --gpus 2,3                   resume from its last good checkpoint, on other GPUs
   sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      queue six jobs
@@ -66,7 +66,7 @@ COMMAND_EXAMPLES = {
         "select -n 2 --free-memory 20GiB",
         "select --json                  with names, and why the others are not free",
     ],
-    "stream": ["stream      `sae-tui --host` runs this over ssh; it ends when its standard input closes"],
+    "stream": ["stream      `sae-tui --host` runs this over ssh; it exits when its standard input closes"],
     "serve": [
         "serve      on the computer with the browser, run the command that it prints: ssh -L PORT:127.0.0.1:PORT HOST",
         "serve --port 8500 --write",
@@ -141,7 +141,7 @@ COMMAND_EXAMPLES = {
     "eval": [
         "eval 7 --wait",
         "eval 7 --model auto      also evaluate it in the language model of its data",
-        "eval 7 --model auto --probe --keep-rows     add both to a report card that has rows already",
+        "eval 7 --model auto --probe --keep-rows     add both to a report card that already has rows",
     ],
     "features": [
         "features 7                     the latents of job 7, sparse ones first",
@@ -290,14 +290,14 @@ def _add_job_file_commands(add: Add) -> None:
     )
     grid = "launch a job for each value; with several grids, for each combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
-    look = add("doctor", "doctor.doctor", "Check this machine for problems that would keep a training from running")
+    look = add("doctor", "doctor.doctor", "Check this machine for problems that would prevent training")
     cost = "price of a GPU per hour, in any currency"
     look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
-    probe = "also measure the bus between idle GPUs; this uses all of them for some seconds"
+    probe = "also measure the bus between idle GPUs; this uses all of them for a few seconds"
     look.add_argument("--probe", action="store_true", help=probe)
-    trained = "also run small trainings for some minutes, on an idle GPU, or on the CPU if there is no GPU"
+    trained = "also run small training jobs for a few minutes, on an idle GPU, or on the CPU if there is no GPU"
     look.add_argument("--self-test", action="store_true", help=trained)
-    service = "only install a user service that restarts the queue after a restart of this machine"
+    service = "only install a user service that restarts the queue after this machine reboots"
     look.add_argument("--install-service", action="store_true", help=service)
     look.set_defaults(folder_limit_s=10.0)  # doctor continues if the data folder does not respond
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
@@ -390,8 +390,10 @@ def _add_job_commands(add: Add) -> None:
     show.add_argument("--cards", action="store_true", help="list its current and earlier report cards")
     which = "show the report card with this number in the list of --cards"
     show.add_argument("--card", type=positive, metavar="N", help=which)
-    stop.add_argument("--kill", action="store_true", help="end it within 5 s, even without a checkpoint")
-    early = f"cool down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and end as finished".replace("%", "%%")
+    stop.add_argument("--kill", action="store_true", help="kill it within 5 s, even without a checkpoint")
+    early = f"cool down first, which adds {COOL_DOWN_SHARE:.0%} to the steps already run, and end as finished".replace(
+        "%", "%%"
+    )
     stop.add_argument("--finish", action="store_true", help=early)
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
     logs.add_argument("--rank", type=rank, default=0, metavar="N", help="show the log of this rank; default: 0")
@@ -457,7 +459,7 @@ def _add_finding(add: Add) -> None:
     latents.add_argument(
         "--search",
         metavar="WORDS",
-        help="only latents with these words in their max-activating examples, strongest activation on them first",
+        help="only latents whose max-activating examples contain these words, strongest on the words first",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
@@ -471,7 +473,7 @@ def _add_edit_commands(add: Add) -> None:
     hold = add("hold", "edits.hold", "Hold a queued job, so that it does not start")
     release = add("release", "edits.release", "Release a held job, so that it can start")
     priority = add("priority", "edits.prioritise", "Set the priority of a queued job")
-    after = add("after", "edits.come_after", "Let a queued job wait until other jobs have finished")
+    after = add("after", "edits.come_after", "Make a queued job wait until other jobs have finished")
     rename = add("rename", "edits.rename", "Rename a job")
     tag = add("tag", "edits.tag", "Add tags to a job")
     note = add("note", "edits.write_note", "Set the note of a job")
@@ -504,11 +506,11 @@ def _add_edit_commands(add: Add) -> None:
     _complete_ids(
         delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
     )
-    delete.add_argument("-y", "--yes", action="store_true", help="delete without asking")
+    delete.add_argument("-y", "--yes", action="store_true", help="delete without confirmation")
     mend = add(
         "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair what a crash left behind"
     )
-    gone = "also mark the jobs of this host, which no longer exists, as lost, except jobs active in the last 3 minutes"
+    gone = "also mark the jobs of this host, which no longer exists, as lost, unless active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 
@@ -543,7 +545,7 @@ def _examples(command: str) -> str:
 def _shared_flags(*, in_help: bool = True) -> CommandParser:
     """Return the flags allowed before and after the command.
 
-    They have no defaults: a default of a flag after the command would overwrite the value given before it.
+    They have no defaults, since the default of a flag after the command would overwrite the value given before it.
     """
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")

@@ -44,12 +44,12 @@ class StoredSamples:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples of one GPU, whichever index it had."""
+        """Yield the samples of one GPU, regardless of its index at the time."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
     def of_all(self) -> Iterator[GpuTotals]:
-        """Yield the totals over all GPUs present at each time. Real and simulated GPUs are never added together."""
+        """Yield the totals over all GPUs present at each time. Real and simulated GPUs are never combined."""
         with suppress(StoreMissing):
             rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
@@ -174,7 +174,7 @@ def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def comma_separated(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with a comma after each but the last, which is found by reading one line ahead."""
+    """Yield the lines with a comma after each except the last, which is found by reading one line ahead."""
     held: str | None = None
     for line in lines:
         if held is not None:

@@ -114,7 +114,7 @@ def job_metrics(jobs: Iterable[JobView], now: float | None = None) -> Iterator[M
         for labels, job in labelled
         for state in JobState
     ]
-    of_silent = "all are 0 if its host sends no heartbeat, since the state is then not known"
+    of_silent = "all are 0 if its host sends no heartbeat, since the state is then unknown"
     yield gauge("sae_tui_job_state", f"1 for the state of the job, 0 for the others; {of_silent}.", states)
     yield metric("silent", "Whether the heartbeats of the job's host are overdue.", lambda job: bool(job.silent))
     yield metric("step", "Steps done.", lambda job: job.step)
@@ -125,7 +125,7 @@ def job_metrics(jobs: Iterable[JobView], now: float | None = None) -> Iterator[M
     for name in measured_names():
         words = f"Latest {title_of(name)}."
         yield metric(_NOT_IN_A_NAME.sub("_", name), words, lambda job, name=name: newest_value(job, name))  # type: ignore[misc]
-    yield metric("energy_joules", "Energy of its GPUs, as far as measured.", _energy_j)
+    yield metric("energy_joules", "Measured energy of its GPUs.", _energy_j)
 
 
 def _tokens_per_s(job: JobView) -> float | None:

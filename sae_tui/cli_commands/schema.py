@@ -23,7 +23,9 @@ def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
     if asked in known:
         say_all(as_text(known[asked]).splitlines())
     elif asked:
-        raise UserError(f'COMMAND: "{cut(asked)}" has no JSON Schema; `sae-tui schema` lists all that have one')
+        raise UserError(
+            f'COMMAND: "{cut(asked)}" has no JSON Schema; `sae-tui schema` lists the commands that have one'
+        )
     elif context.as_json:
         show_json({"commands": list(known)})
     else:

@@ -33,7 +33,7 @@ def serve(context: CommandContext, flags: argparse.Namespace) -> int:
         say("Anyone who has this address sees what you see, and " + _WHAT[flags.write])
         say("It works on this machine only; to use it from your own computer, run this there and leave it open:")
         say(f"  ssh -L {port}:127.0.0.1:{port} {user_name()}@{socket.gethostname()}")
-        say("Ctrl-C ends it; jobs keep running.")
+        say("Ctrl-C stops it; jobs keep running.")
 
     return asyncio.run(run_server(_argv(context, write=flags.write), flags.port, tell, warn))
 

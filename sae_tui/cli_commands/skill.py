@@ -38,8 +38,8 @@ sae-tui gpus --json
 
 ## 2. A job file
 
-Settings that are left out have good defaults. `path = "sample"` is data that comes with the app; your own data is a
-folder of activations, which `sae-train extract` makes from a language model and a text.
+Omitted settings have sensible defaults. `path = "sample"` is data that comes with the app; your own data is a folder
+of activations, which `sae-train extract` computes with a language model from your text.
 
 ```sh
 cat > job.toml <<'END'
@@ -58,8 +58,8 @@ END
 ## 3. Choose, check, launch
 
 `recommend` returns indices for `--gpus`. If it returns none and exits with 1, no GPU is suitable; use `--gpus cpu`.
-`validate` lists everything that would keep the job from running. `launch` returns at once with the `id`, here 1 and 2.
-The jobs run in the background.
+`validate` lists everything that would keep the job from running. `launch` returns immediately with the `id`,
+here 1 and 2. The jobs run in the background.
 
 ```sh
 sae-tui recommend job.toml --json || test $? = 1
@@ -70,9 +70,9 @@ sae-tui launch job.toml --gpus cpu --set sae.k=32 --after 1 --json
 
 ## 4. Watch
 
-`jobs --watch` prints a line at every change until the reader closes the pipe. `job ID --wait` returns when the job has
-ended; its exit code says how. `events`, `cause` and `sae-tui logs ID --json` say why a job failed. `sae-tui resume ID`
-continues from its last checkpoint.
+`jobs --watch` prints a line after every change until the reader closes the pipe. `job ID --wait` returns when the job
+has ended; its exit code says how. `events`, `cause` and `sae-tui logs ID --json` say why a job failed.
+`sae-tui resume ID` continues from its last checkpoint.
 
 ```sh
 sae-tui jobs --watch --json | head -n 1

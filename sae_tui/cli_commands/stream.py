@@ -122,7 +122,7 @@ def _tell(message: Message) -> None:
 
 
 def _is_over(wait_s: float) -> bool:
-    """Wait up to `wait_s` and return whether standard input has ended, which means that the client has disconnected."""
+    """Wait up to `wait_s`; return whether standard input has ended, which means that the client has disconnected."""
     deadline = time.monotonic() + max(0.0, wait_s)
     while True:
         ready, _, _ = select.select([sys.stdin], [], [], max(0.0, deadline - time.monotonic()))

@@ -28,7 +28,7 @@ def rank(text: str) -> int:
 
 def port(text: str) -> int:
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f'takes a port from 0 to 65535, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a port from 0 to 65535, not "{cut(text)}"')
     return int(text)
 
 
@@ -43,7 +43,7 @@ def host(text: str) -> str:
 
 def _integer(text: str, least: int) -> int:
     if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
-        raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be an integer of at least {least}, not "{cut(text)}"')
     return int(text)
 
 
@@ -53,7 +53,7 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f'takes a number from 0 to below 1, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a number from 0 to below 1, not "{cut(text)}"')
     return value
 
 
@@ -63,14 +63,14 @@ def price(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f'takes a price like 2.5, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a price like 2.5, not "{cut(text)}"')
     return value
 
 
 def seconds(text: str) -> float:
     match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)([smhd]?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f'takes a time like 90s, 10m, 2h or 1d, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a time like 90s, 10m, 2h or 1d, not "{cut(text)}"')
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -78,7 +78,7 @@ def step(text: str) -> int:
     """Return the length of a step, which must be a whole number of seconds."""
     value = seconds(text)
     if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
     return int(value)
 
 
@@ -86,6 +86,6 @@ def size(text: str) -> int:
     """Return the bytes of a size like `20GiB`; units such as `kB` and `MB` are powers of 1,000, others of 1,024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (match[2] or match[3].lower() == "b"):
-        raise argparse.ArgumentTypeError(f'takes a size like 20GiB or 500MB, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a size like 20GiB or 500MB, not "{cut(text)}"')
     base = 1000 if match[3].lower() == "b" and match[2] else 1024
     return int(float(match[1]) * base ** _POWERS[match[2].lower()])

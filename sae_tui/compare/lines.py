@@ -25,7 +25,7 @@ class CurveView(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve to draw: points (x, y) sorted by x. For a logarithmic axis, every y is positive and not yet a logarithm."""
+    """A curve to draw: points (x, y) sorted by x. For a logarithmic axis, each y is positive, and no logarithm yet."""
 
     label: str
     sae: int

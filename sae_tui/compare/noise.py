@@ -75,7 +75,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
 
 
 def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
-    """Return the smallest significant difference in FVU, given the variation between seeds, and the threshold's basis."""
+    """Return the smallest significant difference in FVU, given the variation between seeds, and the basis of that."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)

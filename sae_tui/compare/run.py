@@ -167,7 +167,7 @@ class Run:
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:
-        """Return the time of the run's first value. The job row of a resumed run contains only the latest start time."""
+        """Return the time of the run's first value. A resumed run's job row contains only the latest start time."""
         if self._began is None and self._live.reader:
             written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
             starts = [self._job.started] if self._job and self._job.started else []

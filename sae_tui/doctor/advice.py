@@ -88,7 +88,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return a sort key that puts rows that fit and are efficient first, then rows with fewer devices and less memory."""
+    """Return a sort key: rows that fit and are efficient come first, then rows with fewer devices and less memory."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 

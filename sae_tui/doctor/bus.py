@@ -133,7 +133,7 @@ def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tu
 
 
 def _add_measured(speeds: MeasuredHardware, probed: Probed) -> MeasuredHardware:
-    """Merge the measured speeds into the known ones. The speed for two ranks is the speed of the slowest pair of GPUs."""
+    """Merge the measured speeds into the known ones. The slowest pair of GPUs determines the speed for two ranks."""
     if probed.ranks > 2 and probed.pairs:
         pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))
         speeds = speeds.with_measured(probed.device, probed.precision, 2, pair)

@@ -18,7 +18,7 @@ from trainer.contract.wording import join_words
 
 
 def check_environments(box: CheckedMachine) -> Iterator[Finding]:
-    """Report which Python runs the app and, if training uses another Python, which packages that Python has or lacks."""
+    """Report which Python runs the app and, if training uses another one, which packages the other one has or lacks."""
     trains = "" if box.python else ", which also trains"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
     if not box.python:

@@ -27,8 +27,8 @@ class JobRow(msgspec.Struct, frozen=True):
 
     `chosen` is True for the mode that the job's `parallel.mode` selects. `gpus` lists the GPUs with the most free
     memory; if there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not
-    in use and the job fits into their free memory. Speed-up and efficiency compare the throughput in tokens per second with
-    that of a single device.
+    in use and the job fits into their free memory. Speed-up and efficiency compare tokens per second with those of a
+    single device.
     """
 
     n_gpus: int
@@ -83,10 +83,10 @@ def job_rows(
 ) -> tuple[JobRow, ...]:
     """Forecast the job on the usable GPUs, on the GPUs that its file names, or on the CPU if there is no such GPU.
 
-    `busy` contains the indices of the GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they have
-    memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model gets
-    separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number. In the other modes, it
-    shares the GPUs that train.
+    `busy` contains the indices of the GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they
+    have memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model
+    gets separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number. In the other
+    modes, it shares the GPUs that train.
     """
     gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
     kinds = (

@@ -46,15 +46,15 @@ def check_peers(box: CheckedMachine) -> Iterator[Finding]:
     apart = [pair for pair in pairs if pair.peer_to_peer is False]
     if apart:
         why = join_words(list(dict.fromkeys(pair.obstacle for pair in apart)))
-        which = "no GPU" if len(apart) == len(pairs) else f"not every GPU ({_named(apart)})"
+        which, where = ("no GPU can", "") if len(apart) == len(pairs) else ("not all GPUs can", f"{_named(apart)}: ")
         vendor = vendor_to_name(box.gpus.source_name)
         lacking = ", and GeForce GPUs do not support it" if vendor.torch_runtime == "cuda" else ""
         command = vendor.topology.replace("-m", "-p2p r")
         remedy = f"check `{command}`; virtual machines, IOMMU and ACS turn it off{lacking}"
-        sentence = f"{which} can read the memory of other GPUs ({why}), so data goes through the host's memory"
+        sentence = f"{which} read the memory of other GPUs ({where}{why}), so data passes through the host's memory"
         yield Finding("note", "peer-to-peer", sentence, remedy)
     elif pairs and all(pair.peer_to_peer for pair in pairs):
-        yield Finding("ok", "peer-to-peer", "every GPU can read the memory of every other GPU")
+        yield Finding("ok", "peer-to-peer", "every GPU can read the memory of all other GPUs")
 
 
 def _named(pairs: Sequence[GpuPair]) -> str:

@@ -48,7 +48,7 @@ class Errands:
             self._running.discard(process)
             code = end(process, _LEAVE_S)
         if is_late:
-            raise UserError(f"host {host} did not answer within {LIMIT_S:.0f} s; check it with ssh {host}")
+            raise UserError(f"host {host} did not respond within {LIMIT_S:.0f} s; check it with ssh {host}")
         return _outcome(host, code, [printable(line) for line in answer.decode(errors="replace").splitlines() if line])
 
     def _start(self, host: str, words: Sequence[str], given: str) -> subprocess.Popen[bytes]:

@@ -45,7 +45,7 @@ class Total:
 
 
 class AggregatePanel(LineView):
-    """Shows four quantities, as one line each or as plots in a two-by-two grid."""
+    """Shows four quantities, either as one line each or as plots in a two-by-two grid."""
 
     _plot = 0
     _totals: tuple[Total, ...] = ()

@@ -14,7 +14,7 @@ _TIME = 14
 def alert_lines(alerts: Sequence[Alert], width: int) -> list[Line]:
     """Return the alerts, latest first, with active ones before cleared ones."""
     if not alerts:
-        return [(("No alert in the last 24 hours.", "dim"),)]
+        return [(("No alerts in the last 24 hours.", "dim"),)]
     lasting = [alert for alert in alerts if alert.cleared is None]
     over = [alert for alert in alerts if alert.cleared is not None]
     lines: list[Line] = []

@@ -10,7 +10,7 @@ from sae_tui.widgets.lines import Line
 
 
 class CausePanel(DetailPanel, can_focus=True):
-    """Shows why a job failed; hidden if it did not fail. The log panel shows the last lines of the failed rank."""
+    """Shows why a job failed; hidden if it did not fail. The last lines of the failed rank are in the log panel."""
 
     DEFAULT_CSS = "CausePanel { height: auto; max-height: 60%; } CausePanel.-none { display: none; }"
 

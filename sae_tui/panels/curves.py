@@ -21,9 +21,9 @@ from trainer.contract.settings.catalog import CurveAxis, Series
 from trainer.contract.settings.series import OF_BATCH, curves, held_out, held_out_metrics, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
-_LEAST_WIDTH = 32  # cells of a curve with its frame
+_LEAST_WIDTH = 32  # minimum width in cells of a curve with its frame
 _MOST_IF_NARROW = 4
-# The name of the speed series. For an extraction, its values are rows per second.
+# The name of the speed series. For an extraction job, its values are rows per second.
 SPEED = "tokens_per_s"
 
 
@@ -60,7 +60,7 @@ class CurvePlot(Plot):
 
 
 class CurvesPanel(Grid):
-    """The curves of a training, in two rows, or the single curve of an extraction, each in a frame."""
+    """The curves of a training job, in two rows, or the single curve of an extraction job, each in a frame."""
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
 
@@ -89,7 +89,7 @@ def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:
 
 
 def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None, bool]:
-    """Return a metric's last held-out value and False; if there is none, the last batch value and True.
+    """Return a metric's last held-out value and False, or its last batch value and True if there is no held-out value.
 
     `member` is the label of an SAE in a sweep.
     """

@@ -22,7 +22,7 @@ _WITH_ARROWS = 20  # cells of a title that shows how many columns are out of vie
 
 
 class SaeTable(KeyedTable):
-    """A table with one row per compared setting or result; the left and right keys scroll columns that do not fit."""
+    """A table with one row per compared setting or result. The left and right keys scroll columns that do not fit."""
 
     BINDINGS = [
         Binding("left", "shift(-1)", "Left", show=False, id="compare.left", tooltip="The runs further left"),

@@ -56,7 +56,7 @@ class FarGpus(LineView, can_focus=True):
     _space = _at = 0
 
     def show_hosts(self, hosts: Sequence[FarHost], space: int) -> None:
-        """Draw the hosts in at most `space` lines; every host gets a line, even if there are more hosts than lines."""
+        """Draw the hosts in at most `space` lines. Every host gets a line, even if there are more hosts than lines."""
         self._hosts, self._space = tuple(hosts), space
         self._draw()
 
@@ -104,7 +104,7 @@ class FarGpus(LineView, can_focus=True):
 def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
     """Return a dict that maps the index of each host whose GPUs fit to the number of their lines.
 
-    Host `first` takes precedence. Only this host may show a part of its GPUs; other hosts show all or none.
+    Host `first` takes precedence. Only this host may show some of its GPUs; all other hosts show all or none.
     """
     opened: dict[int, int] = {}
     left = space - len(counts)

@@ -34,7 +34,7 @@ class FarRows:
         self._made: dict[str, tuple[JobView, Row]] = {}
 
     def rows(self, views: Sequence[HostView], words: str, order: str) -> list[Row]:
-        """Return for each host a heading and its matching jobs, in the given order."""
+        """Return, for each host, a heading and its matching jobs in the given order."""
         made: dict[str, tuple[JobView, Row]] = {}
         rows: list[Row] = []
         for view in views:

@@ -43,13 +43,13 @@ class CardGrid:
     bands: int
 
     def count_fitting(self, space: int) -> int:
-        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to say so."""
+        """Return how many bands fit into `space` lines. If not all fit, one line is reserved for a note."""
         fitting = space // self.height
         return self.bands if fitting >= self.bands else max(1, (space - 1) // self.height)
 
 
 def card_grid(count: int, width: int, space: int) -> CardGrid:
-    """Return the grid of the card view; each GPU gets as many lines as the space allows, from 2 to 5."""
+    """Return the grid of the card view. Each GPU gets as many lines as the space allows, from 2 to 5."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
     return CardGrid(columns, max(2, min(5, space // max(1, bands))), bands)

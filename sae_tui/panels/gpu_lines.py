@@ -1,4 +1,4 @@
-"""GPUs as lines, one or two per GPU, with columns shared by all."""
+"""GPUs as lines, one or two per GPU, with the same columns for all GPUs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
 _SHORTEST_NAME = 4  # cells
 _MARGIN = 1  # cells at the right edge
 _ERROR_TOLD_S = 3600.0
-_LONG_WORD = 8  # the first of two lines may be up to this much shorter than the second, because words are not split
-_NARROW_HISTORY = 10  # cells that columns with a `drop` must leave for the history
+_LONG_WORD = 8  # words are not split, so the first of two lines may be up to this much shorter than the second
+_NARROW_HISTORY = 10  # columns with a `drop` are shown only if this many cells remain for the history
 _WIDE_BAR, _BAR = 10, 6
 _WIDE_HOLDER, _HOLDER = 24, 13
 
 
 @dataclass(frozen=True, slots=True)
 class LineLayout:
-    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after it."""
+    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after a history."""
 
     widths: Mapping[GpuColumn, int]
     bar: int
@@ -60,8 +60,8 @@ def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: in
 def _lines_of(row: GpuRow, layout: LineLayout, width: int, each: int) -> list[Line]:
     """Return a GPU in one or two lines.
 
-    The second line contains the lower half of the histories, the power limit, and the rest of the holder's name. If the
-    name fits into the first line, the second shows the processes on the GPU.
+    The second line contains the lower half of the histories, the power limit, and the end of the holder's name. If the
+    entire name fits into the first line, the second shows the processes on the GPU.
     """
     if not row.sample.healthy:
         head = tuple(_cell(row, column, layout.widths[column]) for column in (INDEX, NAME))
@@ -112,8 +112,8 @@ def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Sp
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
     """Return the text below the holder's name, and its style.
 
-    The text is the first available one of: an error of the last hour, what slows the GPU, the rest of the holder's
-    name, and the processes.
+    The text is the first of these that exists: an error of the last hour, the cause of throttling, the end of the
+    holder's name, and the processes.
     """
     condition = row.sample.condition
     if condition and condition.xid and time.time() - condition.xid.timestamp < _ERROR_TOLD_S:
@@ -125,7 +125,7 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
 
 
 def layout_of(width: int, longest: int) -> LineLayout:
-    """Return the layout for lines of `width` cells, in which the holder needs `longest` cells."""
+    """Return the layout for lines of `width` cells; the longest description of a holder has `longest` cells."""
     columns = list(GPU_COLUMNS)
     while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
         columns.remove(max(columns, key=lambda column: column.drop))
@@ -147,7 +147,7 @@ def layout_of(width: int, longest: int) -> LineLayout:
 
 
 def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:
-    """Return the best width of a bar and minimum width of the holder that leave space for a history.
+    """Return the best width of a bar and the minimum width of the holder's column that leave space for a history.
 
     On a narrow terminal, histories are more useful than bars and full user names.
     """

@@ -33,7 +33,7 @@ _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.
 
 
 def map_grid(count: int, width: int, space: int) -> CardGrid:
-    """Return the grid for `count` tiles, as tall as `space` lines allow; rows hold complete machines if they fit."""
+    """Return the grid for `count` tiles, as tall as `space` lines allow. Rows contain complete machines if they fit."""
     fitting = max(1, width // _LEAST_WIDTH)
     columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
     if -(-count // columns) > space:

@@ -35,7 +35,7 @@ class GpuHistory(LineView):
         return columns_of(self.size.width)
 
     def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str) -> None:
-        """Draw a GPU's history, optionally with a cursor on a column; `words` describes the time span or the cursor."""
+        """Draw a GPU's history, optionally with a cursor on a column; `words` describes the time span or the column."""
         height, width = self.size.height, self.size.width
         quantities = _quantities(sample)
         rows, spare = divmod(height - len(quantities) - 1, len(quantities))
@@ -166,7 +166,7 @@ def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _declared(group: str, sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return the sensors of a group that need no other formatting than their declared title and unit."""
+    """Return the sensors of a group that need only the formatting given by their declared title and unit."""
     readings: tuple[Any, ...] = sample, details.condition, details
     return [
         (one.title, words_of(one)[0](getattr(reading, one.name)), "text")
@@ -204,7 +204,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return each failing sensor once, including sensors that return impossible values."""
+    """Return each failing sensor once, including sensors that report impossible values."""
     failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
     lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
     return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]

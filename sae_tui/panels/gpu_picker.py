@@ -33,7 +33,7 @@ MOST_PER_NODE = 16
 
 
 class GpuPicker(KeyedTable):
-    """A list for selecting GPUs; selecting a busy one asks first.
+    """A list for selecting GPUs. Selecting a busy GPU asks for confirmation.
 
     Space toggles a GPU, `a` selects all available ones, and `r` the recommended ones.
     """
@@ -60,7 +60,7 @@ class GpuPicker(KeyedTable):
         self._needed_bytes = 0
 
     def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
-        """Draw the current state of the GPUs; a GPU that was lost is no longer selected."""
+        """Draw the current state of the GPUs; a lost GPU is deselected."""
         self.choices, self._needed_bytes = tuple(choices), needed_bytes
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
@@ -76,7 +76,7 @@ class GpuPicker(KeyedTable):
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
-        # The number of GPUs selected per cluster node does not apply to this machine.
+        # The number of GPUs per cluster node does not apply to this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
@@ -125,7 +125,7 @@ class GpuPicker(KeyedTable):
         elif choice.state == "unhealthy":
             self.notify(f"GPU {choice.index} cannot be used: {choice.reason}", severity="warning", markup=False)
         elif choice.state == "busy":
-            question = f"GPU {choice.index} is busy: {choice.reason}. Choose it anyway? The job queues for it."
+            question = f"GPU {choice.index} is busy: {choice.reason}. Choose it anyway? The job will wait for it."
             self.app.push_screen(
                 Confirm(question, yes="Choose it"), lambda yes: self._add(choice.index) if yes else None
             )
@@ -177,7 +177,7 @@ class GpuPicker(KeyedTable):
         )
 
     def _state_text(self, choice: GpuChoice) -> tuple[str, str]:
-        """Return why a GPU is unsuitable, or that it is available, with the style of the text."""
+        """Return why a GPU is unsuitable, or that it is available, and the style of the text."""
         if choice.state == "unhealthy":
             return choice.reason, "bad"
         short = fit(choice, self._needed_bytes)

@@ -24,7 +24,7 @@ _WORDS: Mapping[str, tuple[Callable[[float | None], str], int]] = {
     "%": (percent, 4),
     "bytes": (gibibytes, 9),
 }
-_WIDTH = 9  # width of a column for another unit
+_WIDTH = 9  # the column width of a sensor with any other unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuColumn:
-    """A column of the GPU list, and the cell that all views show.
+    """A column of the GPU list, and the cell that every view shows.
 
     `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
     if it is None, the next column's text extends over the cell. `limit` returns the maximum of the cell's value, or "".
@@ -143,12 +143,12 @@ def meter_bar(row: GpuRow, meter: Meter, width: int) -> Line:
 
 
 def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
-    """Return the rows of a history; its highest block leaves an eighth of a cell free below the row above."""
+    """Return the rows of a history. Its highest block leaves an eighth of a cell free below the row above."""
     if not width:
         return [""] * height
     eighths, top = 8 * height, meter.top(row.sample)
     above = top and top * eighths / (eighths - 1)
-    # For the seconds before the app started, NVIDIA drivers buffer utilisation and power, but no other quantity.
+    # NVIDIA drivers buffer utilisation and power for some seconds before the app started, but no other quantity.
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
@@ -185,7 +185,7 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# `_STYLES` maps a field to a function that returns the style of its value, `_LIMITS` to one that returns its limit.
+# `_STYLES` and `_LIMITS` map a field to a function that returns the style or the limit of its value.
 _STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 

@@ -22,7 +22,7 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Draws GPUs as lines, card view or map; it is a single widget, so that an update causes one repaint.
+    """Draws GPUs as lines, card view or map. It is a single widget, so that an update causes only one repaint.
 
     If not all GPUs fit, the last line shows how many GPUs are hidden above and below. While the panel has the focus,
     one GPU has the cursor.
@@ -56,7 +56,7 @@ class GpuPanel(LineView, can_focus=True):
 
         If `shape` is "lines", each GPU has `lines_each` lines.
         """
-        # One line per GPU is more useful than a card view with space for only a few GPUs.
+        # One line per GPU is more useful than a card view if only a few cards fit.
         is_crowded = shape == "cards" and len(rows) <= space < 2 * card_grid(len(rows), self.width, space).bands
         self._rows, self._shape = tuple(rows), "lines" if is_crowded else shape
         self._space, self._lines_each = space, lines_each
@@ -69,7 +69,7 @@ class GpuPanel(LineView, can_focus=True):
 
     @staticmethod
     def wrapped(words: str, width: int) -> list[str]:
-        """Return the sentences wrapped to the width, each on a new line."""
+        """Return the sentences wrapped to the width, each starting on a new line."""
         space = max(20, width - 2)
         return [line for each in words.splitlines() for line in textwrap.wrap(each, space, break_on_hyphens=False)]
 

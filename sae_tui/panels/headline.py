@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 class Headline(DetailPanel):
-    """Shows the job in the title, its progress below, and then its result or the reason why it ended."""
+    """Shows the job in the title, its progress below, and its result or the reason why it ended."""
 
     DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; }"
 
@@ -56,7 +56,7 @@ def headline_title(detail: JobDetail, width: int) -> Line:
 
 
 def headline(detail: JobDetail, width: int) -> list[Line]:
-    """Return the job's progress, and its activity, its result or why it ended."""
+    """Return the job's progress, and its activity, its result or the reason why it ended."""
     job, member = detail.view, detail.member
     if job.state is JobState.IMPORTED:
         return [_imported(job), *_ending(detail, width)]
@@ -86,7 +86,7 @@ def _cells(line: Line) -> int:
 
 
 def _imported(job: JobView) -> Line:
-    """Return the metrics in an imported SAE's report card; without a report card, the key that creates one."""
+    """Return the metrics on an imported SAE's report card or, without a card, the key that creates one."""
     if job.heldout_fvu is None:
         return ((" not evaluated yet; press e to measure FVU and L0", "dim"),)
     figures = [f"trained on {count(job.tokens)} tokens"] if job.tokens else []
@@ -108,14 +108,14 @@ def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
 
 
 def _dead(detail: JobDetail, member: str) -> str:
-    """Return the share of dead latents and the definition of dead; "" if unknown."""
+    """Return the share of dead latents and the definition of dead, or "" if unknown."""
     value, _ = judged(detail, "dead_fraction", member)
     window = dead_after_words(detail.view)
     return f"  {measure(value, series_named('dead_fraction'))} dead ({window})" if value is not None and window else ""
 
 
 def _which(member: str, members: Sequence[str], best: str) -> str:
-    """Return which SAE of a sweep is shown, like `k=16 (2 of 3, the best)`; "" for a single SAE."""
+    """Return which SAE of a sweep is shown, like `k=16 (2 of 3, the best)`, or "" for a single SAE."""
     if member not in members:
         return ""
     return f"{member} ({members.index(member) + 1} of {len(members)}{', the best' * (member == best)})"
@@ -129,7 +129,7 @@ def _failure_text(job: Job) -> str:
 
 
 def memory_words(job: JobView) -> list[str]:
-    """Return wordings for a rank's peak memory and the estimate, most detailed first; [] if unknown."""
+    """Return wordings for a rank's peak memory and the estimate, most detailed first, or [] if unknown."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
     guess = f"{gibibytes(expected)} expected" if expected else ""

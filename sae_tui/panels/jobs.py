@@ -51,7 +51,7 @@ class JobsPanel(KeyedTable):
     def show_jobs(
         self, jobs: Sequence[JobView], nothing: str = "", above: Sequence[Row] = (), below: Sequence[Row] = ()
     ) -> None:
-        """Show the jobs; `nothing` explains an empty table, and is "" if no job has been launched yet.
+        """Show the jobs. `nothing` explains why the table is empty, and is "" if no job has been launched yet.
 
         `above` is the heading of this host and `below` contains the rows of other hosts, if any.
         """
@@ -96,7 +96,7 @@ def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> l
     return [
         see,
         _step("Extract", "e", ": activations of a language model, to train SAEs on"),
-        _step("Train", "n", ", then ", "ctrl+l", ": a first SAE on the sample, in about a minute"),
+        _step("Train", "n", ", then ", "ctrl+l", ": a first SAE on the sample data (about a minute)"),
     ]
 
 
@@ -148,21 +148,21 @@ def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
 def _progress(job: JobView) -> tuple[Span, Span]:
     """Return the progress bar and percentage; for a finished job, the duration replaces the bar if known."""
     whole: Span = (wording.done(job.progress), "text")
-    # `started` of a resumed job is its latest start.
+    # For a resumed job, `started` is the time of its latest start.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
         return (bar(job.progress, 10), "bar rail"), whole
     return (duration(max(0.0, job.ended - job.started)), "dim"), whole
 
 
 def judged_span(job: JobView, name: str) -> Span:
-    """Return a held-out metric of a job; before an evaluation, the value of the last batches, dim and marked."""
+    """Return a held-out metric of a job or, before an evaluation, the value of the last batches, dim and marked."""
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
 
 
 def evaluation_rows(job: JobView) -> list[Row]:
-    """Return the row of a job's running evaluation, if there is one."""
+    """Return the row of a job's running evaluation, or [] if none is running."""
     if (now := job.evaluation) is None:
         return []
     words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")

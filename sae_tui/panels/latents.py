@@ -21,7 +21,7 @@ from trainer.contract.wording import bars
 _WIDE = 44
 # Upper limits of the shades, as shares of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
-# The position of the strongest tokens in their lines, as a share of the width next to the activations.
+# The horizontal position of the strongest tokens, as a share of the width next to the activations.
 _MIDDLE = 0.6
 _ACT_CELLS = 9
 
@@ -45,7 +45,7 @@ class LatentList(LineView, can_focus=True):
         super().__init__(id=id)
         self._features: Features | None = None
         self.latents: Sequence[int] = ()
-        # Latents from this index on contain the search words in their examples but do not fire on them.
+        # From this index on, the latents' examples contain the search words, but the latents do not fire on them.
         self._n_firing = 0
 
     def show_latents(
@@ -53,7 +53,7 @@ class LatentList(LineView, can_focus=True):
     ) -> None:
         """Replace the list; put the cursor on `latent`, or on the first latent if it is not listed.
 
-        A line separates the latents that fire on the search words from the `others`.
+        A separator is drawn between the latents that fire on the search words and the `others`.
         """
         latents = [*firing, *others]
         self._features, self.latents, self._n_firing = features, latents, len(firing)
@@ -82,7 +82,7 @@ class LatentList(LineView, can_focus=True):
 
     @property
     def _border(self) -> int | None:
-        """The line between the latents that fire on the search words and the others, or None if there are no others."""
+        """The line of the separator below the latents that fire on the search words, or None if there are no others."""
         return self._n_firing if self._n_firing < len(self.latents) else None
 
     def _line_of(self, place: int) -> int:
@@ -109,7 +109,7 @@ class LatentList(LineView, can_focus=True):
         if not width or features is None:
             return
         border, n_firing = self._border, self._n_firing
-        apart = f"── fire on it: {n_firing:,} ── only in their texts: {len(latents) - n_firing:,} "
+        apart = f"── fire on it: {n_firing:,} ── contain it elsewhere: {len(latents) - n_firing:,} "
         here, mark = self._line_of(self.cursor), "cursor" if self.has_focus else "here"
 
         def line(index: int) -> Line:
@@ -135,7 +135,7 @@ def _row(cells: tuple[str, str, str, str], width: int) -> str:
 
 
 class LatentDetail(LineView, can_focus=True):
-    """How often and how strongly a latent fires, the most similar latents, and the texts on which it fires most."""
+    """How often and how strongly a latent fires, the most similar latents, and its max-activating examples."""
 
     palette = PALETTE | {
         "faint": "underline on $warning 12%",
@@ -175,7 +175,7 @@ class LatentDetail(LineView, can_focus=True):
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
-    """Return the data of a latent, with the strongest tokens of its examples aligned."""
+    """Return the data of a latent, with its examples aligned at their strongest tokens."""
     share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows"
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
@@ -209,7 +209,7 @@ def _context_line(context: ActivatingExample, largest: float, width: int) -> Lin
 
 
 def cut_around(spans: Sequence[Span], at: int, width: int) -> list[Span]:
-    """Return the spans around index `at` in at most `width` cells; that span always starts in the same column."""
+    """Return the spans around index `at` in at most `width` cells. The span `at` always starts in the same column."""
     left = _last_cells(spans[:at], round(width * _MIDDLE))
     return [*left, *_first_cells(spans[at:], width - sum(cell_len(text) for text, _ in left))]
 
@@ -230,14 +230,14 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
             text = text[1:]
         kept.insert(0, (text, style))
         space -= cell_len(text)
-        # Cutting off half a wide character leaves a free cell, which the next span must not fill.
+        # Cutting off half of a wide character leaves an empty cell, which the next span must not fill.
         if not space or text != whole:
             break
     return [(" " * space, "text"), *kept]
 
 
 def _first_cells(spans: Sequence[Span], width: int) -> list[Span]:
-    """Return the beginning of the spans in at most `width` cells."""
+    """Return the start of the spans in at most `width` cells."""
     kept: list[Span] = []
     for whole, style in spans:
         text = whole

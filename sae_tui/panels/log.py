@@ -13,7 +13,7 @@ from sae_tui.widgets.log_view import HINT, shift
 
 
 class LogPanel(DetailPanel, can_focus=True):
-    """Follows the end of the log while it is visible, and stays put if scrolled up. Long lines are cut, not wrapped."""
+    """Follows the end of the log, unless the user has scrolled up. Long lines are truncated, not wrapped."""
 
     BINDINGS = [
         Binding("left", "shift(-1)", show=False),
@@ -33,7 +33,7 @@ class LogPanel(DetailPanel, can_focus=True):
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
-        none = "it wrote nothing" if detail.view.state.is_final else "nothing yet"
+        none = "no output" if detail.view.state.is_final else "no output yet"
         texts = [line[self._left :] for line in detail.log] or [f"({none})"]
         return [((fit(f" {line}", width), "text"),) for line in texts]
 
@@ -50,10 +50,11 @@ class LogPanel(DetailPanel, can_focus=True):
     def _draw(self) -> None:
         super()._draw()
         self._go_to_end()
-        # Scroll again after the frame is drawn: the frame takes a row, so the end is one line further down.
+        # Scroll again after the frame is drawn, because the frame takes a row and the end is then one line further
+        # down.
         self.call_after_refresh(self._go_to_end)
 
     def _go_to_end(self) -> None:
         if self._follows:
-            # Force the scroll: Textual scrolls only if there is a scrollbar, which may not exist yet.
+            # Force the scroll, because Textual scrolls only if there is a scrollbar, and it may not exist yet.
             self.scroll_end(animate=False, immediate=True, force=True)

@@ -35,14 +35,14 @@ COLOURS = {
     "slack": "label",
     "context": "text",
 }
-# The bar's full width represents at most this multiple of the job's memory.
-# The components of a small job on a large GPU thus remain distinguishable.
+# The bar's full width represents at most this multiple of the job's memory, so that the components of a small job on a
+# large GPU remain distinguishable.
 MOST_ROOM = 3
 WIDE = 116
 
 
 class MemoryBar(LineView):
-    """The bar with its heading, a legend and, if known, the measured memory and changes that would make the job fit."""
+    """The bar with a heading, a legend and, if known, the measured memory and changes that would make the job fit."""
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
@@ -64,7 +64,7 @@ class MemoryBar(LineView):
         self._draw()
 
     def show_need(self, need: Need | None, capacity: FreeMemory) -> None:
-        """Draw the memory that a job needs and the free memory; if no job could be checked, draw only the heading."""
+        """Draw the job's memory need and the free memory. If no job could be checked, draw only the heading."""
         self._need, self._capacity = need, capacity
         self._draw()
 

@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid of plots; each can also be shown alone."""
+"""All metrics of a job in a grid of plots; each plot can also be enlarged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MetricPlot(Plot):
         self.add_class("panel")
 
     def show_metric(self, metric: MetricSeries, span: tuple[float, float] | None, cursor: float | None) -> None:
-        """Draw a metric, or its values between two steps."""
+        """Draw a metric, or only its values between two steps."""
         series = series_named(metric.name.partition("@")[0])
         axis = series.curve or CurveAxis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
@@ -74,7 +74,7 @@ class MetricPlot(Plot):
 
 
 class MetricGrid(Grid, can_focus=True):
-    """A grid of plots; plots that do not fit are on the next page."""
+    """A grid of plots. Plots that do not fit are on the next page."""
 
     DEFAULT_CSS = "MetricGrid { height: 1fr; }"
 
@@ -93,9 +93,9 @@ class MetricGrid(Grid, can_focus=True):
         cursor: float | None,
         chosen: int | None,
     ) -> None:
-        """Draw these metrics, which must fit; highlight the one at index `chosen`, which Enter shows alone."""
+        """Draw these metrics, which must fit, and highlight the one at index `chosen`, which Enter enlarges."""
         if not self.display:
-            # A closing screen accepts no more plots: a plot without a screen has no styles.
+            # Do not add plots to a screen that is closing, because a plot without a screen has no styles.
             return
         columns, _ = self.shape
         n_columns = max(1, min(columns, len(metrics)))

@@ -1,4 +1,4 @@
-"""Plots FVU against L0, with the Pareto front: the SAEs that no other SAE beats in both."""
+"""Plots FVU against L0, with the Pareto front: the SAEs that no other SAE beats in both metrics."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
     xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The front is placed first, in its exact cells; a point whose cell is taken is placed next to it.
+    # The points of the front are placed first, in their exact cells. A point whose cell is taken is placed next to it.
     taken: set[tuple[int, int]] = set()
     for at in sorted(points, key=lambda at: at not in best):
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)

@@ -18,7 +18,7 @@ from trainer.contract.settings.series import CRITERION, curves, series_named
 
 _ENTRY = 30  # cells of a setting with its value
 _NAME = 14
-_LEAST_SETTINGS = 1  # lines that remain if a warning is long
+_LEAST_SETTINGS = 1  # lines of settings that remain even if a warning is long
 FVU = series_named(CRITERION)
 
 

@@ -14,7 +14,7 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-# The columns with their widths. A panel shows the columns that leave space for the speed history.
+# The columns with their widths. A panel shows only the columns that leave space for the speed history.
 COLUMNS = (("tokens/s", RATE, 10), ("busy ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
 LEAST_SPARK, SIGN = 3, 5
 
@@ -28,7 +28,7 @@ class RanksPanel(DetailPanel):
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job; hide the panel for a job that trains no SAE, since it records no such
+        """Draw the current state of the job. Hide the panel for a job that trains no SAE, since it records no such
         times.
         """
         self.display = kind_of(detail.view.config).trains
@@ -64,7 +64,7 @@ def column_titles(width: int) -> str:
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
-    """Return the ranks whose work and data waits take more than `LATE` times as long as those of the median rank."""
+    """Return the ranks whose work and data waits take more than `LATE` times as long as on the median rank."""
     times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
     if len(times) < 2:
         return set()

@@ -1,4 +1,4 @@
-"""The registry of the panels on a job's screen. It names panels by strings, so that it imports none of them.
+"""The registry of the panels on a job's screen. It refers to panels by strings, so that it imports none of them.
 
 To add a panel, add one file in this folder, with the widget and its size in `DEFAULT_CSS`, and one entry in `PANELS`.
 The screen then composes and redraws the panel. A `DetailPanel` with a `title` has a frame.
@@ -14,7 +14,7 @@ import msgspec
 from sae_tui.jobs.view.watcher import JobDetail
 
 # From top to bottom: "top"; "live", as wide as the screen; "middle", side by side; "bottom".
-# The settings key shows "side" next to the last three, or in place of them if the screen is narrow.
+# The settings key shows the "side" panel next to the last three places or, on a narrow screen, instead of them.
 Place = Literal["top", "live", "middle", "bottom", "side"]
 
 
@@ -27,7 +27,7 @@ class JobPanel(Protocol):
 
 
 class PanelEntry(msgspec.Struct, frozen=True):
-    """A panel's class, as `module:name`, and its place on the screen; entries with the same place keep their order."""
+    """A panel's class, as `module:name`, and its place on the screen. Panels in the same place keep their order."""
 
     target: str
     place: Place

@@ -17,7 +17,7 @@ _LONGEST_NAME, _LONGEST_DEFAULT = 16, 22
 
 
 class SettingsPanel(DetailPanel, can_focus=True):
-    """One line per setting, with long values wrapped; scrolls if not all lines fit."""
+    """One line per setting. Long values are wrapped, and the panel scrolls if not all lines fit."""
 
     DEFAULT_CSS = "SettingsPanel { height: 1fr; width: 1fr; }"
 
@@ -53,7 +53,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
 
 def _hooks(job: JobView) -> list[tuple[str, str]]:
-    """Return each hook of an extraction that is known by other names, with these names."""
+    """Return each hook of an extraction that has alternative names, with these names."""
     return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 
@@ -70,7 +70,7 @@ def _more(job: JobView) -> list[tuple[str, str]]:
 
 
 def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]:
-    """Yield the lines of a setting, like ` k             32`; truncate a long name, wrap a long value."""
+    """Yield the lines of a setting, like ` k             32`. A long name is truncated; a long value is wrapped."""
     margin = name_width + 1 if name_width else 0
     space = max(8, width - margin - 2)
     style = "text" if name else "dim"

@@ -26,7 +26,7 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class StatusContent:
-    """The content of the status line. `problem` is empty if there is none; `load` is the machine's load.
+    """The content of the status line. `problem` is "" if there is none; `load` is the machine's load.
 
     `alerts` is the number of active alerts.
     """
@@ -103,7 +103,7 @@ def summary(
 ) -> str:
     """Return text like `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs count as waiting.
 
-    `hidden` replaces the number of GPUs if some are hidden. With other hosts, the counts cover all hosts: `3 hosts · 12
+    If some GPUs are hidden, `hidden` replaces their number. With other hosts, the counts cover all hosts: `3 hosts · 12
     GPUs · 2 running · 0 waiting`.
     """
     gpus = ASKING if opening else _gpus(samples, hidden)

@@ -25,7 +25,7 @@ _LATENT_CELLS = 18
 
 
 class CardPanel(LineView, can_focus=True):
-    """Shows a report card, or why it is missing; the cursor keys scroll it."""
+    """Shows a report card, or why it is missing. The cursor keys scroll the card."""
 
     DEFAULT_CSS = "CardPanel { height: 1fr; }"
 
@@ -77,7 +77,7 @@ def _latent_line(one: SampledLatent, width: int) -> Line:
 
 
 class CardScreen(Evaluates, FramedScreen):
-    """Shows the complete report card of an SAE; reads it again after the job has ended or been evaluated."""
+    """Shows the complete report card of an SAE. It is read again after the job has ended or been evaluated."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),

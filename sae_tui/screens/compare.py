@@ -1,4 +1,4 @@
-"""Compares several runs side by side: curves, settings, results, and FVU against L0; updated while they run."""
+"""Compares several runs side by side: curves, settings, results, and FVU against L0, updated live."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Compared(Message):
 
 
 class CompareScreen(FramedScreen):
-    """Shows one view at a time on a small terminal; on a large one, all views until the user chooses one twice."""
+    """Shows one view at a time on a small terminal, and all views on a large one until a view is chosen twice."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To the previous screen"),
         *[
             Binding(str(key), f"view('{name}')", title, show=False, id=f"compare.{name}",
-                    tooltip="This view; press again to switch between this view and all")
+                    tooltip="This view; press again to switch between this view and all views")
             for key, (name, title) in enumerate(VIEWS.items(), 1)
         ],
         Binding("m", "next_metric(1)", "Metric", id="compare.metric", tooltip="Curves of the next metric"),
@@ -98,7 +98,7 @@ class CompareScreen(FramedScreen):
 
     def on_unmount(self) -> None:
         if self._runs:
-            # An export may still be reading, so closing the files could block.
+            # An export may still be reading, so closing the files here could block.
             threading.Thread(target=self._runs.close, daemon=True).start()
 
     def on_resize(self) -> None:
@@ -113,7 +113,7 @@ class CompareScreen(FramedScreen):
             self._read()
 
     def _read(self) -> None:
-        """Read the runs; if a read is already running, read them again after it."""
+        """Read the runs; if a read is in progress, read them again after it."""
         self._outdated = self._reading
         if not self._reading:
             self._reading = True
@@ -127,7 +127,7 @@ class CompareScreen(FramedScreen):
         except UserError as error:
             self.post_message(Compared(None, str(error)))
         except Exception as error:
-            # Without a reply the runs would never be read again.
+            # Always post a reply, because otherwise the runs would never be read again.
             self.post_message(Compared(None, f"the runs cannot be read: {error!r}"))
 
     @on(Compared)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
 GPUS, _EVERYWHERE = Binding.Group("GPUs"), Binding.Group("Everywhere")
 _IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
-# Keys that are shown only while they can be used.
+# Keys that are shown only when they can be used.
 _OF_JOBS = frozenset(
     {
         f"dashboard.{verb}"
@@ -56,7 +56,7 @@ _OF_JOBS = frozenset(
 )
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
 _SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
-# A job's preview is read once the cursor has rested on the job for this long.
+# A job's preview is read once the cursor has stayed on the job for this long.
 _RESTED_S = 0.2
 
 
@@ -291,7 +291,7 @@ class Dashboard(FramedScreen):
     def _first_steps(self) -> Sequence[Line]:
         monitor = self.session.monitor
         has_gpus = monitor.opening or bool(monitor.latest())
-        # Another Python is queried for its packages only before a launch.
+        # Another Python is asked for its packages only before a launch.
         has_torch = bool(self.session.settings.python) or not missing_of_trainer()
         return first_steps(has_gpus=has_gpus, has_torch=has_torch, readonly=self.session.readonly)
 
@@ -304,7 +304,7 @@ class Dashboard(FramedScreen):
     def _follow_selected(self) -> None:
         """Have the watcher read the job under the cursor, if there is space for its preview."""
         # A screen on top of the dashboard follows its own job.
-        # Textual's `is_current` would also be True for the screen below a dialog.
+        # Textual's `is_current` is also True for the screen below a dialog.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 

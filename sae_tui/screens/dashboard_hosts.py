@@ -48,16 +48,14 @@ class DashboardHosts:
 
     @property
     def titles(self) -> dict[str, str]:
-        """The titles that panels have only while other hosts are shown, as a dict by panel id."""
+        """Panel titles that are used only while other hosts are shown, as a dict by panel id."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
     def _space(self) -> int:
-        """The number of lines inside the frame of the remote GPU panel: half the window or the lines left, whichever is
-        less.
+        """The number of lines in the frame of the remote GPU panel: half the window, or the remaining lines if fewer.
 
-        Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of the remote
-        hosts.
+        Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of remote hosts.
         """
         views, height = self._hosts.views, self._screen.size.height
         first = _TOTALS + len(self._session.monitor.latest()) + 1 + min(_SOME_JOBS, self.n_job_rows)

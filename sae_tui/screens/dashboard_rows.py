@@ -36,7 +36,7 @@ class PanelHeights:
 
     @property
     def chrome(self) -> int:
-        """The number of rows that a panel's frame takes."""
+        """The number of rows that the frame of a panel takes."""
         return FRAMES[self.frame]
 
     @property
@@ -72,7 +72,7 @@ def arrange(
 
 
 def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
-    """Give each panel its minimum. If the minimums do not fit, drop the totals first, then take rows from the jobs."""
+    """Give each panel its minimum. If the minimums do not fit, drop the totals first, then shrink the jobs."""
     left = space - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (is_card_view and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome

@@ -1,4 +1,4 @@
-"""The doctor screen: lists the findings, worst first, as soon as each is available; shows the selected one in full."""
+"""The doctor screen: lists the findings, worst first, as soon as each is available, and shows the selected one."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class DoctorScreen(FramedScreen):
         by_level = sorted(enumerate(self.findings), key=lambda each: _LEVELS.index(each[1].level))
         rows = [Row(str(index), _cells(finding)) for index, finding in by_level]
         table.show_rows(rows)
-        if at_top and rows:  # keep the cursor on the worst finding until the user moves it
+        if at_top and rows:  # keep the cursor on the worst finding until the user moves the cursor
             table.cursor = rows[0].key
         self.entitle(table, f"Doctor · {summary(self.findings)}{'' if self.done else ', checking…'}")
         self._show_chosen()
@@ -141,7 +141,7 @@ def _in_full(finding: Finding, width: int) -> list[Line]:
 
 
 def _all_of(examine: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings; if a check fails, yield the error as the last one."""
+    """Yield the findings. If a check fails, the last finding reports the error."""
     try:
         yield from examine()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Asks which parts of a job's report card to measure, and shows how long each takes, before anything starts."""
+"""Asks which parts of a job's report card to measure, and shows how long each part takes."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class EvaluateDialog(Dialog[EvaluationChoice | None]):
                     yield Label(part.why_not, markup=False, classes="why-not")
             if self._offer.other_device:
                 yield Tick(f"on {self._offer.other_device} instead", id="on-cpu")
-            yield Label(
-                "Other parts of the report card stay as they are. The evaluation continues if you quit.", markup=False
-            )
+            yield Label("Other parts of the report card are kept. The evaluation continues if you quit.", markup=False)
             with Horizontal():
                 yield Button("Cancel (esc)", id="cancel", compact=True)
                 yield Button("Start (enter)", id="start", variant="primary", compact=True)
@@ -92,7 +90,7 @@ class Evaluates(Screen[None]):
 
     @work(thread=True, group="evaluate", exclusive=True, exit_on_error=False)
     def _offer_evaluation(self, then: Callable[[], object]) -> None:
-        # This reads the file headers of the data and the model.
+        # This call reads the file headers of the data and of the model.
         try:
             offer = self.session.actions.offer_evaluation(self.job_id)
         except (UserError, OSError) as error:

@@ -37,9 +37,9 @@ WORDS: dict[Order, str] = {
 
 
 class Opened(Message):
-    """The feature files of a job's SAEs were opened; `opened` maps the label of each SAE to its file.
+    """The feature files of a job's SAEs were opened; `opened` maps the label of each SAE to its feature file.
 
-    If that failed, `problem` explains why, and `question`, if not empty, offers to create the files.
+    If opening failed, `problem` explains why. `question`, if not empty, offers to create the files.
     """
 
     def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:
@@ -209,7 +209,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if not text or features is None:
             return
         if not text.isdecimal() or int(text[:18]) >= features.n_latents:
-            message = f"There is no latent {text}; the indices go from 0 to {features.n_latents - 1:,}."
+            message = f"There is no latent {text}; the indices range from 0 to {features.n_latents - 1:,}."
             self.notify(message, severity="warning", markup=False)
         elif int(text) not in (latents := features.order(self.order)):
             self.notify(f"Latent {int(text)} has not fired.", severity="warning")

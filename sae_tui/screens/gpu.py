@@ -26,7 +26,7 @@ _FACTS_BESIDE_FROM = 76  # columns
 
 
 class GpuScreen(FramedScreen):
-    """Shows the histories, details and processes of a GPU. Details are read only while this screen is shown."""
+    """Shows the histories, details and processes of a GPU. The details are read only while this screen is shown."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the dashboard"),
@@ -92,7 +92,7 @@ class GpuScreen(FramedScreen):
             self.query_one(GpuHistory).show([])
             self.query_one(GpuDetailsView).show([((" ✗ this GPU is no longer present", "bad"),)])
             return
-        # Request the details again, since the screen of another GPU cancels the request when it closes.
+        # Request the details again, since another GPU's screen cancels the request when it closes.
         self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
         ((holder, style),) = self.session.holders([sample])
@@ -132,7 +132,7 @@ class GpuScreen(FramedScreen):
             self._show_history(sample)
 
     def _cursor_in(self, window: Window) -> int | None:
-        """Return the column of the time whose values are shown, or None if the time is outside the window."""
+        """Return the column of the time whose values are shown, or None if that time is outside the window."""
         if self._cursor_time is None:
             return None
         column = int((self._cursor_time - window.begin) // window.step_s)
@@ -161,7 +161,7 @@ class GpuScreen(FramedScreen):
             self._look()
 
     def _look(self) -> None:
-        """Request the details of this GPU and no other."""
+        """Request the details of this GPU only."""
         self.session.monitor.look_at(self.index)
         self._title()
         self.call_after_refresh(self.show_gpus)

@@ -63,7 +63,7 @@ def topics(screen: Screen[object]) -> list[Topic]:
 
 
 def help_lines(introduction: str, listed: Sequence[Topic], width: int) -> list[Line]:
-    """Return the help text in `width` cells: topics below each other, or in two columns if there is space."""
+    """Return the help text in `width` cells, with the topics in one column, or in two columns if there is space."""
     lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(introduction, max(20, width))]
     lines += [()] if lines else []
     if width < _TWO_COLUMNS_FROM:

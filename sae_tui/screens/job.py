@@ -41,12 +41,12 @@ _BESIDE_FROM = 120  # minimum width for the settings next to the other panels
 
 
 class JobScreen(Evaluates, FramedScreen):
-    """Follows one job; every panel draws from the job details that the watcher keeps up to date."""
+    """Follows one job. Each panel draws from the job details that the watcher keeps up to date."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
         Binding("s", "stop_job", "Stop", id="job.stop",
-                tooltip="Save a checkpoint and stop; press again to end the job at once"),
+                tooltip="Save a checkpoint and stop; press again to kill the job immediately"),
         Binding("p", "pause_job", "Pause", id="job.pause",
                 tooltip="Save a checkpoint and free the GPUs until you resume the job"),
         Binding("g", "continue_job", "Resume", id="job.continue",
@@ -88,10 +88,10 @@ class JobScreen(Evaluates, FramedScreen):
         self.session = session
         self.job_id = job_id
         self._panels = {name: entry.make(name) for name, entry in PANELS.items()}
-        # None until the user chooses a rank; until then, rank 0 or the rank that failed is shown.
+        # None until the user chooses a rank. Until then, the log of rank 0 or of the failed rank is shown.
         self._rank: int | None = None
         self.member = ""
-        # None until toggled; until then, the settings are shown if the window is wide enough.
+        # None until the user toggles the settings. Until then, they are shown if the window is wide enough.
         self._settings: bool | None = None
 
     def compose(self) -> ComposeResult:
@@ -119,7 +119,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
-        """Redraw, since this screen got no updates while another one was on top."""
+        """Redraw the screen, since it got no updates while another screen was on top."""
         self.show_jobs()
 
     @property
@@ -132,7 +132,7 @@ class JobScreen(Evaluates, FramedScreen):
         return self._rank or 0
 
     def _arrange(self) -> None:
-        """Put the settings next to the other panels, or in place of them if the window is too narrow for both."""
+        """Show the settings next to the other panels, or instead of them if the window is too narrow for both."""
         self.set_class(self.size.width >= _BESIDE_FROM, "-side-by-side")
         self.set_class(self.shows_settings, "-settings")
 
@@ -244,7 +244,7 @@ class JobScreen(Evaluates, FramedScreen):
         self._panels["settings"].focus()
 
     def action_compare(self) -> None:
-        """Open the large curve; for a sweep also the differences between its SAEs."""
+        """Open the large curve and, for a sweep, also the differences between its SAEs."""
         detail = self.session.detail
         is_one = detail is not None and not is_sweep(detail.view)
         self.app.push_screen(CompareScreen(self.session, [self.job_id], only_curves=is_one))

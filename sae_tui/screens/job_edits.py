@@ -63,7 +63,9 @@ class JobEdits(JobsFinder):
 
         ids = self.targets
         if len(ids) > MOST_RUNS:
-            self.notify(f"{len(ids)} jobs are marked; unmark some to compare at most {MOST_RUNS}.", severity="warning")
+            self.notify(
+                f"{len(ids)} jobs are marked, but at most {MOST_RUNS} can be compared; unmark some.", severity="warning"
+            )
         elif len(ids) > 1 or any(is_sweep(job) for job in self.session.jobs if job.id in ids):
             self.session.go.switch_to(CompareScreen(self.session, ids))
         else:

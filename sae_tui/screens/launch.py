@@ -1,4 +1,4 @@
-"""The launch screen: launches the form's job or saves it as a job file, always after a review of its content."""
+"""The launch screen: launches the form's job or saves it as a job file, in both cases after a review."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 class Looked(Message):
-    """Stored activations were inspected; if that failed, `problem` explains why."""
+    """Stored activations were inspected; if the inspection failed, `problem` explains why."""
 
     def __init__(self, place: str, inspected: Inspected | None, problem: str = "") -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class LaunchScreen(FramedScreen):
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
-        Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the job, detached", priority=True),
+        Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the job in the background", priority=True),
         Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="Launch one job for each SAE of the sweep"),
         Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show rarely changed settings"),
         Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
@@ -112,7 +112,7 @@ class LaunchScreen(FramedScreen):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key still waits for a review; keys typed later must then wait too."""
+        """Whether a key is still waiting for a review. Keys typed later must then wait too."""
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:
@@ -169,7 +169,7 @@ class LaunchScreen(FramedScreen):
         self.form.once_reviewed(self._launch_reviewed)
 
     def _refuse(self, what: str, review: Review) -> None:
-        """Name the settings to correct, in one line that soon disappears, since more text would cover the review."""
+        """Name the settings to correct, in one line that soon disappears, because more text would cover the review."""
         wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
         which = list(dict.fromkeys(wrong))
         why = f"correct {join_words(which)} first" if which else "its Python is still being checked"
@@ -186,7 +186,7 @@ class LaunchScreen(FramedScreen):
         jobs, question = [review.job], review.question
         if each:
             jobs = job_form.each_alone(review.job)
-            question = f"Launch {len(jobs)} jobs, one for every SAE? They queue for GPUs."
+            question = f"Launch {len(jobs)} jobs, one per SAE? They will queue for GPUs."
         origin = self.form.origin
         self.session.actions.launch_jobs(jobs, question, None if origin is None else origin.job_id)
 
@@ -230,7 +230,7 @@ class LaunchScreen(FramedScreen):
         if job is None:
             self._refuse("inspected", review)
         elif (place := job.stored_rows) is None:
-            self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
+            self.notify("Only stored activations can be inspected; this job computes its own.", severity="warning")
         else:
             self.notify(f"Inspecting {place} …", markup=False)
             look = functools.partial(self._look, place, job.launch.python)

@@ -98,7 +98,7 @@ class ClonedJob(msgspec.Struct, frozen=True):
 
 
 class LaunchForm(VerticalScroll, can_focus=False):
-    """GPUs, settings and review, one below the other; the review is updated after every change."""
+    """GPUs, settings and review, from top to bottom. The review is updated after every change."""
 
     class Reviewed(Message):
         """A draft was checked on another thread."""
@@ -115,7 +115,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        # The entries that determine the kind of the job. The form has no field for the kind.
+        # The job-file entries that determine the kind of the job. The form has no field for the kind.
         self._kind: dict[str, Any] = {}
         self._settings = job_form.chosen_settings({})
         self._building = False
@@ -172,9 +172,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draw the current state of the GPUs. When the first GPUs appear, select the GPUs that the app's settings
-        select by default.
-        """
+        """Draw the current state of the GPUs. When the first GPUs appear, select GPUs as the app's settings specify."""
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -300,7 +298,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def _tell_missing(self, indices: list[int]) -> None:
         if indices:
             asked = ", ".join(f"GPU {index}" for index in indices)
-            whose = f"Job {self.origin.job_id} had" if self.origin else "The job file asks for"
+            whose = f"Job {self.origin.job_id} had" if self.origin else "The job file requests"
             self.notify(f"{whose} {asked}, not available now; choose other GPUs.", severity="warning", markup=False)
 
     @on(Menu.Picked, "#preset")
@@ -316,14 +314,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
     @on(SettingForm.Edited)
     @on(GpuPicker.Changed)
     def _check(self) -> None:
-        """Check the draft once the changes have settled; only the latest result is shown."""
+        """Check the draft once the user has stopped changing it; only the latest result is shown."""
         self._asked += 1
         if self._soon is not None:
             self._soon.stop()
         self._soon = self.set_timer(_SETTLE_S, self._review)
 
     def _review(self) -> None:
-        # There is no form while it is being built or the screen is closing.
+        # While the form is being built or the screen is closing, there is no form.
         forms = list(self.query(SettingForm))
         if self._building or not forms:
             return
@@ -336,7 +334,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         self._kept.follow(candidate, is_changed=bool(self.changed))
-        # Use a daemon thread, since a data path on a dead file server must not prevent the app from exiting.
+        # Use a daemon thread, since a data path on a dead file server must not keep the app from exiting.
         here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
@@ -360,7 +358,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         with announcing(show_reading):
             review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=check_again)
         overridden = job_form.overridden(candidate.values, review)
-        # The app and its event loop may have ended in the meantime.
+        # The app and its event loop may have exited in the meantime.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
 
@@ -395,7 +393,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key still waits for a review; keys typed later must then wait too."""
+        """Whether a key is still waiting for a review. Keys typed later must then wait too."""
         return self._then is not None
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
@@ -421,7 +419,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Rebuild the form, since another architecture or source has other settings; then check it."""
+        """Rebuild the form, since another architecture or source has other settings, and then check it."""
         self._settings, self._building = job_form.chosen_settings(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
@@ -444,7 +442,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return self.session.recommend(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
-        """Select the GPUs that the app's settings select by default."""
+        """Select GPUs as the app's settings specify."""
         default = self.session.settings.default_gpu_selection
         if default == "available":
             picker.action_available()

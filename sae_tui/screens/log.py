@@ -31,7 +31,7 @@ class Reader(Protocol):
 
 
 class LogScreen(FramedScreen):
-    """Follows the end of the log until the user scrolls up; searching keeps the position."""
+    """Follows the end of the log until the user scrolls up. A search does not move the view."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="logs.back", tooltip="End the search, or go back to the job"),
@@ -50,7 +50,7 @@ class LogScreen(FramedScreen):
     """
 
     class Lines(Message):
-        """New lines of a log; `number` identifies the reader that has read them."""
+        """New lines of a log; `number` identifies the reader that read them."""
 
         def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
             super().__init__()
@@ -122,7 +122,7 @@ class LogScreen(FramedScreen):
 
     @property
     def place(self) -> str:
-        """The job's host, in words that follow the job's number; "" for this host."""
+        """The job's host, in words that follow the job's number, or "" for this host."""
         return ""
 
     @on(Lines)
@@ -161,7 +161,7 @@ class LogScreen(FramedScreen):
         self._title()
 
     def _match_count(self) -> str:
-        """Return how many lines match the search, in words; "" without a search."""
+        """Return how many lines match the search, in words, or "" without a search."""
         (text,) = [search.value for search in self.query("#log-search").results(Input)] or [""]
         count = sum(view.n_found for view in self.query(LogView))
         return f" · {plural(count, 'line') if count else 'no line'} with {text!r}" if text else ""
@@ -173,7 +173,7 @@ class LogScreen(FramedScreen):
         view = self.query_one(LogView)
         view.focus()
         if view.pattern:
-            # Go to the latest match first, since the view was at the end of the log.
+            # Go to the last match first, since the view was at the end of the log.
             _ = view.jump(-1) or view.jump(1)
 
     def action_jump(self, direction: int) -> None:

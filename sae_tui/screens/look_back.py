@@ -14,14 +14,14 @@ from textual.screen import Screen
 from sae_tui.gpu.window import SPANS_S
 from trainer.contract.errors import UserError
 
-_REREAD_S = 5.0  # interval at which the store is written
+_REREAD_S = 5.0  # the interval between writes to the store
 T = TypeVar("T")
 
 
 def span_keys(
     screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
 ) -> list[Binding]:
-    """Return the keys that change the span of a screen with `action_longer`; footer and help show them as `display`."""
+    """Return the keys that change a screen's span with `action_longer`; footer and help show them as `display`."""
     longer, shorter = display
     return [
         Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,
@@ -34,7 +34,7 @@ def span_keys(
 class LookBack(Generic[T]):
     """The time span that a screen shows, and the data read for it.
 
-    Data belongs to a subject, such as a GPU. Data that arrives late, for an earlier subject or span, is not shown.
+    Data belongs to a subject, such as a GPU. If data for an earlier subject or span arrives late, it is not shown.
     """
 
     class Found(Message):
@@ -43,10 +43,10 @@ class LookBack(Generic[T]):
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
         """Take the screen to notify, and a function that reads a subject's last seconds as at most n columns."""
         self._screen, self._read = screen, read
-        self._place = 0  # 1-based index into `SPANS_S`; 0 means the latest samples
+        self._place = 0  # index into `SPANS_S` plus 1; 0 means the latest samples
         self._due = 0.0  # time of the next read
         self._found: dict[tuple[str, float], T] = {}
-        # Running reads. While a read hangs on its disk, the same read is not started again.
+        # Reads in progress. If a read hangs because of its disk, the same read is not started again.
         self._under_way: set[tuple[str, float]] = set()
 
     @property
@@ -60,11 +60,11 @@ class LookBack(Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Discard what was read, so that the next request reads it again."""
+        """Discard the data, so that the next request reads it again."""
         self._found, self._due = {}, 0.0
 
     def stored(self, subject: str, n: int) -> T | None:
-        """Return the data read last, or None before the first read; start a new read for `n` columns if due."""
+        """Return the latest data, or None before the first read; start a new read for `n` columns if one is due."""
         span_s = self.span_s
         if span_s is None:
             return None

@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid, which can be filtered by a regular expression, zoomed, and read out at a step."""
+"""All metrics of a job in a grid. They can be filtered by a regular expression, zoomed, and read out at a step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class MetricsScreen(FramedScreen):
 
     @staticmethod
     def _why_empty(job: JobView) -> str:
-        """Return why a job has no metric."""
+        """Return why a job has no metrics."""
         if job.state is JobState.IMPORTED:
             return "its SAE was imported, so it has no curves; press e on the job to evaluate it"
         return "it has no measurements" if job.state.is_final else "no values yet"

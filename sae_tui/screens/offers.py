@@ -1,4 +1,4 @@
-"""The actions that are possible in a job's state, which determine the keys that are offered."""
+"""The actions that are possible in a job's state. They determine which keys are offered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIVE = {"open": "Open", "stop": "Stop", "pause": "Pause", "log": "Log", "clone
 _STOPPING = {"open": "Open", "stop": "End now", "log": "Log", "clone": "Clone"}
 _WAITING = {"hold": "Hold", "stop": "Cancel", "after": "After", "sooner": "Sooner", "open": "Open", "clone": "Clone"}
 _HELD = {"continue": "Resume", "hold": "Release", "stop": "Cancel", "after": "After", "open": "Open", "clone": "Clone"}
-# While a job's SAEs are evaluated, the stop key stops the evaluation.
+# While a job's SAEs are being evaluated, the stop key stops the evaluation.
 _EVALUATED = {"open": "Open", "stop": "Stop", "log": "Log", "clone": "Clone"}
 _FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compare", "delete": "Delete"}
 _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}

@@ -65,9 +65,9 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 
 
 _GROUP = Binding.Group("Processes")
-_READ_EVERY_S = 3.0  # as often as the monitor lists the processes of the GPUs
+_READ_EVERY_S = 3.0  # the interval at which the monitor lists the GPUs' processes
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # choice before the signals: stop the job of a rank
+_JOB = "job"  # the choice above the signals, which stops the job of a rank
 
 
 class ProcessPage(TextScreen):
@@ -100,11 +100,11 @@ class ProcessPage(TextScreen):
 
 
 class ProcessList(Filtered):
-    """Lists the processes on some GPUs, with a filter, an order and a tree."""
+    """Lists the processes on some GPUs, with a filter, a sort order and a tree view."""
 
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
-                tooltip="Interrupt, end or halt the process under the cursor, after a confirmation"),
+                tooltip="Interrupt, terminate or halt the process under the cursor, after a confirmation"),
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
                 tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, pid, container"),
         Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
@@ -157,14 +157,14 @@ class ProcessList(Filtered):
         pids = [process.pid for sample in samples for process in sample.processes or ()]
         if gpus != self._gpus:
             self._processes = None
-        # Request the SM shares again, since the previous list cancels the request when it closes.
+        # Request the SM shares again, since the previous list cancels its request when it closes.
         self.session.monitor.want_shares(True)
         shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
         # Read immediately if a new process appears or the first shares arrive.
         is_new = (gpus, pids) != (self._gpus, self._pids) or (any(shares.values()) and not self._has_shares)
         self._gpus, self._pids, self._has_shares = gpus, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
-        # A hanging process can make the read hang too; do not start a second read then.
+        # If a process hangs, reading it can hang too; do not start a second read then.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), shares)
@@ -205,11 +205,11 @@ class ProcessList(Filtered):
         self.say(" · ".join(filter(None, notes)))
 
     def _silence(self) -> str:
-        """Return how old the list is if the system has not responded for a while, otherwise ""."""
+        """Return how old the list is if the system has not responded for a while, or ""."""
         silent_s = time.monotonic() - self._read_at
         if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
             return ""
-        return f"not read for {silent_s:.0f} s: the system does not answer"
+        return f"not read for {silent_s:.0f} s: the system does not respond"
 
     def on_descendant_blur(self) -> None:
         self._draw()
@@ -242,7 +242,7 @@ class ProcessList(Filtered):
             self.app.push_screen(ProcessPage(process, may_show=not self.session.readonly))
 
     def action_signal(self) -> None:
-        """Ask for a signal and a confirmation, then send the signal to the process that was shown."""
+        """Ask for a signal and a confirmation, then send the signal to the selected process."""
         entry = self.table.selected
         if entry is None or self.session.actions.refused():
             return
@@ -260,7 +260,7 @@ class ProcessList(Filtered):
         elif name:
             number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
             has_others = entry.job is not None and entry.job.world_size > 1
-            others = " The other ranks of the job end with it." if has_others else ""
+            others = " The job's other ranks will exit too." if has_others else ""
             question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{others}"
             actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
 

@@ -51,10 +51,10 @@ class SettingsScreen(FramedScreen):
         self._draft = draft
         self._read_settings = read_settings
         self._path = session.data.settings_file
-        # The parsed content of the file, including invalid settings, and the reason if the file cannot be read.
+        # The parsed content of the file, including invalid settings, and the reason if it cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
-        # Maps each setting in the file that is not applied to the reason.
+        # Maps each setting that is in the file but not applied to the reason.
         self._warnings: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:

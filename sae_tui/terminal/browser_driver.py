@@ -12,12 +12,12 @@ from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 
 # Textual's input thread looks up its parser and decoder classes under these names in its module.
 vars(web_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
-# Environment variables for this process only; jobs that it launches must not inherit them.
+# Environment variables for this process only. The jobs that it launches must not inherit them.
 _OF_A_LOOK = ("TEXTUAL_DRIVER", "COLUMNS", "ROWS")
 
 
 class BrowserDriver(WebDriver):
-    """Textual's driver for browsers, which also counts written bytes and handles keys like our terminal driver."""
+    """Textual's driver for browsers, which also counts written bytes and handles keys like `TerminalDriver`."""
 
     n_written = 0  # bytes
 

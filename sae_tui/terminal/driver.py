@@ -1,6 +1,6 @@
 """Textual's terminal driver, modified to restore the terminal only after all of the app's output is written.
 
-While the app has the terminal, nothing else writes there: standard error goes to a log. Termination signals quit the
+While the app uses the terminal, nothing else writes to it: standard error goes to a log. Termination signals quit the
 app, so that the terminal is restored.
 """
 
@@ -30,17 +30,17 @@ from trainer.contract.paths import open_private
 vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 
 _STDERR = 2
-# Without a handler, these signals would end the app at once and leave the terminal in application mode.
+# Without a handler, these signals would kill the app immediately and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # The app must quit within this time after such a signal, in seconds.
 # systemd and container runtimes send SIGKILL after 10 s or more.
 _QUIT_LIMIT_S = 5.0
-# End an unfinished sequence, then switch off the modes that Textual has switched on.
+# Terminate an unfinished sequence, then turn off the modes that Textual has turned on.
 # These are paste, wrap, resize reports, mouse, keyboard protocol, alternate screen, cursor and focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
 # The log is emptied if it has more bytes than the first number.
-# Its size is checked whenever as many bytes as the second number have been drawn.
+# Its size is checked each time the app has drawn as many bytes as the second number.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 
@@ -79,7 +79,7 @@ class StderrAside:
 
 
 class Quitter:
-    """Quits the app on SIGTERM, SIGHUP or SIGINT; ends the process if that takes too long or a second signal arrives.
+    """Quits the app on SIGTERM, SIGHUP or SIGINT; kills the process if that takes too long or a second signal arrives.
 
     The app may be busy, its disk may hang, or the terminal may accept no output.
     """
@@ -99,13 +99,13 @@ class Quitter:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        # Start no thread and take no lock here, since a handler can interrupt the main thread anywhere.
+        # Start no thread and take no lock here, since a signal handler can interrupt the main thread anywhere.
         is_first, self.code = not self.code, 128 + number
         self._hurry()
         if is_first:
             try:
                 self._quit_app(self.code)
-            except RuntimeError:  # the app has ended, so do not wait for the time limit
+            except RuntimeError:  # the app has exited, so do not wait for the time limit
                 self._hurry()
 
     def _hurry(self) -> None:
@@ -123,10 +123,10 @@ class Quitter:
 
 
 class TerminalDriver(LinuxDriver):
-    """Restores the terminal settings after the last line is written.
+    """Restores the terminal settings only after the last line is written.
 
-    Textual 8.2 restores them first. If the user then types ctrl+s, the output stops, and the app would wait forever for
-    its own last line.
+    Textual 8.2 restores them first. If the user then types ctrl+s, output stops, and the app would wait forever to
+    write its own last line.
     """
 
     _settings_before: list[Any] | None = None
@@ -146,7 +146,7 @@ class TerminalDriver(LinuxDriver):
         """Take over the terminal. From now on, the event loop handles ctrl+z and SIGCONT, between two callbacks.
 
         A Python signal handler can interrupt any code. If it interrupts a write and itself writes, it deadlocks on the
-        single lock of the output queue: about one in a hundred suspensions hung while the app was drawing.
+        output queue's only lock: about 1 % of suspensions hung while the app was drawing.
         """
         if os.isatty(_STDERR):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
@@ -178,7 +178,7 @@ class TerminalDriver(LinuxDriver):
         loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
 
     def _restore_at_once(self) -> None:
-        """Restore the terminal from any thread, if the app has it; discard output that it has not accepted."""
+        """Restore the terminal from any thread, if the app is using it; discard output that it has not accepted."""
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
@@ -198,10 +198,10 @@ class TerminalDriver(LinuxDriver):
             os.write(terminal, _LEAVE.encode())
 
     def _sigtstp_application(self, *args: Any) -> None:
-        """Suspend the app; if it does not have the terminal, let the kernel stop the process as usual.
+        """Suspend the app; if it is not using the terminal, let the kernel stop the process as usual.
 
-        While the app starts or ends, Textual would stop the app even if no shell can resume it, and would take over the
-        terminal for an app that has ended.
+        While the app starts or exits, Textual would stop the app even if no shell can resume it, and would take over
+        the terminal for an app that has exited.
         """
         if self.attrs_before is not None:
             with _at_rest(self._app):
@@ -210,16 +210,16 @@ class TerminalDriver(LinuxDriver):
         _stop()
 
     def _sigcont_application(self, *args: Any) -> None:
-        """Take back the terminal if it was given up; after any other stop, Textual would read the input twice.
+        """Take back the terminal if it was given up. After any other stop, Textual would read the input twice.
 
-        An app that is quitting leaves the terminal alone, since the shell has it now.
+        An app that is quitting leaves the terminal alone, since the shell controls it by then.
         """
         if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
 
 
 def _stop() -> None:
-    """Stop this process as the kernel would; return when it is resumed, or immediately if no shell could resume it."""
+    """Stop this process as the kernel would. Return when it is resumed, or immediately if no shell could resume it."""
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, before)
@@ -227,7 +227,7 @@ def _stop() -> None:
 
 @contextlib.contextmanager
 def _at_rest(app: App[Any]) -> Iterator[None]:
-    """Close the GPU driver while the app is stopped, so that GPUs can be reset.
+    """Close the GPU driver while the app is stopped, so that GPUs can be reset in the meantime.
 
     This works because the main thread sends the stop signal to itself and continues only after the stop.
     """
@@ -286,7 +286,7 @@ def has_shell() -> bool:
 def give_away(app: App[None]) -> Iterator[None]:
     """Give the terminal to another program; raise `SuspendNotSupported` if the app has no terminal.
 
-    ctrl+c and ctrl+\\ in that program do not end the app, and the shell handles ctrl+z, whereas Textual would stop the
+    ctrl+c and ctrl+\\ in that program do not quit the app, and the shell handles ctrl+z, whereas Textual would stop the
     app even if no shell can continue it. Exceptions are raised after the block, since Textual takes back the terminal
     only if the block raises nothing.
     """
@@ -304,7 +304,7 @@ def give_away(app: App[None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
     # The other program would inherit ignored signals, but it does not inherit handlers.
-    # While the app waits for the other program, the app cannot quit.
+    # The app cannot quit while it waits for the other program.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
     acts[signal.SIGTSTP] = stop

@@ -22,7 +22,7 @@ from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 _LONGEST_S = 5.0
 # A key that quits the app is dispatched after this time, even if keys before it are still waiting.
 _URGENT_AFTER_S = 1.0
-# The interval for polling a screen on which a key still waits for an answer.
+# How often to poll a screen on which a key is still waiting for an answer.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
 
@@ -31,7 +31,7 @@ Typed = events.Key | events.Paste | Packet
 
 
 class KeysInOrder(App[None]):
-    """Dispatches a key only once the previous one is handled: the focus has moved and the new screen is open.
+    """Dispatches a key only once the previous one has been handled: the focus has moved and the new screen is open.
 
     Text pasted while no field has the focus is not treated as keys, even if the terminal does not mark pasted text.
     """
@@ -86,7 +86,7 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Dispatch a key that quits the app before its turn if an earlier key is stuck."""
+        """Dispatch a key that quits the app before other queued keys if an earlier key is stuck."""
         if event in self._typed:
             self._typed.remove(event)
             self._dispatch(event)
@@ -102,7 +102,7 @@ class KeysInOrder(App[None]):
             await self._wait_until_settled()
 
     async def _wait_until_settled(self) -> None:
-        """Wait until focus and screen no longer change and no key still waits for an answer of the screen."""
+        """Wait until focus and screen no longer change and no key is waiting for an answer from the screen."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:

@@ -1,8 +1,8 @@
 """Turns terminal input into messages: reports which keys arrived together, and joins pasted text from several reads.
 
-A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to that
-program's queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and interprets
-an unknown sequence as keys.
+A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
+queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and interprets an unknown
+sequence as keys.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _SEQUENCE = re.compile(
     r"|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\|(?=\x1b[^\\]))"
     r"|\x1b\\)"
 )
-# An incomplete sequence or paste marker whose remainder may still arrive.
+# An incomplete sequence or paste marker that more input may complete.
 _BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
 # Sequences that Textual handles and that do not represent keys.
 _KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)
-# The maximum number of characters of an unterminated string that the parser keeps until its end arrives.
+# The maximum number of characters of an unterminated string that the parser keeps while it waits for the end.
 _LONGEST_STRING = 1024
-# No screen has more columns or lines than this; a mouse position in pixels is below 2^16.
+# No screen has more columns or lines than this, and mouse positions in pixels are below 2^16.
 _MOST_CELLS, _MOST_PIXELS = 2000, 65535
 _OLD_REPORT = b"\x1b[M"
 
@@ -70,12 +70,12 @@ class TerminalDecoder:
     """Decodes terminal input: UTF-8, with U+FFFD for any invalid byte.
 
     An old mouse report has three bytes from 32 to 255 that are not text: button, column and line. The decoder replaces
-    them by spaces, so that the report stays three characters long.
+    them with spaces, so that the report stays three characters long.
     """
 
     def __init__(self) -> None:
         self._decode = getincrementaldecoder("utf-8")("replace").decode
-        # Trailing bytes that may begin a report, and the number of bytes still missing from the current report.
+        # Trailing bytes that may start a report, and the number of bytes still missing from the current report.
         self._begun, self._n_left = b"", 0
         self._read_at = 0.0
 
@@ -103,18 +103,18 @@ class PacketParser(XTermParser):
     """Reports which keys arrived together, and removes pasted text before Textual parses the input.
 
     If the end marker of a paste arrives in two parts, 100 ms apart, Textual 8.2 treats everything typed afterwards as
-    pasted text: no key works any more.
+    pasted text: keys no longer work.
     """
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
-        # The text of a paste so far, or characters that may become its start marker.
+        # The received text of a paste, or characters that may turn out to be its start marker.
         self._pending = ""
         self._pasting = False
         self._read_at = 0.0
 
     def feed(self, data: str) -> Iterable[Message]:
-        """Return the messages for terminal input, after a `Packet` if there are several keys; "" ends the input."""
+        """Return the messages for terminal input, preceded by a `Packet` for several keys; "" ends the input."""
         if not data:
             return super().feed(data)
         messages = list(self._messages(data))
@@ -122,7 +122,7 @@ class PacketParser(XTermParser):
         return [Packet(keys), *messages] if len(keys) >= FEWEST_PASTED else messages
 
     def tick(self) -> Iterator[Message]:
-        """Stop waiting for the rest of a sequence or paste that is overdue, and yield what has arrived."""
+        """Stop waiting for the remainder of an overdue sequence or paste, and yield what has arrived."""
         yield from super().tick()
         longest = _PAUSE_S if self._pasting else constants.ESCAPE_DELAY
         if not (self._pasting or self._pending) or time.monotonic() - self._read_at < longest:
@@ -134,10 +134,10 @@ class PacketParser(XTermParser):
         elif pending == _ESC:
             yield events.Key("escape", _ESC)
         elif len(pending) == 2:
-            yield from super().feed(pending)  # alt with a key that also begins sequences
+            yield from super().feed(pending)  # alt with a key that can also start a sequence
 
     def parse_mouse_code(self, code: str) -> Message | None:
-        """Return the event for a mouse report; None if its position cannot be on any screen."""
+        """Return the event for a mouse report, or None if its position cannot be on any screen."""
         if any(int(number) > _MOST_PIXELS for number in re.findall(r"\d+", code)):
             return None
         try:
@@ -169,7 +169,7 @@ class PacketParser(XTermParser):
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 begun = _BEGUN.search(keys)
                 if begun and (begun[0] != _ESC or not marker):
-                    # Drop an incomplete sequence before a marker, since the rest of it cannot arrive any more.
+                    # Drop an incomplete sequence before a marker, since its remainder can no longer arrive.
                     keys, self._pending = keys[: begun.start()], "" if marker else begun[0][:_LONGEST_STRING]
                 yield from self._keys(keys)
             self._pasting ^= bool(marker)

@@ -57,7 +57,7 @@ class Painter:
 
     def __init__(self) -> None:
         self._shown: dict[int, dict[int, Cell]] = {}
-        self._whole: tuple[Screen[object], Size] | None = None  # last screen repainted completely, its size
+        self._whole: tuple[Screen[object], Size] | None = None  # the last screen repainted completely, and its size
 
     def lighten(self, screen: Screen[object], renderable: Any) -> Any:
         """Return what to send instead of `renderable`; an update is reduced to the cells that differ."""

@@ -1,7 +1,7 @@
-"""The plain look: every symbol as an ASCII character of the same width, for terminals that show nothing else.
+"""The plain look: each symbol is drawn as an ASCII character of the same width, for terminals without other symbols.
 
-Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, curves use `*`. The layout stays the
-same, so other code is not affected.
+Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, and curves use `*`. The layout does not
+change, so other code is not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from textual.filter import LineFilter
 
 Look = Literal["auto", "full", "plain"]
 # Terminals that show only ASCII or, like the Linux console, a few blocks but no braille.
-# TERM=vte is GNOME's terminal, which shows everything.
+# TERM=vte is GNOME's terminal, which shows all characters.
 _PLAIN_TERMS = re.compile(r"vt(?!e)|linux|ansi|cons|sun|wy|dumb", re.IGNORECASE)
 
 _SIGNS = {
@@ -42,7 +42,7 @@ _SIGNS = {
 
 
 def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
-    """Return whether to draw with ASCII only, as the setting says or, for "auto", as the terminal requires."""
+    """Return whether to draw in ASCII only, as the setting says or, for "auto", as the terminal requires."""
     return look == "plain" if look != "auto" else not has_blocks or bool(_PLAIN_TERMS.match(term))
 
 
@@ -88,18 +88,18 @@ def _sign(char: str, letters: bool) -> str:
 
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
-# A background stands out if it differs from the app's by more than the first value, on a scale from 0 to 1.
-# Text is faint if its brightness differs from its background's by less than the second value.
+# A background stands out if it differs from the app's background by more than the first value (scale 0 to 1).
+# Text is faint if its brightness differs from that of its background by less than the second value.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 
 def is_colourless(environ: Mapping[str, str]) -> bool:
-    """Return whether to send no colours, because NO_COLOR is set or the terminal supports none."""
+    """Return whether to send no colours because NO_COLOR is set or the terminal supports none."""
     return "NO_COLOR" in environ or bool(_COLOURLESS_TERMS.match(environ.get("TERM", "")))
 
 
 class Colourless(LineFilter):
-    """Removes colours: text on a background that stands out is reversed, faint text is dim."""
+    """Removes colours. Text on a background that stands out is reversed, and faint text is dim."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [

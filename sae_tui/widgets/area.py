@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sae_tui.format import count, fit, tall_sparkline
 from sae_tui.widgets.lines import SHADES, Line, Span
 
-_AXIS = 5  # cells for the numbers left of the plot
+_AXIS = 5  # cells for the numbers to the left of the plot
 _TALL = 5  # minimum height at which the middle of the axis is labelled
 
 
@@ -25,7 +25,7 @@ def area(
     """Return the heading and `height` rows below it, of `width` cells each.
 
     `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, which
-    is marked if another quantity, `others`, has a value there. `cursor` is a column to mark.
+    is marked if another quantity, `others`, has a value in the same column. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [

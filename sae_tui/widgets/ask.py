@@ -13,7 +13,7 @@ from sae_tui.widgets.dialog import Dialog
 class Ask(Dialog[str | None]):
     """A dialog with one input field: Enter returns its text, Escape returns None."""
 
-    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
+    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="ask.cancel", tooltip="Cancel without changes")]
     DEFAULT_CSS = """
     Ask { align: center middle; }
     Ask > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }

@@ -11,7 +11,7 @@ from textual.widgets import Button, Static
 
 from sae_tui.widgets.dialog import Dialog
 
-# A question with less space than this is not readable.
+# A question with less space than this is considered unreadable.
 LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 
 
@@ -37,7 +37,7 @@ class Confirm(Dialog[bool]):
     """
 
     BINDINGS = [
-        Binding("escape,n", "answer(False)", "No", id="confirm.no", tooltip="Leave everything as it is"),
+        Binding("escape,n", "answer(False)", "No", id="confirm.no", tooltip="Cancel without changes"),
         Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Go ahead"),
         Binding("f", "take_other", "Finish", id="confirm.also", tooltip="Choose the other option"),
         Binding("left,right", "app.focus_next", show=False),

@@ -77,7 +77,7 @@ class Find(Dialog[str | None]):
 
 
 def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, str]]:
-    """Return the items that contain all words: exact names, then names that start with the first word, then others."""
+    """Return the items that contain all words: exact names first, then names that start with the first word."""
     words = text.lower().split()
     matches = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
 

@@ -14,7 +14,7 @@ from textual.widgets import Input
 
 from sae_tui.widgets.lines import Line, LineView, Span
 
-# Keys that are never omitted, however narrow the terminal is.
+# Keys that are never omitted, even if the terminal is narrow.
 _ALWAYS = ("quit", "help")
 # Keys that type a character into a text field but that Textual 8.2 does not treat as printable.
 _TYPED = ("slash", "plus", "minus", "less_than_sign", "greater_than_sign")
@@ -23,7 +23,7 @@ _APART = "  "
 
 @dataclass(frozen=True, slots=True)
 class FooterOffer:
-    """The keys that a screen offers, by binding id: which to show first, which to hide, and replacement labels."""
+    """The keys that a screen offers, by binding id: which to show first, which to hide, and alternative labels."""
 
     first: Sequence[str] = ()
     hidden: frozenset[str] = frozenset()

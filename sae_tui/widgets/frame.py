@@ -48,7 +48,7 @@ class FramedScreen(Screen[None]):
         """Give the class `-focused` to the panel that contains the focus.
 
         A rule with `:focus-within` would make Textual restyle everything in the panel whenever the focus moves inside
-        it, which doubles the time of a key in a long form.
+        it, which doubles the time to handle a key in a long form.
         """
         old, new = _panel_around(before), _panel_around(now)
         if old is not new:
@@ -75,7 +75,7 @@ def _panel_around(widget: Widget | None) -> Widget | None:
 
 
 def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
-    """Write a title into the panel's frame and a hint into its foot; without a foot, append the hint to the title."""
+    """Write a title at the top of the panel's frame and a hint at its bottom; without a bottom, put both at the top."""
     title = title if isinstance(title, Content) else Content(title)
     framed = frame_of(*panel.screen.size) == "framed"
     over = title if framed else _with_hint(title, hint, panel.outer_size.width)
@@ -89,7 +89,7 @@ def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
 
 def _with_hint(title: Content, hint: str, width: int) -> Content:
     """Return the title followed by a hint, with a space at both ends; a long title is truncated to fit the hint."""
-    space = width - len(hint) - 6  # two cells before the hint; a space and a frame cell at each end
+    space = width - len(hint) - 6  # two cells before the hint, and a space and a frame cell at each end
     if hint and 0 < space < title.cell_length:
         title = title.truncate(space, ellipsis=True)
     # Textual leaves a cell free next to a title only if the frame has corners.

@@ -1,6 +1,6 @@
 """A view of styled lines that repaints only the spans that changed.
 
-Over ssh, the cost of a monitor is the number of bytes that it sends: an entire row costs ten times more than its two
+Over ssh, the cost of a monitor is the number of bytes it sends: an entire row takes ten times as many bytes as its two
 changed digits. A view also replaces dozens of widgets.
 """
 
@@ -49,7 +49,7 @@ PALETTE = {
     "load3": "on $primary 30%",
     "load4": "on $primary 40%",
 }
-# An area gets brighter with height; these are the opacities of its colour, from the lowest row up.
+# An area gets brighter with height; these are the opacities of its colour, from the bottom row up.
 GRAPHS = {"spark": "$primary", "bar": "$success", "memory": "$secondary", "heat": "$warning"}
 SHADES = (45, 56, 67, 78, 89)
 PALETTE |= {f"{name}-{shade}": f"{colour} {shade}%" for name, colour in GRAPHS.items() for shade in SHADES}

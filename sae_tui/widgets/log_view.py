@@ -88,7 +88,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def search(self, text: str) -> None:
-        """Search for a text, ignoring case. Regular expressions are not supported: some take minutes on one line."""
+        """Search for a string, ignoring case. Regular expressions are not supported: some take minutes on one line."""
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()
@@ -122,7 +122,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def action_shift(self, direction: int) -> None:
-        """Scroll the lines sideways, since long lines are cut instead of wrapped."""
+        """Scroll the lines sideways, since long lines are truncated instead of wrapped."""
         self._left = shift(self._left, direction, [text for _, text in self._all], self._space)
         self.refresh()
 

@@ -17,7 +17,7 @@ Lines = Callable[[int], Sequence[Line]]
 
 
 class Page(LineView, can_focus=True):
-    """Lines generated for the available width, which the cursor keys scroll."""
+    """Lines generated for the available width; the cursor keys scroll them."""
 
     DEFAULT_CSS = "Page { height: auto; max-height: 100%; background: $surface; }"
 

@@ -39,7 +39,7 @@ class Field:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The words to choose from; empty if the value is typed."""
+        """The values to choose from, or () if the value is typed."""
         return self.choices or (("true", "false") if self.setting.is_bool else ())
 
     def show(self, value: Any) -> str:
@@ -49,7 +49,7 @@ class Field:
         return ", ".join(value) if self.setting.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
-        """Return the entered value, None for the default; raise `ValueError` with a description of valid values."""
+        """Return the entered value, or None for the default; raise `ValueError` with a description of valid values."""
         if not text.strip() and not self.setting.required:
             return None
         value = self.setting.read(text, several=self.several)
@@ -57,7 +57,7 @@ class Field:
 
     @property
     def typing(self) -> str:
-        """A hint about what can be typed instead of a plain value."""
+        """A hint about other input formats than a plain value."""
         if self.options or not self.setting.is_number:
             return self.setting.wanted if self.setting.is_list and self.setting.default == [] else ""
         lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
@@ -71,7 +71,7 @@ class Field:
 class SettingRow(Horizontal):
     """A label, an input field and, on the right, the help or the problem.
 
-    A hidden row is empty until `fill` is called, since with all editors a form takes four times as long to open.
+    A hidden row is empty until `fill` is called, since creating every editor makes opening a form four times slower.
     """
 
     DEFAULT_CSS = """
@@ -134,7 +134,7 @@ class SettingRow(Horizontal):
         return str(self.editor.value) if there else self.field.show(self.start)
 
     def set_value(self, value: Any) -> None:
-        """Set a value that does not count as changed by the user."""
+        """Set a value that is not considered changed by the user."""
         self.start = value
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
@@ -184,13 +184,13 @@ class SettingRow(Horizontal):
 
     @property
     def is_changed(self) -> bool:
-        """Whether there is an original value and the current value differs from it."""
+        """Whether there is an original value that differs from the current value."""
         return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[Text, str]]:
-        """Return the words to choose from, and the current value if it is not one of them.
+        """Return the values to choose from, and the current value if it is not one of them.
 
-        A file may set several words or an unknown one. Words are never parsed as markup, since a file may contain
+        A file may contain several values or an unknown one. Values are never parsed as markup, since a file may contain
         anything.
         """
         words = dict.fromkeys((*self.field.options, self.field.show(self.start)))
@@ -291,7 +291,7 @@ class SettingForm(Vertical):
 
     @property
     def is_sweep(self) -> bool:
-        """Whether a field seems to contain several values, judging by commas and brackets."""
+        """Whether a field seems to contain several values, based on commas and brackets."""
         return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
@@ -301,7 +301,7 @@ class SettingForm(Vertical):
         return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
 
     def focus_field(self, path: str) -> None:
-        """Put the cursor into the field with this path, if there is one, and keep that field visible."""
+        """Put the cursor into the field with this path, if it exists, and scroll it into view."""
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")

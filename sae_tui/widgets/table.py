@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: a key that does not change with sorting, and one span per column.
+    """A row: a key that sorting does not change, and one span per column.
 
     The cell at index `spill` extends over the empty cells after it. The cursor skips headings.
     """
@@ -85,7 +85,7 @@ class KeyedTable(LineView, can_focus=True):
         self._awaited: str | None = None
 
     def show_rows(self, rows: Sequence[Row]) -> None:
-        """Replace the rows; the cursor stays on its key, or moves to the nearest row if the key is gone."""
+        """Replace the rows. The cursor stays on its key, or moves to the nearest row if the key is gone."""
         keys = [row.key for row in rows if not row.is_heading]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
@@ -98,7 +98,7 @@ class KeyedTable(LineView, can_focus=True):
         self._draw()
 
     def select(self, key: str) -> None:
-        """Put the cursor on a row; if the row does not exist yet, do so when it appears."""
+        """Put the cursor on a row, or wait until the row appears."""
         if any(row.key == key for row in self.rows):
             self.cursor = key
         else:
@@ -154,7 +154,7 @@ class KeyedTable(LineView, can_focus=True):
         widths = _fit_columns(self.columns, self.size.width)
         heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
         if self.rows or not self.empty:
-            # Bind the current rows and cursor, since both may change before a line is drawn again.
+            # Bind the current rows and the current cursor, since both may change before a line is drawn again.
             marks = {self.cursor: "cursor" if self.has_focus else "here"}
             rows, columns = self.rows, self.columns
 
@@ -181,7 +181,7 @@ def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
 
 
 def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
-    """Return the columns that fit and their widths: drop the least important, give spare space to the growing one."""
+    """Return the widths of the columns that fit: drop the least important, and give spare space to the growing one."""
     fitting = list(columns)
     while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
         fitting.remove(max(fitting, key=lambda column: column.drop))

@@ -55,7 +55,7 @@ def test_a_command_that_exceeds_its_limit_is_killed_with_its_children(tmp_path):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["/no/such/program"], "names no program"),
+        (["/no/such/program"], "was not found; give its path"),
         (["/etc/passwd"], "is not an executable program"),
         (["sh", "-c", "exit 3"], "sh ended with exit code 3"),
         (["a\0b"], "null byte"),

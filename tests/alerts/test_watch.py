@@ -411,7 +411,7 @@ def test_a_hung_disk_is_reported_and_delays_no_other_alert(watch, data, monkeypa
     monkeypatch.setattr(watch_module, "write_alerts", lambda *_: hangs.wait(60))
     watcher = watch(disk_gib=5)
     wait_until(lambda: len(watcher.problems) > 1)
-    assert watcher.problems[1].startswith(f"the disk of {data.root} does not answer")
+    assert watcher.problems[1].startswith(f"the disk of {data.root} does not respond")
     n_before = threading.active_count()
     n_looks = len(watcher.active), watcher.changed
     assert n_looks[0] == 1

@@ -126,7 +126,7 @@ def test_the_bus_is_only_probed_when_asked_for(quick_torch) -> None:
 @pytest.mark.parametrize("price", ["-1", "free", "inf", "nan"])
 def test_an_invalid_price_is_a_usage_error(shell, price) -> None:
     (line,) = shell.errors("doctor", f"--price-per-gpu-hour={price}", code=2)
-    assert f'takes a price like 2.5, not "{price}"' in line
+    assert f'must be a price like 2.5, not "{price}"' in line
 
 
 def test_a_job_file_with_an_error_is_rejected_before_any_check(shell) -> None:
@@ -157,7 +157,7 @@ def test_an_unresponsive_data_folder_ends_commands_but_not_the_doctor(
     parser = make_parser(lambda *_: 0)
     flags = parser.parse_args(["jobs", "--data-dir", str(tmp_path)])
     assert cli._run(flags) == 1
-    assert f"the data folder {tmp_path} does not answer within 0.05 s: its disk or file server hangs" in (
+    assert f"the data folder {tmp_path} does not respond within 0.05 s: its disk or file server hangs" in (
         capsys.readouterr().err
     )
     flags = parser.parse_args(["doctor", "--json", "--data-dir", str(tmp_path)])

@@ -62,7 +62,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
         (["priority", "1", "101"], 1, "a priority is -100 to 100, not 101"),
         (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),
         (["after", "1", "1"], 1, "job 1 cannot come after itself"),
-        (["after", "1", "x"], 2, 'OTHER: takes an integer of at least 1, not "x"'),
+        (["after", "1", "x"], 2, 'OTHER: must be an integer of at least 1, not "x"'),
         (["hold", "2"], 1, "job 2 was stopped; only a queued job can be held"),
         (["release", "2"], 1, "job 2 was stopped; `sae-tui resume 2` resumes it"),
         (["resume", "1"], 1, "job 1 is queued; it starts automatically"),

@@ -61,7 +61,7 @@ def test_characters_split_over_tokens_are_shown_and_found(shell: Shell, job_id: 
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
     *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
-    assert apart == "fire on the words: 1 · words only in their texts: 0"
+    assert apart == "fire on the words: 1 · contain the words elsewhere: 0"
     assert row.split()[0] == "0"
     assert row.split()[3] == "天"
 

@@ -324,13 +324,13 @@ def test_following_a_log_ends_with_the_job(shell):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["metrics", "--since", "soon"], '--since: takes a time like 90s, 10m, 2h or 1d, not "soon"'),
+        (["metrics", "--since", "soon"], '--since: must be a time like 90s, 10m, 2h or 1d, not "soon"'),
         (["metrics", "--view", "all"], "--view: invalid choice: 'all'"),
-        (["recommend", "x.toml", "--count", "0"], '--count: takes an integer of at least 1, not "0"'),
+        (["recommend", "x.toml", "--count", "0"], '--count: must be an integer of at least 1, not "0"'),
         (["launch"], "the following arguments are required: JOB.toml"),
         (["lunch"], "COMMAND: invalid choice: 'lunch'"),
-        (["logs", "1", "--rank", "-1"], '--rank: takes an integer of at least 0, not "-1"'),
-        (["job", "x"], 'ID: takes an integer of at least 1, not "x"'),
+        (["logs", "1", "--rank", "-1"], '--rank: must be an integer of at least 0, not "-1"'),
+        (["job", "x"], 'ID: must be an integer of at least 1, not "x"'),
     ],
 )
 def test_a_usage_error_is_one_line_and_exits_with_2(shell, arguments, said):

@@ -132,9 +132,9 @@ def test_rows_of_real_gpus_are_not_added_to_simulated_ones(shell, minute):
     ("flags", "said"),
     [
         (("--every", "1m"), "--every: needs --since; add for example --since 24h"),
-        (("--since", "1h", "--every", "0"), '--every: takes a step of whole seconds like 10s, 1m or 1h, not "0"'),
-        (("--since", "1h", "--every", "0.5s"), "takes a step of whole seconds like 10s, 1m or 1h"),
-        (("--since", "1h", "--every", "often"), 'takes a time like 90s, 10m, 2h or 1d, not "often"'),
+        (("--since", "1h", "--every", "0"), '--every: must be a step of whole seconds like 10s, 1m or 1h, not "0"'),
+        (("--since", "1h", "--every", "0.5s"), "must be a step of whole seconds like 10s, 1m or 1h"),
+        (("--since", "1h", "--every", "often"), 'must be a time like 90s, 10m, 2h or 1d, not "often"'),
     ],
 )
 def test_an_invalid_interval_is_one_error_line(shell, flags, said):

@@ -34,7 +34,7 @@ def test_too_few_gpus_are_an_error_that_explains_each_other_gpu(shell) -> None:
 
 def test_a_size_without_a_unit_is_rejected(shell) -> None:
     (error,) = shell.errors("select", "--free-memory", "20", code=2)
-    assert 'takes a size like 20GiB or 500MB, not "20"' in error
+    assert 'must be a size like 20GiB or 500MB, not "20"' in error
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["KiB", "MiB", "GiB", "TiB", "G", "g", "kB", "MB", "GB", "B"]))

@@ -38,4 +38,6 @@ def test_without_its_extra_serve_names_the_package_to_install(shell, tmp_path: P
 
 def test_other_addresses_and_invalid_ports_are_rejected(shell) -> None:
     assert "--host" in shell.errors("serve", "--host", "0.0.0.0", code=2)[0]
-    assert shell.errors("serve", "--port", "http", code=2)[0].startswith("sae-tui: error: --port: takes a port from 0")
+    assert shell.errors("serve", "--port", "http", code=2)[0].startswith(
+        "sae-tui: error: --port: must be a port from 0"
+    )

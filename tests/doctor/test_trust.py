@@ -131,7 +131,10 @@ def test_an_untrusted_on_job_end_command_is_reported_with_the_reason(box: Checke
     file.chmod(0o660)
     (finding,) = check_hook(box)
     assert (finding.level, finding.subject) == ("warning", "on_job_end")
-    assert (finding.sentence, finding.remedy) == (f"will not be run, because others may write to {file}", "`chmod go-w` it")
+    assert (finding.sentence, finding.remedy) == (
+        f"will not be run, because others may write to {file}",
+        "`chmod go-w` it",
+    )
     os.chown(file, OTHER_USER, OTHER_USER)
     (finding,) = check_hook(box)
     assert finding.sentence == f"will not be run, because {file} belongs to uid {OTHER_USER}"

@@ -249,7 +249,7 @@ def test_ctrl_z_closes_the_driver_even_in_an_editor_and_fg_reopens_it(box: Box, 
 def test_ctrl_z_is_rejected_if_no_shell_could_continue_the_app(box: Box) -> None:
     terminal = box.app(80, 24, controlling=True)
     terminal.send(CTRL_Z)
-    terminal.wait_for("Not suspended: there is no")
+    terminal.wait_for("Not suspended: no shell here")
 
 
 def test_a_stopped_app_releases_the_terminal_and_later_takes_it_over_again(box: Box) -> None:

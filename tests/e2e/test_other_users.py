@@ -263,7 +263,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes(ESC, "\x1b[B", ENTER, to=core("log error"))
     goes("i", "i", to=core("jobs.note"))
     goes("x", to="lowest held-out FVU")
-    goes(ESC, "e", to="Other parts of the report card stay")
+    goes(ESC, "e", to="Other parts of the report card are kept")
     goes(ESC, "a", to=core("metric"))
     goes(ESC, "v", to=core("card"))
     visit.to(core("token of an example"))

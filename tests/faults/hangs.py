@@ -82,7 +82,7 @@ def processes_hang(root: Path, dice: random.Random) -> float:
         time.sleep(dice.uniform(0, 1))
         with hangs:
             terminal.send("t")
-            terminal.wait_for("the system does not answer" if is_whole else " sleep", 60)
+            terminal.wait_for("the system does not respond" if is_whole else " sleep", 60)
             time.sleep(dice.uniform(0, 10))
             terminal.send("\x1b")
             terminal.wait_for("steps=100000", 10)

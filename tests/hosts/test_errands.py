@@ -40,7 +40,7 @@ def test_an_errand_times_out_and_ends_its_child_processes(tmp_path: Path, monkey
     monkeypatch.setattr(errands, "LIMIT_S", 0.3)
     mark = f"3{os.getpid()}"
     wrapped = Hosts(["far"], ["sh", "-c", f"sleep {mark}; true"])
-    with pytest.raises(UserError, match="host far did not answer within 0 s"):
+    with pytest.raises(UserError, match="host far did not respond within 0 s"):
         wrapped.run("far", "stop", "7")
     wait_until(lambda: not runs(f"sleep {mark}"))
 

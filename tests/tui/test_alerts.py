@@ -39,7 +39,7 @@ def test_a_long_alert_is_wrapped_to_the_right_of_its_time():
 
 
 def test_an_empty_list_of_alerts_has_a_message():
-    assert lines([]) == ["No alert in the last 24 hours."]
+    assert lines([]) == ["No alerts in the last 24 hours."]
 
 
 async def test_an_alert_is_shown_counted_in_the_status_line_and_listed_later(make_app, data):

@@ -92,7 +92,8 @@ async def test_a_sweep_can_be_compared_alone_and_at_most_eight_jobs_at_once(make
         await pilot.press("home", *["space"] * 9, "c")
         assert app.screen.id == "dashboard"
         assert any(
-            "9 jobs are marked; unmark some to compare at most 8." in note.message for note in app._notifications
+            "9 jobs are marked, but at most 8 can be compared; unmark some." in note.message
+            for note in app._notifications
         )
 
 

@@ -253,7 +253,7 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
             await wait_until(pilot, lambda: "See " in text(app, JobsPanel))
             return [line.strip(" \n") for line in text(app, JobsPanel).splitlines()[1:]]
 
-    train = "Train    n, then ctrl+l: a first SAE on the sample, in about a minute"
+    train = "Train    n, then ctrl+l: a first SAE on the sample data (about a minute)"
     extract = "Extract  e: activations of a language model, to train SAEs on"
     none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
     assert await steps(NoGpus()) == [none, extract, train]

@@ -100,7 +100,7 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         # The cursor stays on its latent.
         assert (list(view.latents), view.latent) == ([0, 1], 1)
         await ask(pilot, app, "slash", "the")
-        await wait_until(pilot, lambda: "── fire on it: 1 ── only in their texts: 1 ─" in view.plain)
+        await wait_until(pilot, lambda: "── fire on it: 1 ── contain it elsewhere: 1 ─" in view.plain)
         assert (list(view.latents), view.latent) == ([1, 0], 1)
         await pilot.press("down")
         assert (view.latent, view.plain.splitlines()[3].split()[0]) == (0, "0")
@@ -119,7 +119,7 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         for wrong in ("2", "x", "9" * 40):
             await ask(pilot, app, "g", wrong)
             await wait_until(
-                pilot, lambda wrong=wrong: f"no latent {wrong}; the indices go from 0 to 1." in last_notice(app)
+                pilot, lambda wrong=wrong: f"no latent {wrong}; the indices range from 0 to 1." in last_notice(app)
             )
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen.name == "job")

@@ -215,7 +215,7 @@ async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(mak
             listed.show_samples(app.session.monitor.latest(), "")
             await pilot.pause()
         assert threading.active_count() <= n_before + 1
-        assert "the system does not answer" in listed.query_one(Found).text
+        assert "the system does not respond" in listed.query_one(Found).text
         for _ in range(50):  # other work that hangs
             app.run_worker(lambda: released.wait(60), thread=True)
         app.session.actions.do(lambda: "it was done")

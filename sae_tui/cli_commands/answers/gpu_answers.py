@@ -37,9 +37,9 @@ _PROCESS = typed(
     GpuProcess,
     {
         "pid": "Process id.",
-        "user": "User who owns the process; null: not known.",
-        "name": "Name of the process; null: not known.",
-        "memory_used_bytes": "GPU memory that the process holds, in bytes; null: not known.",
+        "user": "User who owns the process; null: unknown.",
+        "name": "Name of the process; null: unknown.",
+        "memory_used_bytes": "GPU memory that the process holds, in bytes; null: unknown.",
     },
 )
 _CARD: dict[str, tuple[object, str]] = {
@@ -65,7 +65,7 @@ _CARD_THEN = fields(
     "GPU in the past",
     {
         "timestamp": _AT,
-        "samples": (int, "Number of samples in the mean."),
+        "samples": (int, "Number of averaged samples."),
         PUBLIC["utilization"]: (float | None, f"Mean utilisation, in %; {_NO_SENSOR}."),
         PUBLIC["memory_used_bytes"]: (int | None, f"Memory in use, in bytes; {_NO_SENSOR}."),
         PUBLIC["memory_total_bytes"]: (int | None, f"Memory capacity, in bytes; {_NO_SENSOR}."),

@@ -27,18 +27,18 @@ ENERGY = {
     "energy_from": "Source of the measurement; null: not measured.",
     "cost": "Cost of the energy; null: no price is set.",
     "currency": "Currency of the price; null: no price is set.",
-    "co2_g": "CO₂ of the energy, in g; null: not known.",
+    "co2_g": "CO₂ of the energy, in g; null: unknown.",
 }
 _ENERGY = typed("Energy", Energy, ENERGY)["properties"]
 _JOB: dict[str, tuple[object, str]] = {
     "id": _ID,
     "name": (str, "Name of the job."),
     "state": _STATE,
-    "phase": (str, 'Current activity of the ranks; "": none, or not known.'),
+    "phase": (str, 'Current activity of the ranks; "": none, or unknown.'),
     "step": (int, "Steps done."),
     "total_steps": (int | None, "Planned steps; null: not known yet."),
     "progress": (float, "Share of the planned steps that are done (0 to 1)."),
-    "eta_s": (float | None, "Time left, in s; null: the job makes no steps, or the time is not known yet."),
+    "eta_s": (float | None, "Time left, in s; null: the job runs no steps, or the time is not known yet."),
     "tokens": (int, "Tokens trained on; for an extraction, rows stored."),
     "loss": (float | None, "Latest loss; null: none yet."),
     **metrics(),
@@ -55,7 +55,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "world_size": (int, "Number of GPUs or CPU processes."),
     "mode": (str | None, "Parallel mode; null: not chosen yet."),
     "host": (str, "Machine that it was launched on."),
-    "user": (str | None, "User who launched it; null: not known."),
+    "user": (str | None, "User who launched it; null: unknown."),
     "attempt": (int, "Number of times that its ranks were started; 0: not yet."),
     "waits_for": (str | None, "Why it is still queued, as a phrase; null: nothing holds it back."),
     "priority": (int, "Priority from -100 to 100; jobs with a higher one start first."),
@@ -68,12 +68,12 @@ _JOB: dict[str, tuple[object, str]] = {
     "ended": (float | None, "End time, in s since the epoch; null: it has not ended."),
     "error": (str | None, "Why it failed, in a sentence; null: it did not fail."),
     "output_path": (str | None, "Folder of its SAE or activations; null: not written yet."),
-    "estimated_memory_bytes": (int | None, "Estimated memory per rank, in bytes; null: not known."),
-    "peak_memory_bytes": (int | None, "Peak memory of the fullest rank, in bytes; null: not measured."),
-    "dropped": (int | None, "Number of metric rows that could not be stored; null: not known."),
+    "estimated_memory_bytes": (int | None, "Estimated memory per rank, in bytes; null: unknown."),
+    "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null: not measured."),
+    "dropped": (int | None, "Number of metric rows that could not be stored; null: unknown."),
     "silent": (
         str | None,
-        "For how long its host has sent no heartbeat, as a phrase; its state is then unknown; null: heartbeats arrive.",
+        "How long its host has sent no heartbeat, as a phrase (its state is then unknown); null: heartbeats arrive.",
     ),
     "evaluation": (
         or_null(
@@ -117,8 +117,8 @@ _RANK = typed(
         "pid": "Process id.",
         "start_ticks": "Start time of the process, in the kernel's clock ticks.",
         "boot_id": "Boot id of the machine.",
-        "exit_code": "Exit code; null: the process is running, or a signal ended it.",
-        "exit_signal": "Signal that ended it; null: none.",
+        "exit_code": "Exit code; null: the process is running, or a signal killed it.",
+        "exit_signal": "Signal that killed it; null: none.",
         "ended": "End time, in s since the epoch; null: the process is running.",
         "error": "Why it failed; null: it did not fail.",
     },
@@ -129,7 +129,7 @@ _CAUSE = typed(
     {
         "error": "What went wrong.",
         "remedy": 'Known remedy; "": none.',
-        "rank": "Rank that failed first; null: not known.",
+        "rank": "Rank that failed first; null: unknown.",
         "traceback": "Lines of the exception.",
         "log": "Last lines of the rank's log.",
         "others": "How the other ranks ended.",
@@ -162,10 +162,10 @@ _VERSION: dict[str, tuple[object, str]] = {
     "number": (int, "Number of the version, from 1."),
     "sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.'),
     "is_current": (bool, "Whether this is the current report card."),
-    "measured": (float | None, "Time of its latest measurement, in s since the epoch; null: not known."),
-    "step": (int, "Training step of the SAE; 0: not known."),
+    "measured": (float | None, "Time of its latest measurement, in s since the epoch; null: unknown."),
+    "step": (int, "Training step of the SAE; 0: unknown."),
     "tokens": (int, "Tokens that the SAE was trained on."),
-    "weights": (str, 'Fingerprint of the weights; "": not known.'),
+    "weights": (str, 'Fingerprint of the weights; "": unknown.'),
     "fvu": (float, "Fraction of variance unexplained."),
     "ce_score": (
         float | None,
@@ -199,14 +199,14 @@ _VALIDATED = fields(
         "errors": (list_of(str), "Errors that keep the job from running, each as `setting: sentence`."),
         "warnings": (list_of(str), "Warnings, each as `setting: sentence`."),
         "mode": (str | None, "Parallel mode; null: the job cannot run."),
-        "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null: not known."),
+        "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null: unknown."),
         "memory_measured": (
             int | None,
             "Measured peak memory of an earlier job of this shape, in bytes; null: none was measured.",
         ),
         "disk_bytes": (int, "For an extraction: bytes that it will write."),
-        "disk_free_bytes": (int | None, "For an extraction: free bytes on that disk; null: not known."),
-        "seconds": (float | None, "For an extraction: estimated time, in s; null: not known."),
+        "disk_free_bytes": (int | None, "For an extraction: free bytes on that disk; null: unknown."),
+        "seconds": (float | None, "For an extraction: estimated time, in s; null: unknown."),
     },
     may_lack=["disk_bytes", "disk_free_bytes", "seconds"],
 )
@@ -238,7 +238,7 @@ _WAY = typed(
         "cost": "Cost at the given price; null: no price was given.",
         "reason": "Reason for this mode.",
         "gpus": "Indices of the GPUs with the most memory; empty: there are too few.",
-        "room_bytes": "Memory of the smallest of these GPUs, in bytes; null: not known.",
+        "room_bytes": "Memory of the smallest of these GPUs, in bytes; null: unknown.",
         "fits": "Whether the job fits; null: there are too few GPUs.",
         "fits_now": "Whether the job fits and these GPUs are free; null: there are too few GPUs.",
     },
@@ -264,10 +264,10 @@ _APP = fields(
     },
 )
 _TRAINER = fields(
-    "Environment of the trainer, if it is a separate one",
+    "Environment of the trainer, if it is separate",
     {
         "python": (str, "Path of its Python."),
-        "version": (str | None, "Version of this Python; null: it did not answer."),
+        "version": (str | None, "Version of this Python; null: it did not respond."),
         "sae_tui": (str | None, "Version of sae-tui in it; null: not installed."),
         "torch": (str | None, "Version of PyTorch in it; null: not installed."),
         "gpus": (int | None, "Number of GPUs that this PyTorch sees; null: PyTorch is not installed."),
@@ -282,7 +282,7 @@ _ENVIRONMENTS = fields(
     },
 )
 _DOCTOR = fields(
-    "Problems that would keep a training from running",
+    "Problems that would prevent training",
     {
         "ok": (bool, "Whether no finding is an error; otherwise the exit code is 1."),
         "findings": (list_of(_FINDING), "Findings of all checks."),
@@ -292,15 +292,15 @@ _DOCTOR = fields(
 )
 _MORE_OF_RUNS = {
     "card_rows": (int | None, "Number of rows that the report card covers; null: not evaluated."),
-    "tokens": (int | None, "Tokens trained on; null: not known."),
+    "tokens": (int | None, "Tokens trained on; null: unknown."),
     "duration_s": (float | None, "Run time, in s; null: it has not started."),
-    "peak_memory_bytes": (int | None, "Peak memory of the fullest rank, in bytes; null: not measured."),
+    "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null: not measured."),
     "energy_wh": (float | None, ENERGY["energy_wh"]),
 }
 
 
 def _result(name: str, title: str) -> tuple[object, str]:
-    words = metric_words(name) if name in measured_names() else f"{title}; null: not known."
+    words = metric_words(name) if name in measured_names() else f"{title}; null: unknown."
     return _MORE_OF_RUNS.get(name, (float | None, words))
 
 
@@ -366,7 +366,7 @@ _LOGS = fields(
     "Log",
     {"id": _ID, "rank": (int, "Process that wrote the log."), "lines": (list_of(str), "Last lines of the log.")},
 )
-_STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; null: not known."), "message": _MESSAGE})
+_STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; null: unknown."), "message": _MESSAGE})
 _EDITS = ("pause", "hold", "release", "priority", "after", "rename", "tag", "note", "eval")
 _IMPORTED = fields(
     "Job of an imported SAE",

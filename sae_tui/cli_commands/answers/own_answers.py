@@ -25,7 +25,7 @@ _SERVED = fields(
     "When the server is ready",
     {
         "url": (str, "Address of the app; anyone who has it sees what you see."),
-        "pid": (int, "Id of the server process; SIGINT or SIGTERM ends it."),
+        "pid": (int, "Id of the server process; SIGINT or SIGTERM stops it."),
         "port": (int, "Port on 127.0.0.1."),
         "read_only": (bool, "Whether the browser only shows jobs and cannot change them."),
     },
