@@ -99,7 +99,7 @@ def test_a_link_is_not_replaced_by_a_file(tmp_path) -> None:
     path, real = tmp_path / "settings.toml", tmp_path / "dotfile"
     real.write_text('theme = "dark"\n')
     path.symlink_to(real)
-    with pytest.raises(UserError, match="is a link"):
+    with pytest.raises(UserError, match="is a symbolic link"):
         change_settings(path, {"theme": "light"})
     assert path.is_symlink()
 

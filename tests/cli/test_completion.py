@@ -49,7 +49,7 @@ def test_completion_replaces_neither_a_link_nor_an_existing_file(shell, home) ->
     assert file.read_text() == "# mine\n"
     file.rename(home / "mine")
     file.symlink_to(home / "mine")
-    assert "is a link" in shell.errors("completion", "--install", "bash", code=1, **env)[0]
+    assert "is a symbolic link" in shell.errors("completion", "--install", "bash", code=1, **env)[0]
     assert (home / "mine").read_text() == "# mine\n"
 
 
