@@ -408,7 +408,7 @@ class Actions:
         self._app.push_screen(dialog, take)
 
     def do(self, act: Callable[[], str]) -> None:
-        """Run `act` in a thread; show the sentence that it returns, or why it failed or has not started.
+        """Run `act` in a thread, and show the sentence it returns, or why it failed or has not started.
 
         Every change that the app makes goes through here, so read-only mode is enforced even if a screen forgets to
         check.

@@ -144,7 +144,7 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the negative indices of the columns that have a value only in `others`; none if all `values` are None."""
+    """Return the negative indices of the columns with a value only in `others`, or none if all `values` are None."""
     if all(value is None for value in values):
         return set()
     pairs = zip(reversed(values), reversed(others), strict=False)

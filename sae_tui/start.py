@@ -73,7 +73,7 @@ def run_app(
     )
     if not readonly:
         with contextlib.suppress(UserError, OSError):
-            # Remove what a killed app left in the trash, possibly half deleted.
+            # Remove the files, possibly half deleted, that a killed app left in the trash.
             trash.empty(data)
     hosts_of = functools.partial(other_hosts, hosts, demo=source_name == "simulated")
     others, wrong_hosts = hosts_of(settings)

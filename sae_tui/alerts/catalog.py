@@ -29,7 +29,7 @@ class AlertReadings(NamedTuple):
 class MeasuredValue(NamedTuple):
     """A measured value, its location as an id (`gpu-0`, `disk`) and in words, and the alert text.
 
-    `value` is None if it is unknown; then no alert is raised. `about` holds additional fields for the user's command.
+    `value` is None if unknown, and then raises no alert. `about` contains additional fields for the user's command.
     """
 
     place: str
@@ -118,11 +118,7 @@ def _rows(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         condition = sample.condition or Condition()
         states = [one for one in (condition.rows_failed, condition.rows_pending) if one is not None]
-        words = (
-            "could not replace a row of its memory"
-            if condition.rows_failed
-            else "needs a reset to replace rows of its memory"
-        )
+        words = "could not remap a memory row" if condition.rows_failed else "needs a reset to remap memory rows"
         yield _on_gpu(sample, float(any(states)) if states else None, words, look.held)
 
 

@@ -48,7 +48,7 @@ def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: flo
     except (OSError, ValueError) as error:
         raise UserError(f"on_alert: {error}") from None
     if code := process.wait():
-        raise UserError(f"on_alert: {_FAILURES.get(code, f'{command[0]} ended with exit code {code}')}")
+        raise UserError(f"on_alert: {_FAILURES.get(code, f'{command[0]} exited with code {code}')}")
 
 
 _FAILURES = {
@@ -86,7 +86,7 @@ class Alerts:
         # Maps the key of each active alert whose value is unknown to the time when the value became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
         # Unreported changes, and the earliest time of the next report.
-        # The keys are (kind of alert, whether the alert has ended).
+        # The keys are (kind of alert, whether the alert was cleared).
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
         # The reason why a kind of alert could not be checked; "" if all kinds were checked.
@@ -281,7 +281,7 @@ class AlertWatcher:
             try:
                 self._look(alerts)
             except Exception as error:
-                # This thread must survive every error of a GPU or the disk.
+                # This thread must survive all errors of the GPUs and the disk.
                 self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
@@ -344,7 +344,7 @@ class AlertWatcher:
             except UserError as error:
                 self._note(str(error))
             except Exception as error:
-                # This thread must survive every error of the command and the disk.
+                # This thread must survive all errors of the command and the disk.
                 self._note(f"on_alert: {error!r}")
 
     def _note(self, sentence: str) -> None:

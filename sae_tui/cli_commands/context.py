@@ -60,7 +60,7 @@ class CommandContext:
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)
-        # Whether the command needs GPUs. If not, it prints no warning when there are none.
+        # Whether the command needs GPUs. Only then does it warn if there are none.
         self.wants_gpus = True
 
     @functools.cached_property

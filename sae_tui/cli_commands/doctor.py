@@ -26,7 +26,7 @@ from trainer.contract.wording import duration, gibibytes
 
 LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
 INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
-LEGEND = "* the mode that parallel.mode of the job selects; SPEED-UP: in tokens/s, over one device"
+LEGEND = "* the mode selected by the job's parallel.mode; SPEED-UP: in tokens/s, relative to one device"
 
 
 def doctor(context: CommandContext, flags: argparse.Namespace) -> int:

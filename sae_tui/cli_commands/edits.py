@@ -32,7 +32,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait for its end like `launch`."""
+    """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait until it ends, like `launch`."""
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
@@ -111,7 +111,7 @@ def tag(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def remove(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Delete jobs and all their files permanently after a confirmation; delete either all of the jobs or none."""
+    """After a confirmation, permanently delete jobs with all their files: either all of the jobs or none."""
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)

@@ -112,7 +112,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> None:
-    """Print the stored history as CSV: of all GPUs combined, or of one GPU after another."""
+    """Print the stored history as CSV, either combined over all GPUs or GPU by GPU."""
     past = past_of(context, flags)
     assert past is not None
     if flags.view == "aggregated":

@@ -32,13 +32,13 @@ from trainer.contract.wording import join_words, plural
 
 
 def validate(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print a job's errors, warnings and memory need; return 1 if it would not run."""
+    """Print a job's errors, warnings and memory requirement; return 1 if it would not run."""
     look: AnyOutlook | None = None
     measured: PeakMemory | None = None
     job: AnyJob | None = None
     try:
         job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
-        # The memory need is unknown if defaults have replaced invalid settings.
+        # The memory requirement is unknown if defaults have replaced invalid settings.
         is_known = not any(problem.severity == "error" for problem in wrong)
         problems = [*refusals, *wrong]
         if job:

@@ -315,7 +315,7 @@ def _add_job_file_commands(add: Add) -> None:
 
 
 def _add_importing(add: Add) -> None:
-    take = add("import", "importing.take_in", "Make a job from an SAE that another tool trained")
+    take = add("import", "importing.take_in", "Import an SAE from another tool as a job")
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
     data = "stored activations for evaluating the SAE and training it further"
     take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
@@ -327,7 +327,7 @@ def _add_importing(add: Add) -> None:
 
 
 def _add_export(add: Add) -> None:
-    share = add("export", "sharing.export", "Write the SAE of a job for other tools")
+    share = add("export", "sharing.export", "Export the SAE of a job for other tools")
     _job_id(share)
     share.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
     share.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default: %(default)s")

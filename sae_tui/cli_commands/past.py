@@ -32,7 +32,7 @@ TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
 class StoredSamples:
-    """The samples stored since `--since`; `every_s` is the step in seconds, None for raw samples."""
+    """The samples stored since `--since`; `every_s` is the step in seconds, or None for raw samples."""
 
     def __init__(self, context: CommandContext, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since

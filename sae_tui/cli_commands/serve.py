@@ -31,7 +31,7 @@ def serve(context: CommandContext, flags: argparse.Namespace) -> int:
             return
         say(url)
         say("Anyone who has this address sees what you see, and " + _WHAT[flags.write])
-        say("It works on this machine only; to use it from your own computer, run this there and leave it open:")
+        say("It works only on this machine. To use it from your own computer, run this there and leave it running:")
         say(f"  ssh -L {port}:127.0.0.1:{port} {user_name()}@{socket.gethostname()}")
         say("Ctrl-C stops it; jobs keep running.")
 

@@ -16,7 +16,7 @@ SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
 
 class CurveView(msgspec.Struct, frozen=True):
-    """How curves are shown; `smoothing` is the weight of past values in a moving average, 0 for none."""
+    """How curves are shown; `smoothing` is the weight of past values in a moving average, or 0 for none."""
 
     metric: str = held_out(CRITERION)
     axis: str = "step"

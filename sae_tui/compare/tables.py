@@ -41,7 +41,7 @@ LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Token counts within this factor are considered equal, since a run always ends with a complete step.
 LIKE = 1.02
-# This value is listed with the settings, since an automatic batch is smaller in a short run.
+# This value is listed with the settings, since an automatic batch size is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
 # Training settings, which are meaningless for an SAE that was not trained here.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
@@ -298,7 +298,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
 
 
 def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> frozenset[int]:
-    """Return the indices of values that look the same as the best one; return an empty set if all look the same."""
+    """Return the indices of the values displayed like the best one, or an empty set if all are displayed alike."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:

@@ -40,7 +40,7 @@ def job_report(
 ) -> JobReport:
     """Report all ways to run a job on these GPUs; raise `JobFileError` if its data cannot be read.
 
-    `cuda` is False for simulated GPUs; `busy` are the indices of the GPUs in use.
+    `cuda` is False for simulated GPUs; `busy` contains the indices of the GPUs in use.
     """
     data = job.data_shape()
     rows = job_rows(job, data, samples, speeds or MeasuredHardware(), price_per_gpu_hour, cuda=cuda, busy=busy)

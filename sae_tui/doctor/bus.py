@@ -90,7 +90,7 @@ def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding
         return
     locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), [choice.uuid for choice in idle])
     if not locks.take():
-        reason = locks.why or "a job is taking one of the GPUs"
+        reason = locks.why or "a job is starting on one of the GPUs"
         yield Finding("note", "bus", f"not measured, since {reason}", BUSY)
         return
     try:
@@ -150,7 +150,7 @@ def _judge(probed: Probed) -> Finding:
 
 
 def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterator[Finding]:
-    """Report the pairs of GPUs that are slower than half of the median speed."""
+    """Report the pairs of GPUs that are slower than half the median speed."""
     if len(probed.pairs) < 2:
         return
     usual = statistics.median(probed.pairs.values())
@@ -160,7 +160,7 @@ def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterat
             f"GPUs {'-'.join(str(indices[int(rank)]) for rank in pair.split('-'))} ({rate(speed)})"
             for pair, speed in slow.items()
         ]
-        sentence = f"{join_words(named)} exchange less than half of the median speed, {rate(usual)}"
+        sentence = f"{join_words(named)} exchange data at less than half the median speed, {rate(usual)}"
         yield Finding(
             "warning", "bus", sentence, f"choose other GPUs for jobs, and check the slots of these with `{topology}`"
         )

@@ -83,7 +83,7 @@ def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def gpus_on_the_bus(box: CheckedMachine) -> str:
-    """Return a description of the number of GPUs of each vendor on the PCI bus, with or without a driver.
+    """Return the number of each vendor's GPUs on the PCI bus in words, including GPUs without a driver.
 
     Integrated graphics are omitted if their driver identifies them, since they are not used for training.
     """

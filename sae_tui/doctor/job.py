@@ -220,7 +220,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
 
 
 def _fits(devices: Devices, needed: int) -> dict[str, Any]:
-    """Return the memory need per device and whether it fits, as fields of a `JobRow`."""
+    """Return the memory requirement per device and whether it fits, as fields of a `JobRow`."""
     return {
         "memory_bytes": needed,
         "fits": devices.has(needed, devices.capacity.total_bytes),

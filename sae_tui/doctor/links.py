@@ -32,7 +32,7 @@ def check_nvlink(box: CheckedMachine) -> Iterator[Finding]:
         links = f", with {plural(max(facts.nvlinks), 'link')} per GPU" if any(facts.nvlinks) else ""
         yield Finding("ok", link, f"every GPU is connected to every other GPU by {link}{links}")
     elif linked:
-        sentence = f"{_named(linked)} are linked by {link}, the others {_longest(others)}"
+        sentence = f"{_named(linked)} are linked by {link}; the others are connected {_longest(others)}"
         remedy = f"give a job linked GPUs, such as --gpus {linked[0].first},{linked[0].second}"
         yield Finding("note", link, sentence, remedy)
     else:

@@ -35,15 +35,15 @@ WantedBy=default.target
 
 def check_queue_service(box: CheckedMachine) -> Iterator[Finding]:
     """Report what happens to queued jobs when the machine reboots."""
-    by_command = "after a restart of the machine, queued jobs continue when you next run a command or the app"
+    by_command = "after a reboot, queued jobs continue when you next run a command or the app"
     if not _has_systemd(box):
         yield Finding("ok", "restart", f"{by_command}; this machine does not run systemd")
     elif not _is_installed(box):
         yield Finding("note", "restart", by_command, _INSTALL)
     elif (box.root / "var/lib/systemd/linger" / (box.environ.get("USER") or user_name())).exists():
-        yield Finding("ok", "restart", f"after a restart of the machine, {name_of(box.data)} restarts queued jobs")
+        yield Finding("ok", "restart", f"after a reboot, {name_of(box.data)} restarts queued jobs")
     else:
-        late = f"after a restart of the machine, {name_of(box.data)} starts at your first login"
+        late = f"after a reboot, {name_of(box.data)} starts at your first login"
         yield Finding("note", "restart", late, _LINGER)
 
 

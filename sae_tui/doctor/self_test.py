@@ -83,7 +83,7 @@ def _kept(box: CheckedMachine, choice: GpuChoice) -> Iterator[str]:
         return
     locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), [choice.uuid])
     if not locks.take():
-        yield locks.why or "a job is taking the GPU"
+        yield locks.why or "a job is starting on the GPU"
         return
     try:
         yield ""

@@ -43,7 +43,7 @@ def _outside(box: CheckedMachine) -> Finding:
     named = ", ".join(partitions.split()) or "none"
     sentence = f"this machine can reach a cluster (partitions: {named}), but this shell is not in an allocation"
     remedy = (
-        'let SLURM start the job with launch.backend = "slurm", or get GPUs of this machine with `salloc --gpus=1` '
-        "and start sae-tui in it"
+        'let SLURM start the job with launch.backend = "slurm", or allocate GPUs with `salloc --gpus=1` '
+        "and start sae-tui in that allocation"
     )
     return Finding("note", "SLURM", sentence, remedy)

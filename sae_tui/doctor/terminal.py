@@ -68,7 +68,7 @@ def check_multiplexer(box: CheckedMachine) -> Iterator[Finding]:
         remedy = "use tmux, with `set -g default-terminal tmux-256color`"
         yield Finding("note", "tmux", "inside screen, which supports at most 256 colours", remedy)
     elif box.size is not None:
-        sentence = "not inside tmux or screen: the app ends if the connection to this machine drops; its jobs continue"
+        sentence = "not inside tmux or screen: the app exits if the connection to this machine drops; its jobs continue"
         yield Finding("note", "tmux", sentence, "start the app in tmux to keep it open")
 
 

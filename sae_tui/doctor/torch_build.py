@@ -128,7 +128,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
     A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor of
-    the GPUs for which torch is built, or None if the machine has no such GPUs.
+    the GPUs that torch is built for, or None if the machine has no such GPUs.
     """
     driver = gpus.facts.cuda
     if not build.runtime:
@@ -153,7 +153,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report GPUs for which torch has neither compiled code for their major compute capability nor PTX.
+    """Report GPUs that torch cannot use: it has neither compiled code for their major compute capability nor PTX.
 
     Code for AMD GPUs runs on a single architecture only.
     """

@@ -27,7 +27,7 @@ def check_owner(box: CheckedMachine) -> Iterator[Finding]:
         sentence, _, remedy = why.partition("; ")
         yield Finding("error", "owner", sentence, remedy or "choose a folder that you own with --data-dir")
     elif members := sharing(root):
-        remedy = f"members can act as each other there; `chmod 700 {root}` restricts it to you"
+        remedy = f"any member can act as any other there; `chmod 700 {root}` restricts it to you"
         yield Finding("note", "owner", f"{root} is shared with {members}", remedy)
     else:
         yield Finding("ok", "owner", f"{root} is {user_of(root.stat().st_uid)}'s")

@@ -59,8 +59,8 @@ def _of_ssh(host: str, output: str, complaints: Sequence[str]) -> Cause:
             _REFUSED_AGAIN_S,
         )
     if "Could not resolve" in output:
-        return Cause("is not found; correct its name or add it to ~/.ssh/config")
-    return Cause(f"cannot be reached: {_last(complaints) or 'ssh says nothing'}")
+        return Cause("was not found; correct its name or add it to ~/.ssh/config")
+    return Cause(f"cannot be reached: {_last(complaints) or 'ssh printed no error'}")
 
 
 def bare(host: str) -> str:

@@ -11,7 +11,7 @@ from sae_tui.widgets.lines import Line, LineView
 
 
 class DetailPanel(LineView):
-    """Draws the lines that a subclass makes from a job's details."""
+    """Draws the lines that a subclass creates from a job's details."""
 
     _detail: JobDetail | None = None
 
@@ -20,7 +20,7 @@ class DetailPanel(LineView):
         """Return the lines for the panel's current size."""
 
     def title(self, detail: JobDetail) -> Line:
-        """Return the title in the frame; empty for a panel without a frame."""
+        """Return the title in the frame, or an empty line for a panel without a frame."""
         return ()
 
     def hint(self) -> str:

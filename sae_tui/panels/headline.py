@@ -123,7 +123,7 @@ def _which(member: str, members: Sequence[str], best: str) -> str:
 
 def _failure_text(job: Job) -> str:
     took = duration(job.ended - job.started) if job.ended and job.started else ""
-    left = f"; its output so far is in {job.output_path}" if job.output_path else ""
+    left = f"; its partial output is in {job.output_path}" if job.output_path else ""
     when = f" {took} after it was resumed" if states.was_resumed(job) else f" after {took}"
     return f"{job.state}{when if took else ''}{left}"
 

@@ -195,7 +195,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
 
 
 def _moved_lines(feature: Feature, width: int) -> list[Line]:
-    """Return the tokens that the latent's direction promotes and suppresses; return no lines if unknown."""
+    """Return lines with the tokens that the latent's direction promotes and suppresses, or [] if they are unknown."""
     rows = (("Promotes    ", feature.promoted), ("Suppresses  ", feature.suppressed))
     space = max(0, width - 12)
     return [((name, "label"), (visible(fit(in_row(moved), space)), "text")) for name, moved in rows if moved]

@@ -105,7 +105,7 @@ def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
 
 
 def _verdict(need: Need, capacity: FreeMemory) -> Span:
-    """Return the need and whether it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
+    """Return the memory requirement and whether it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
     total = gibibytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
     if capacity.free_bytes is None:

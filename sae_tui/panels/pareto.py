@@ -99,7 +99,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
 
 
 def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:
-    """Return the cell, or the nearest free one in its row, so that similar runs do not hide each other."""
+    """Return the cell, or the nearest free one in its row, so that the points of similar runs do not overlap."""
     x, y = cell
     nearest = sorted(range(columns), key=lambda other: (abs(other - x), other < x))
     return next(((other, y) for other in nearest if (other, y) not in taken), cell)

@@ -101,7 +101,7 @@ def summary(
     hidden: str = "",
     others: Sequence[HostView] = (),
 ) -> str:
-    """Return text like `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs count as waiting.
+    """Return text like `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs are counted as waiting.
 
     If some GPUs are hidden, `hidden` replaces their number. With other hosts, the counts cover all hosts: `3 hosts · 12
     GPUs · 2 running · 0 waiting`.

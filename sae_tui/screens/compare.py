@@ -108,7 +108,7 @@ class CompareScreen(FramedScreen):
         """Do nothing, since this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
-        """Read the runs again, since some job has changed."""
+        """Read the runs again, since a job has changed."""
         if self.is_mounted:
             self._read()
 

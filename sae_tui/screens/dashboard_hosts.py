@@ -31,11 +31,11 @@ from trainer.contract.store.states import JobState
 
 # The names (as in `offers_for`) of the actions that are possible on another host's job.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
-# The offset between the GPU indices of one host and the next, which keeps them distinct.
+# The offset between the GPU indices of consecutive hosts, which keeps the indices distinct.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
 _FEWEST_LINES = 3  # fewest lines of the panel, which then scrolls
-_SHARE = 2  # other hosts' GPUs take at most every second row of the window
+_SHARE = 2  # other hosts' GPUs take at most half of the window's rows
 
 
 class DashboardHosts:
@@ -192,7 +192,7 @@ def _obstacle(verb: str, job: JobView) -> str:
 def _early_steps(job: JobView) -> int | None:
     """Return the number of cool-down steps, or None if the job cannot finish early.
 
-    Hosts do not send the config, but a job that has a loss is a training.
+    Hosts do not send the config, but a job that has a loss is a training job.
     """
     return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
 

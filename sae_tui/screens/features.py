@@ -1,4 +1,4 @@
-"""The features screen: a list of an SAE's latents next to the texts on which the selected latent fires most."""
+"""The features screen: a list of an SAE's latents next to the max-activating examples of the selected latent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go back to the job"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents whose texts contain these words; latents that fire on them first"),
+                tooltip="Only latents whose examples contain these words; latents that fire on them come first"),
         Binding("s", "next_order", "Sort", id="features.sort",
                 tooltip="0.01 to 1 % first, by density, by largest activation, by number"),
         Binding("g", "go_to", "Go to", id="features.go", tooltip="To a latent by its index"),

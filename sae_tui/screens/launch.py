@@ -197,7 +197,7 @@ class LaunchScreen(FramedScreen):
         return action != "launch_each" or any(form.is_sweep for form in self.query(SettingForm))
 
     def action_launch_each(self) -> None:
-        """Launch every SAE of a sweep as a separate job; the jobs queue for GPUs and end independently."""
+        """Launch every SAE of a sweep as a separate job; the jobs queue for GPUs and finish independently."""
         self.form.once_reviewed(functools.partial(self._launch_reviewed, each=True))
 
     def action_launch_there(self) -> None:

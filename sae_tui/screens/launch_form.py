@@ -259,7 +259,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
-        """Notify the user that the draft was kept, and how many of its settings differ from the start values."""
+        """Notify the user that the draft was kept, and how many of its settings differ from the initial values."""
         if self._kept.is_left and not self.changed:
             self.notify("Your draft is restored; pick a preset to start over.")
         elif self.changed:

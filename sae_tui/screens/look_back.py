@@ -25,7 +25,7 @@ def span_keys(
     longer, shorter = display
     return [
         Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,
-                group=group, tooltip="Show a longer time: minutes, hours, a day, a week"),
+                group=group, tooltip="Show a longer time span: minutes, hours, a day, a week"),
         Binding("minus,less_than_sign", "longer(-1)", "Shorter", key_display=shorter, id=f"{screen}.shorter", show=show,
                 group=group, tooltip="Show a shorter time"),
     ]  # fmt: skip

@@ -44,7 +44,7 @@ class MetricsScreen(FramedScreen):
         Binding("escape", "back", "Back", id="metrics.back", tooltip="Back to all metrics, then to the job"),
         Binding("slash", "filter", "Find", key_display="/", id="metrics.find",
                 tooltip="Show metrics whose name matches a regular expression: fvu|loss, ^held, rank 1"),
-        Binding("enter", "alone", "Alone", id="metrics.alone", tooltip="Show the marked metric alone, or all again"),
+        Binding("enter", "alone", "Alone", id="metrics.alone", tooltip="Show only the marked metric, or all again"),
         Binding("tab", "choose(1)", "Next", id="metrics.next", tooltip="Mark the next metric"),
         Binding("shift+tab", "choose(-1)", "Previous", show=False, id="metrics.before",
                 tooltip="Mark the previous metric"),

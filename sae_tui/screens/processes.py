@@ -41,7 +41,7 @@ class ProcessesScreen(FramedScreen):
         self.show_gpus()
 
     def show_gpus(self) -> None:
-        """Show the processes that are on the GPUs now."""
+        """Show the processes that are currently on the GPUs."""
         if not self.is_mounted:
             return
         samples = self.session.monitor.latest()
@@ -49,7 +49,7 @@ class ProcessesScreen(FramedScreen):
         processes = self.query_one(ProcessList)
         entitle(processes, f"Processes on {plural(len(samples), 'GPU')}")
         unlisted = [sample.index for sample in samples if sample.processes is None]
-        nothing = "No process is on a GPU." if samples else "This machine has no GPU; d shows why."
+        nothing = "There are no processes on the GPUs." if samples else "This machine has no GPU; d shows why."
         if unlisted:
             nothing = f"The processes of GPU {', '.join(map(str, unlisted))} cannot be listed."
         processes.show_samples(samples, nothing)

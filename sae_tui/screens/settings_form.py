@@ -42,7 +42,7 @@ class SettingsScreen(FramedScreen):
     ]  # fmt: skip
     HELP = (
         "Settings that differ from their default are marked. Only your changes are written to the file; its comments "
-        "stay."
+        "are kept."
     )
 
     def __init__(self, session: Session, draft: dict[str, str], read_settings: Callable[[], object]) -> None:

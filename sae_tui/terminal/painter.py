@@ -32,7 +32,7 @@ _GAP = 2
 
 
 class Printable(LineFilter):
-    """Blocks text that could control the terminal, whichever widget draws it.
+    """Blocks text that could control the terminal, regardless of which widget draws it.
 
     Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 codes and the control characters of right-to-left
     text. The filter preserves the width of the text, since the layout depends on it: zero-width characters are removed,
@@ -64,7 +64,8 @@ class Painter:
         if isinstance(renderable, ChopsUpdate):
             return self.lean(renderable)
         if isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
-            # Textual 8.2 repaints the entire screen whenever something changes behind a dialog, 18 KB per second.
+            # Textual 8.2 repaints the entire screen whenever something changes behind a dialog, which costs 18 KB per
+            # second.
             return self.lean_whole(renderable)
         if renderable is not None:
             self.forget()

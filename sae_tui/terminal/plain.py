@@ -1,4 +1,4 @@
-"""The plain look: each symbol is drawn as an ASCII character of the same width, for terminals without other symbols.
+"""The plain look: each symbol is drawn as an ASCII character of the same width, for terminals that show no others.
 
 Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, and curves use `*`. The layout does not
 change, so other code is not affected.

@@ -152,7 +152,7 @@ class Looks:
         return response
 
     async def close(self) -> None:
-        """End all sessions, and refuse all later requests."""
+        """Close all sessions, and refuse all later requests."""
         self._closed = True
         await asyncio.gather(*(look.close() for look in self._open))
 

@@ -1,4 +1,4 @@
-"""A history as an area over a fixed axis: one column per interval, with the latest on the right."""
+"""A history drawn as an area over a fixed axis: one column per interval, with the latest on the right."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Filter(Input):
     BINDINGS = [
         Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="Show all rows again"),
         Binding("enter,down", "leave(True)", "Keep", key_display="⏎", id="filter.keep",
-                tooltip="Back to the table; the filter stays"),
+                tooltip="Back to the table; the filter is kept"),
     ]  # fmt: skip
 
     def action_leave(self, keep: bool) -> None:

@@ -65,7 +65,7 @@ _OF_16 = {
 
 
 class LazyLines(Sequence[Line]):
-    """A sequence of lines that are created when they are accessed, so that invisible lines take no time."""
+    """A sequence of lines that are created when they are accessed, so that invisible lines cost no time."""
 
     def __init__(self, count: int, make: Callable[[int], Line]) -> None:
         self._count, self._make = count, make

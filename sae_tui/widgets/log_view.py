@@ -50,7 +50,7 @@ class LogView(LineView, can_focus=True):
 
     @property
     def has_long_lines(self) -> bool:
-        """Whether a visible line extends beyond the edge, or if the view is scrolled sideways."""
+        """Whether a visible line extends beyond the edge, or the view is scrolled sideways."""
         top = round(self.scroll_y)
         texts = (self._all[at][1] for at in self._shown[top : top + self.size.height])
         return self._left > 0 or any(cell_len(text) > self._space for text in texts)

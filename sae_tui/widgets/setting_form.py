@@ -63,7 +63,7 @@ class Field:
         lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
         hints = [
             "300k, 10M and 1e6 are numbers too" if self.setting.unit == "tokens" else "",
-            f"a list like {lists} trains an SAE for each" if self.several else "",
+            f"a list like {lists} trains one SAE per value" if self.several else "",
         ]
         return "; ".join(filter(None, hints))
 

@@ -1,4 +1,4 @@
-"""A checkbox that can be read without colours."""
+"""A checkbox whose state is readable without colours."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_command_that_exceeds_its_limit_is_killed_with_its_children(tmp_path):
     [
         (["/no/such/program"], "was not found; give its path"),
         (["/etc/passwd"], "is not an executable program"),
-        (["sh", "-c", "exit 3"], "sh ended with exit code 3"),
+        (["sh", "-c", "exit 3"], "sh exited with code 3"),
         (["a\0b"], "null byte"),
     ],
 )

@@ -96,7 +96,7 @@ def gpus(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100
         (
             gpus(replace(FINE, condition=replace(SOUND, rows_pending=True))),
             1,
-            "GPU 3 needs a reset to replace rows of its memory",
+            "GPU 3 needs a reset to remap memory rows",
             gpus(FINE),
             60,
         ),

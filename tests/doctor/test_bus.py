@@ -85,7 +85,8 @@ def test_a_slow_bus_is_a_warning_that_suggests_tensor(probing) -> None:
 def test_a_pair_below_half_of_the_usual_speed_is_named(probing) -> None:
     _, finding = check_bus(probing(Cards(3), pairs={"0-1": 2e10, "0-2": 2e10, "1-2": 9e9}))
     assert finding.level == "warning"
-    assert finding.sentence.startswith("GPUs 1-2 (9.0 GB/s) exchange less than half of the median speed, 20.0 GB/s")
+    slow = "exchange data at less than half the median speed, 20.0 GB/s"
+    assert finding.sentence.startswith(f"GPUs 1-2 (9.0 GB/s) {slow}")
 
 
 def test_the_bus_is_not_measured_while_a_gpu_is_in_use(probing, tmp_path) -> None:
@@ -102,7 +103,7 @@ def test_the_bus_is_not_measured_while_a_job_leases_a_gpu(probing, tmp_path) -> 
     assert locks.take()
     (finding,) = check_bus(box)
     locks.release()
-    assert (finding.level, "a job is taking one of the GPUs" in finding.sentence) == ("note", True)
+    assert (finding.level, "a job is starting on one of the GPUs" in finding.sentence) == ("note", True)
     assert not (tmp_path / "asked").exists()
 
 

@@ -13,9 +13,9 @@ CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key ver
         (255, CHANGED, "has a different host key than before: if you expect that, run ssh-keygen -R gpu1"),
         (255, ["Host key verification failed."], "is not known to ssh yet; run ssh me@gpu1 once and check its key"),
         (255, ["me@gpu1: Permission denied (publickey)."], "accepts none of your keys; make ssh me@gpu1 work without"),
-        (255, ["ssh: Could not resolve hostname gpu1: Name or service not known"], "is not found; correct its name"),
+        (255, ["ssh: Could not resolve hostname gpu1: Name or service not known"], "was not found; correct its name"),
         (255, ["ssh: connect to host gpu1 port 22: Connection refused"], "cannot be reached: ssh: connect to host"),
-        (255, [], "cannot be reached: ssh says nothing"),
+        (255, [], "cannot be reached: ssh printed no error"),
         (127, ["sh: 1: exec: sae-tui: not found"], "has no sae-tui on its PATH; install it there"),
         (
             2,

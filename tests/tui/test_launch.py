@@ -806,7 +806,7 @@ async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -
         assert "ctrl+g" not in shown_bindings(screen)
         await pilot.press("f3", "down", "down", "down", "down")
         hint = screen.query_one("#row-sae-k .hint", Static)
-        await wait_until(pilot, lambda: "A list like 16,32,64 trains an SAE for each" in str(hint.render()))
+        await wait_until(pilot, lambda: "A list like 16,32,64 trains one SAE per value" in str(hint.render()))
         await type_into(pilot, screen, "sae.k", "16,32,64")
         await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 · ")
         assert shown_bindings(screen)["ctrl+g"] == "Each"
