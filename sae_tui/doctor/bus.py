@@ -114,7 +114,7 @@ def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding
 
 def _peers_fail(failure: str) -> Finding:
     """Report that peer-to-peer access is allowed but does not work."""
-    sentence = f"GPUs cannot read each other's memory ({failure}) and exchange data through the host's memory"
+    sentence = f"GPUs cannot read each other's memory ({failure}), so they exchange data through the host's memory"
     remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs run with NCCL_P2P_DISABLE=1"
     return Finding("warning", "bus", sentence, remedy)
 

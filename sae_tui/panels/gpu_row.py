@@ -148,7 +148,7 @@ def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
         return [""] * height
     eighths, top = 8 * height, meter.top(row.sample)
     above = top and top * eighths / (eighths - 1)
-    # NVIDIA drivers buffer utilisation and power for some seconds before the app started, but no other quantity.
+    # Only utilisation and power have values for some seconds before the app started: NVIDIA drivers buffer them.
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
