@@ -263,7 +263,7 @@ def _add_gpu_commands(add: Add) -> None:
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
     metrics.add_argument("--csv", action="store_true", help="print the history since --since as CSV")
     export = add("export-metrics", "exporting.export_metrics", "Serve metrics of GPUs and jobs to Prometheus")
-    free = "port on 127.0.0.1; 0: any free port; default: %(default)s"
+    free = "port on 127.0.0.1, or 0 for any free port; default: %(default)s"
     export.add_argument("--port", type=port, default=9405, metavar="N", help=free)
     export.add_argument("--once", action="store_true", help="print the metrics once and exit, for a textfile collector")
 

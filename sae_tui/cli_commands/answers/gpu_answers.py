@@ -11,7 +11,7 @@ from sae_tui.jobs.launch.placement import Recommendation
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed
 from trainer.contract.answers.shared import answer
 
-_NO_SENSOR = "null: not supported"
+_NO_SENSOR = "null if not supported"
 _XID = typed(
     "Driver error",
     Xid,
@@ -37,9 +37,9 @@ _PROCESS = typed(
     GpuProcess,
     {
         "pid": "Process id.",
-        "user": "User who owns the process; null: unknown.",
-        "name": "Name of the process; null: unknown.",
-        "memory_used_bytes": "GPU memory that the process holds, in bytes; null: unknown.",
+        "user": "User who owns the process; null if unknown.",
+        "name": "Name of the process; null if unknown.",
+        "memory_used_bytes": "GPU memory that the process holds, in bytes; null if unknown.",
     },
 )
 _CARD: dict[str, tuple[object, str]] = {
@@ -48,13 +48,13 @@ _CARD: dict[str, tuple[object, str]] = {
     "name": (str, "Model of the GPU."),
     **_sensors(GpuSample),
     "is_busy": (bool, "Whether the GPU is in use."),
-    "current_job": (int | None, "Id of the job that holds the GPU; null: no job of this data folder."),
+    "current_job": (int | None, "Id of the job that holds the GPU; null if no job of this data folder does."),
     "current_job_type": (
         {"enum": ["training", "foreign", None]},
-        "Kind of use: a job of this data folder (training) or anything else (foreign); null: free.",
+        "Kind of use: a job of this data folder (training) or anything else (foreign); null if free.",
     ),
     "healthy": (bool, "Whether the GPU can be read and jobs can run on it."),
-    "reason": (str, 'Why no job can use the GPU, as a phrase; "": it is free.'),
+    "reason": (str, 'Why no job can use the GPU, as a phrase; "" if it is free.'),
     "timestamp": (float, "Time of the reading, in s since the epoch."),
     "processes": (or_null(list_of(_PROCESS)), f"Processes that hold memory on the GPU; {_NO_SENSOR}."),
     **_sensors(Condition),
@@ -71,7 +71,7 @@ _CARD_THEN = fields(
         PUBLIC["memory_total_bytes"]: (int | None, f"Memory capacity, in bytes; {_NO_SENSOR}."),
         PUBLIC["temperature_c"]: (float | None, f"Mean temperature, in °C; {_NO_SENSOR}."),
         PUBLIC["power_w"]: (float | None, f"Power draw, in W; {_NO_SENSOR}."),
-        "job_id": (int | None, "Id of the job that held the GPU; null: no job of this data folder."),
+        "job_id": (int | None, "Id of the job that held the GPU; null if no job of this data folder does."),
     },
 )
 _COUNTED = {name: f"GPUs that report {name}." for name in ("memory", "utilization", "power", "temperature")}
@@ -109,7 +109,7 @@ _PAST = {
     "aggregated": _with(
         _TOTALS,
         "All GPUs, with --since",
-        every_s=(int | None, "Length of a step, in s; null: samples, not means."),
+        every_s=(int | None, "Length of a step, in s; null for single samples."),
         history=(list_of(_TOTALS_THEN), "Stored values, oldest first."),
     ),
     "per_gpu": _with(
@@ -133,10 +133,10 @@ _RECOMMENDED = typed(
     "GPUs that suit a job",
     Recommendation,
     {
-        "gpus": "Indices of the chosen GPUs, best first; empty: the exit code is 1.",
+        "gpus": "Indices of the chosen GPUs, best first; if empty, the exit code is 1.",
         "memory_required": "Memory that the job needs on each GPU, in bytes.",
         "reasons": "Why each GPU was chosen or rejected, by index.",
-        "shortfall": 'Why there are too few GPUs; "": there are enough.',
+        "shortfall": 'Why there are too few GPUs; "" if there are enough.',
     },
     {"reasons": by_name(str), "gpus": list_of(int)},
 )
@@ -145,7 +145,7 @@ _RECOMMENDED = _with(
     "GPUs that suit a job",
     memory_measured=(
         int | None,
-        "Measured peak memory of an earlier job of this shape, in bytes; null: none was measured.",
+        "Measured peak memory of an earlier job of this shape, in bytes; null if none was measured.",
     ),
     mode=(str, "Parallel mode of this recommendation."),
 )

@@ -22,58 +22,58 @@ _ID = (int, "Id of the job.")
 _STATE = (word(*JobState), "State of the job; finished, stopped, failed, lost and imported are final.")
 _MESSAGE = (str, "What was done, in a sentence.")
 ENERGY = {
-    "energy_wh": "Energy of its GPUs, in Wh; null: not measured.",
-    "energy_share": "Share of the run time whose energy was measured (0 to 1); null: none.",
-    "energy_from": "Source of the measurement; null: not measured.",
-    "cost": "Cost of the energy; null: no price is set.",
-    "currency": "Currency of the price; null: no price is set.",
-    "co2_g": "CO₂ of the energy, in g; null: unknown.",
+    "energy_wh": "Energy of its GPUs, in Wh; null if not measured.",
+    "energy_share": "Share of the run time whose energy was measured (0 to 1); null if none.",
+    "energy_from": "Source of the measurement; null if not measured.",
+    "cost": "Cost of the energy; null if no price is set.",
+    "currency": "Currency of the price; null if no price is set.",
+    "co2_g": "CO₂ of the energy, in g; null if unknown.",
 }
 _ENERGY = typed("Energy", Energy, ENERGY)["properties"]
 _JOB: dict[str, tuple[object, str]] = {
     "id": _ID,
     "name": (str, "Name of the job."),
     "state": _STATE,
-    "phase": (str, 'Current activity of the ranks; "": none, or unknown.'),
+    "phase": (str, 'Current activity of the ranks; "" if none or unknown.'),
     "step": (int, "Steps done."),
-    "total_steps": (int | None, "Planned steps; null: not known yet."),
+    "total_steps": (int | None, "Planned steps; null if not known yet."),
     "progress": (float, "Share of the planned steps that are done (0 to 1)."),
-    "eta_s": (float | None, "Time left, in s; null: the job runs no steps, or the time is not known yet."),
+    "eta_s": (float | None, "Time left, in s; null if the job runs no steps or the time is not known yet."),
     "tokens": (int, "Tokens trained on; for an extraction, rows stored."),
-    "loss": (float | None, "Latest loss; null: none yet."),
+    "loss": (float | None, "Latest loss; null if there is none yet."),
     **metrics(),
     "overfitting": (
         str | None,
-        "How much better it fits training rows than held-out rows, and at which step it was best; null: it does not"
+        "How much better it fits training rows than held-out rows, and at which step it was best; null if it does not"
         " overfit. For a job of an older version, only `job` reports it.",
     ),
-    "tokens_per_s": (float | None, "Tokens per second; null: not known yet."),
+    "tokens_per_s": (float | None, "Tokens per second; null if not known yet."),
     "device": (word("cuda", "cpu"), "Devices that it runs on."),
     "gpu_ids": (list_of(int), "Indices of its GPUs; empty on the CPU, or before GPUs are assigned."),
     "gpu_uuids": (list_of(str), "UUIDs of its GPUs."),
     "distributed": (bool, "Whether it runs as several processes."),
     "world_size": (int, "Number of GPUs or CPU processes."),
-    "mode": (str | None, "Parallel mode; null: not chosen yet."),
+    "mode": (str | None, "Parallel mode; null if not chosen yet."),
     "host": (str, "Machine that it was launched on."),
-    "user": (str | None, "User who launched it; null: unknown."),
-    "attempt": (int, "Number of times that its ranks were started; 0: not yet."),
-    "waits_for": (str | None, "Why it is still queued, as a phrase; null: nothing holds it back."),
+    "user": (str | None, "User who launched it; null if unknown."),
+    "attempt": (int, "Number of times that its ranks were started; 0 if not started yet."),
+    "waits_for": (str | None, "Why it is still queued, as a phrase; null if nothing holds it back."),
     "priority": (int, "Priority from -100 to 100; jobs with a higher one start first."),
     "held": (bool, "Whether it is held or paused."),
     "after": (list_of(int), "Ids of the jobs that must finish before it starts."),
     "tags": (list_of(str), "Its tags."),
-    "note": (str, 'Its note; "": none.'),
+    "note": (str, 'Its note; "" if none.'),
     "created": (float, "Launch time, in s since the epoch."),
-    "started": (float | None, "First start of its ranks, in s since the epoch; null: not yet."),
-    "ended": (float | None, "End time, in s since the epoch; null: it has not ended."),
-    "error": (str | None, "Why it failed, in a sentence; null: it did not fail."),
-    "output_path": (str | None, "Folder of its SAE or activations; null: not written yet."),
-    "estimated_memory_bytes": (int | None, "Estimated memory per rank, in bytes; null: unknown."),
-    "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null: not measured."),
-    "dropped": (int | None, "Number of metric rows that could not be stored; null: unknown."),
+    "started": (float | None, "First start of its ranks, in s since the epoch; null if not started yet."),
+    "ended": (float | None, "End time, in s since the epoch; null if it has not ended."),
+    "error": (str | None, "Why it failed, in a sentence; null if it did not fail."),
+    "output_path": (str | None, "Folder of its SAE or activations; null if not written yet."),
+    "estimated_memory_bytes": (int | None, "Estimated memory per rank, in bytes; null if unknown."),
+    "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null if not measured."),
+    "dropped": (int | None, "Number of metric rows that could not be stored; null if unknown."),
     "silent": (
         str | None,
-        "How long its host has sent no heartbeat, as a phrase (its state is then unknown); null: heartbeats arrive.",
+        "How long its host has sent no heartbeat, as a phrase (its state is then unknown); null if heartbeats arrive.",
     ),
     "evaluation": (
         or_null(
@@ -81,19 +81,19 @@ _JOB: dict[str, tuple[object, str]] = {
                 "Evaluation",
                 {
                     "parts": (list_of(str), "What the evaluation measures: rows, model, probes."),
-                    "stage": (str, 'Current activity, as a phrase; "": it is starting.'),
-                    "progress": (float | None, "Progress (0 to 1); null: not known yet."),
-                    "eta_s": (float | None, "Time left, in s; null: not known yet."),
+                    "stage": (str, 'Current activity, as a phrase; "" while it is starting.'),
+                    "progress": (float | None, "Progress (0 to 1); null if not known yet."),
+                    "eta_s": (float | None, "Time left, in s; null if not known yet."),
                     "device": (word("cuda", "cpu"), "Devices that it runs on."),
                     "gpu_ids": (list_of(int), "Index of its GPU; empty on the CPU, or before a GPU is assigned."),
-                    "waits_for": (str | None, "Why it is waiting, as a phrase; null: it is not waiting."),
+                    "waits_for": (str | None, "Why it is waiting, as a phrase; null if it is not waiting."),
                     "started": (float, "Time of the request, in s since the epoch."),
                 },
             )
         ),
-        "The running evaluation of its SAEs; null: none.",
+        "The running evaluation of its SAEs; null if none.",
     ),
-    "best_sae": (str | None, "In a sweep, the SAE whose loss and metrics are given; null: no sweep."),
+    "best_sae": (str | None, "In a sweep, the SAE whose loss and metrics are given; null if the job is not a sweep."),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
 }
 JOB = fields("Job", _JOB)
@@ -117,10 +117,10 @@ _RANK = typed(
         "pid": "Process id.",
         "start_ticks": "Start time of the process, in the kernel's clock ticks.",
         "boot_id": "Boot id of the machine.",
-        "exit_code": "Exit code; null: the process is running, or a signal killed it.",
-        "exit_signal": "Signal that killed it; null: none.",
-        "ended": "End time, in s since the epoch; null: the process is running.",
-        "error": "Why it failed; null: it did not fail.",
+        "exit_code": "Exit code; null if the process is running or was killed by a signal.",
+        "exit_signal": "Signal that killed it; null if none.",
+        "ended": "End time, in s since the epoch; null if the process is running.",
+        "error": "Why it failed; null if it did not fail.",
     },
 )
 _CAUSE = typed(
@@ -128,13 +128,13 @@ _CAUSE = typed(
     Postmortem,
     {
         "error": "What went wrong.",
-        "remedy": 'Known remedy; "": none.',
-        "rank": "Rank that failed first; null: unknown.",
+        "remedy": 'Known remedy; "" if none.',
+        "rank": "Rank that failed first; null if unknown.",
         "traceback": "Lines of the exception.",
         "log": "Last lines of the rank's log.",
         "others": "How the other ranks ended.",
-        "stacks": 'Where each rank was when one hung; "": no rank hung.',
-        "resumes": 'What a resume would do; "": a resume does not help.',
+        "stacks": 'Where each rank was when one hung; "" if no rank hung.',
+        "resumes": 'What a resume would do; "" if a resume does not help.',
     },
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )
@@ -149,7 +149,7 @@ _WHOLE_JOB = fields(
         **HOW_FAR,
         "events": (list_of(_EVENT), "Events, oldest first."),
         "ranks": (list_of(_RANK), "Its processes."),
-        "cause": (or_null(_CAUSE), "Why it failed; null: it did not fail."),
+        "cause": (or_null(_CAUSE), "Why it failed; null if it did not fail."),
         "card": (
             list_of(
                 card("Report card", *_OF_CARD, sae=(str, 'Label of the SAE in a sweep; "" for a run with one SAE.'))
@@ -162,14 +162,14 @@ _VERSION: dict[str, tuple[object, str]] = {
     "number": (int, "Number of the version, from 1."),
     "sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.'),
     "is_current": (bool, "Whether this is the current report card."),
-    "measured": (float | None, "Time of its latest measurement, in s since the epoch; null: unknown."),
-    "step": (int, "Training step of the SAE; 0: unknown."),
+    "measured": (float | None, "Time of its latest measurement, in s since the epoch; null if unknown."),
+    "step": (int, "Training step of the SAE; 0 if unknown."),
     "tokens": (int, "Tokens that the SAE was trained on."),
-    "weights": (str, 'Fingerprint of the weights; "": unknown.'),
+    "weights": (str, 'Fingerprint of the weights; "" if unknown.'),
     "fvu": (float, "Fraction of variance unexplained."),
     "ce_score": (
         float | None,
-        "Share of the loss from zero ablation that reconstructions recover; null: not measured.",
+        "Share of the loss from zero ablation that reconstructions recover; null if not measured.",
     ),
     "parts": (by_name(float), "Time of each measurement, in s since the epoch."),
     "has_features": (bool, "Whether the max-activating examples of its latents are stored."),
@@ -198,15 +198,15 @@ _VALIDATED = fields(
         "valid": (bool, "Whether the job can run here; if not, the exit code is 1."),
         "errors": (list_of(str), "Errors that keep the job from running, each as `setting: sentence`."),
         "warnings": (list_of(str), "Warnings, each as `setting: sentence`."),
-        "mode": (str | None, "Parallel mode; null: the job cannot run."),
-        "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null: unknown."),
+        "mode": (str | None, "Parallel mode; null if the job cannot run."),
+        "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null if unknown."),
         "memory_measured": (
             int | None,
-            "Measured peak memory of an earlier job of this shape, in bytes; null: none was measured.",
+            "Measured peak memory of an earlier job of this shape, in bytes; null if none was measured.",
         ),
         "disk_bytes": (int, "For an extraction: bytes that it will write."),
-        "disk_free_bytes": (int | None, "For an extraction: free bytes on that disk; null: unknown."),
-        "seconds": (float | None, "For an extraction: estimated time, in s; null: unknown."),
+        "disk_free_bytes": (int | None, "For an extraction: free bytes on that disk; null if unknown."),
+        "seconds": (float | None, "For an extraction: estimated time, in s; null if unknown."),
     },
     may_lack=["disk_bytes", "disk_free_bytes", "seconds"],
 )
@@ -217,14 +217,14 @@ _FINDING = typed(
         "level": "Severity.",
         "subject": "Subject of the check.",
         "sentence": "Result of the check, in a sentence.",
-        "remedy": 'What to do about it; "": nothing.',
+        "remedy": 'What to do about it; "" if nothing.',
     },
 )
 _WAY = typed(
     "One way to run the job",
     JobRow,
     {
-        "n_gpus": "GPUs; 0: CPU processes.",
+        "n_gpus": "Number of GPUs; 0 for CPU processes.",
         "ranks": "Processes.",
         "mode": "Parallel mode.",
         "latent_ranks": "Number of ranks that the latents are split across.",
@@ -235,12 +235,12 @@ _WAY = typed(
         "speed_up": "Speed-up relative to one device.",
         "efficiency": "Speed-up per device (0 to 1).",
         "is_measured": "Whether the time is based on speeds measured on this machine.",
-        "cost": "Cost at the given price; null: no price was given.",
+        "cost": "Cost at the given price; null if no price was given.",
         "reason": "Reason for this mode.",
-        "gpus": "Indices of the GPUs with the most memory; empty: there are too few.",
-        "room_bytes": "Memory of the smallest of these GPUs, in bytes; null: unknown.",
-        "fits": "Whether the job fits; null: there are too few GPUs.",
-        "fits_now": "Whether the job fits and these GPUs are free; null: there are too few GPUs.",
+        "gpus": "Indices of the GPUs with the most memory; empty if there are too few.",
+        "room_bytes": "Memory of the smallest of these GPUs, in bytes; null if unknown.",
+        "fits": "Whether the job fits; null if there are too few GPUs.",
+        "fits_now": "Whether the job fits and these GPUs are free; null if there are too few GPUs.",
     },
     {"gpus": list_of(int)},
 )
@@ -251,7 +251,7 @@ _REPORT = typed(
         "name": "Name of the job.",
         "rows": "All ways to run the job.",
         "findings": "Advice based on these rows.",
-        "price_per_gpu_hour": "Price that was given; null: no price was given.",
+        "price_per_gpu_hour": "Price that was given; null if no price was given.",
     },
     {"rows": list_of(_WAY), "findings": list_of(_FINDING)},
 )
@@ -267,18 +267,18 @@ _TRAINER = fields(
     "Environment of the trainer, if it is separate",
     {
         "python": (str, "Path of its Python."),
-        "version": (str | None, "Version of this Python; null: it did not respond."),
-        "sae_tui": (str | None, "Version of sae-tui in it; null: not installed."),
-        "torch": (str | None, "Version of PyTorch in it; null: not installed."),
-        "gpus": (int | None, "Number of GPUs that this PyTorch sees; null: PyTorch is not installed."),
-        "problem": (str | None, "Why it cannot train, and the fix; null: it can."),
+        "version": (str | None, "Version of this Python; null if it did not respond."),
+        "sae_tui": (str | None, "Version of sae-tui in it; null if not installed."),
+        "torch": (str | None, "Version of PyTorch in it; null if not installed."),
+        "gpus": (int | None, "Number of GPUs that this PyTorch sees; null if PyTorch is not installed."),
+        "problem": (str | None, "Why it cannot train, and the fix; null if it can."),
     },
 )
 _ENVIRONMENTS = fields(
     "Environments",
     {
         "app": (_APP, "Environment of the app."),
-        "trainer": (or_null(_TRAINER), "Environment of the trainer; null: the same as the app's."),
+        "trainer": (or_null(_TRAINER), "Environment of the trainer; null if it is the app's."),
     },
 )
 _DOCTOR = fields(
@@ -286,21 +286,21 @@ _DOCTOR = fields(
     {
         "ok": (bool, "Whether no finding is an error; otherwise the exit code is 1."),
         "findings": (list_of(_FINDING), "Findings of all checks."),
-        "job": (or_null(_REPORT), "With JOB.toml: the ways to run it; null: no job file was given."),
+        "job": (or_null(_REPORT), "With JOB.toml: the ways to run it; null if no job file was given."),
         "environments": (_ENVIRONMENTS, "Python environments of the app and of the trainer."),
     },
 )
 _MORE_OF_RUNS = {
-    "card_rows": (int | None, "Number of rows that the report card covers; null: not evaluated."),
-    "tokens": (int | None, "Tokens trained on; null: unknown."),
-    "duration_s": (float | None, "Run time, in s; null: it has not started."),
-    "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null: not measured."),
+    "card_rows": (int | None, "Number of rows that the report card covers; null if not evaluated."),
+    "tokens": (int | None, "Tokens trained on; null if unknown."),
+    "duration_s": (float | None, "Run time, in s; null if it has not started."),
+    "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null if not measured."),
     "energy_wh": (float | None, ENERGY["energy_wh"]),
 }
 
 
 def _result(name: str, title: str) -> tuple[object, str]:
-    words = metric_words(name) if name in measured_names() else f"{title}; null: unknown."
+    words = metric_words(name) if name in measured_names() else f"{title}; null if unknown."
     return _MORE_OF_RUNS.get(name, (float | None, words))
 
 
@@ -335,7 +335,7 @@ _CONTEXT = typed(
             typed(
                 "Token",
                 Token,
-                {"text": "The token.", "act": "Activation of the latent on this token; 0: it does not fire."},
+                {"text": "The token.", "act": "Activation of the latent on this token; 0 if it does not fire."},
             )
         )
     },
@@ -351,7 +351,7 @@ _FEATURE = typed(
         "histogram": "Histogram of the activations, in bins of equal width up to the largest.",
         "nearest": "Latents with similar decoder directions and their cosines, nearest first.",
         "contexts": "Max-activating examples.",
-        "promoted": "Tokens that it promotes most; empty: the language model was not available.",
+        "promoted": "Tokens that it promotes most; empty if the language model was not available.",
         "suppressed": "Tokens that it suppresses most.",
     },
     {
@@ -366,7 +366,7 @@ _LOGS = fields(
     "Log",
     {"id": _ID, "rank": (int, "Process that wrote the log."), "lines": (list_of(str), "Last lines of the log.")},
 )
-_STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; null: unknown."), "message": _MESSAGE})
+_STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; null if unknown."), "message": _MESSAGE})
 _EDITS = ("pause", "hold", "release", "priority", "after", "rename", "tag", "note", "eval")
 _IMPORTED = fields(
     "Job of an imported SAE",
@@ -393,7 +393,7 @@ _EXPORTED = fields(
 _REMOVED = fields(
     "Deleted jobs", {"ids": (list_of(int), "Ids of the deleted jobs."), "bytes": (int, "Freed disk space, in bytes.")}
 )
-_REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, in sentences; empty: nothing was wrong.")})
+_REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, in sentences; empty if nothing was wrong.")})
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer("sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD),

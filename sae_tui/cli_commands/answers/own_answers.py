@@ -14,7 +14,7 @@ _INSTALLED = fields(
         "shell": _SHELL,
         "file": (str, "Absolute path of the file that was written."),
         "changed": (bool, "Whether the file was created or changed."),
-        "next": (str, 'What you still have to do, in a sentence; "": nothing.'),
+        "next": (str, 'What you still have to do, in a sentence; "" if nothing.'),
         "undo": (str, "Command that undoes the installation."),
     },
 )
