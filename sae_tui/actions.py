@@ -233,7 +233,7 @@ class Actions:
         self._state.watcher.poke()
 
     def _outcome(self, job_ids: Sequence[int]) -> str:
-        """Return a message about new jobs once their state is known; return "" if a job has been deleted."""
+        """Return a message about new jobs once their state is known, or "" if a job has been deleted."""
         worker = get_current_worker()
         try:
             logout = guarantee(self._state.data)

@@ -92,7 +92,7 @@ def clock_time(timestamp: float) -> str:
 
 
 def bar(fraction: float | None, width: int) -> str:
-    """Return a horizontal bar of `width` cells with half-cell resolution; blanks if `fraction` is None."""
+    """Return a horizontal bar of `width` cells with half-cell resolution, or blanks if `fraction` is None."""
     if fraction is None or not math.isfinite(fraction):
         return " " * width
     full, half = divmod(round(max(0.0, min(1.0, fraction)) * width * 2), 2)

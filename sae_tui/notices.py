@@ -1,4 +1,4 @@
-"""Shows notifications as one line above the footer. The next notification replaces it; errors stay until a key press.
+"""Shows notifications in one line above the footer. A new one replaces the previous one; errors stay until a key press.
 
 The end of a job, an event or an alert also rings the bell or sends a desktop notification, depending on the settings.
 """

@@ -89,7 +89,7 @@ class Alerts:
         # The keys are (kind of alert, whether the alert was cleared).
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
-        # The reason why a kind of alert could not be checked; "" if all kinds were checked.
+        # The reason why a kind of alert could not be checked, or "" if all kinds were checked.
         self.failure = ""
 
     @property
@@ -285,7 +285,7 @@ class AlertWatcher:
                 self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
-        """Return the stored alerts; return [] if the disk does not respond, so that the checks can start anyway."""
+        """Return the stored alerts, or [] if the disk does not respond, so that the checks can start anyway."""
         try:
             return on_thread(lambda: read_alerts(self._data)).result(DISK_LIMIT_S)
         except Exception as error:

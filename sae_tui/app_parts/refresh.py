@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.03
 _MOST_LOOKS = 60
 
-# Creates the other hosts from the settings and the flags, and returns problems with host names in the settings.
+# Creates the objects for other hosts from settings and flags, and returns problems with host names in the settings.
 MakeHosts = Callable[[Settings], tuple["Hosts | None", list[Problem]]]
 
 

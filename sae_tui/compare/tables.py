@@ -258,7 +258,7 @@ def _d_sae(sae: ComparedSae) -> int | None:
 
 
 def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
-    """Return the indices of the best values; return an empty set if all are equal."""
+    """Return the indices of the best values, or an empty set if all are equal."""
     measured = [value for value in values if value is not None]
     if not better or len(set(measured)) < 2:
         return frozenset()

@@ -68,7 +68,7 @@ class CheckedMachine:
         self.data = data
         # Whether the data folder does not respond, for example because its file server hangs.
         self.is_silent = False
-        # The Python interpreter used for training, if it is in another environment; "" for this one.
+        # The Python interpreter used for training, if it is in another environment, or "" for this one.
         self.python = python
         self.environ = environment_at_start() if environ is None else environ
         self.root = root

@@ -98,7 +98,7 @@ def job_rows(
 
 
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Return the GPUs that the job may use, most free memory first; return an empty list if it requests the CPU.
+    """Return the GPUs that the job may use, most free memory first, or an empty list if it requests the CPU.
 
     Slices are omitted if there are entire GPUs. Otherwise only one slice is returned, since a job can use only one.
     """

@@ -60,7 +60,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime that torch was built for, in the format of `Vendor.torch_runtime`; "" for a CPU build."""
+        """The runtime that torch was built for, in the format of `Vendor.torch_runtime`, or "" for a CPU build."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property

@@ -50,7 +50,7 @@ def messages(link: Link) -> Iterator[Message]:
 
 
 def _greeting(lines: Iterator[bytes]) -> Hello | None:
-    """Return the greeting, skipping the output of login scripts; return None if the output ends before the greeting."""
+    """Return the greeting, skipping the output of login scripts, or None if the output ends before the greeting."""
     for _, line in zip(range(_MOST_NOISE), lines, strict=False):
         try:
             hello = decode(line)

@@ -57,7 +57,7 @@ class AggregatePanel(LineView):
 
     @property
     def n_columns(self) -> int:
-        """The number of intervals in each plot; 0 if the quantities are drawn as lines."""
+        """The number of intervals in each plot, or 0 if the quantities are drawn as lines."""
         return columns_of((self.width - _GAP) // 2) if self._plot else 0
 
     def on_mount(self) -> None:

@@ -108,6 +108,6 @@ def of_member(name: str, member: str) -> str:
 
 
 def members_of(detail: JobDetail) -> list[str]:
-    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; [] for a single SAE."""
+    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file, or [] for a single SAE."""
     labels = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
     return in_order(labels, detail.view.config)

@@ -77,7 +77,7 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
 
 
 def _short(row: GpuRow, column: GpuColumn) -> str:
-    """Return the text of a cell without spaces; "" if it is unknown."""
+    """Return the text of a cell without spaces, or "" if it is unknown."""
     return column.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
 
 
@@ -87,7 +87,7 @@ def _reason(sample: GpuSample, width: int, height: int) -> list[Line]:
 
 
 def _first(row: GpuRow, width: int) -> Line:
-    """Return index, signs and utilisation on the shade; under the cursor, the tile's colours are swapped."""
+    """Return index, signs and utilisation on a shaded background. Under the cursor, the tile's colours are swapped."""
     sample = row.sample
     shade = " swapped" if row.has_cursor else _shade(sample)
     index = f"{sample.index:>3}"

@@ -82,7 +82,7 @@ class GpuPicker(KeyedTable):
 
     @property
     def gpus(self) -> list[int] | str:
-        """The selection in the format of `launch.gpus`; an empty list if nothing is selected."""
+        """The selection in the format of `launch.gpus`, or an empty list if nothing is selected."""
         if self.cpu_processes:
             return f"cpu:{self.cpu_processes}" if self.cpu_processes > 1 else "cpu"
         if self.any_gpus:

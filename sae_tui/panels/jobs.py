@@ -77,7 +77,7 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor, or of the evaluation's job; None for a remote job."""
+        """The id of the job under the cursor or of the evaluation's job, or None for a remote job."""
         job_id = (self.cursor or "").removesuffix(_EVALUATION)
         return int(job_id) if job_id.isdecimal() else None
 

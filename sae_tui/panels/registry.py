@@ -14,7 +14,7 @@ import msgspec
 from sae_tui.jobs.view.watcher import JobDetail
 
 # From top to bottom: "top"; "live", as wide as the screen; "middle", side by side; "bottom".
-# The settings key shows the "side" panel next to the last three places or, on a narrow screen, instead of them.
+# The settings key shows the "side" panel next to the last three places, or instead of them on a narrow screen.
 Place = Literal["top", "live", "middle", "bottom", "side"]
 
 

@@ -183,7 +183,7 @@ def _is_stopping(job: JobView) -> bool:
 
 
 def _obstacle(verb: str, job: JobView) -> str:
-    """Return why the job's state forbids the action, in words that follow the job's name; "" if it is allowed."""
+    """Return why the job's state forbids the action, in words that follow the job's name, or "" if it is allowed."""
     if verb == "continue":
         return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
     return ENDED[job.state] if job.state.is_final else ""

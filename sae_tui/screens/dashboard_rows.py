@@ -19,9 +19,9 @@ _MANY_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class PanelHeights:
-    """The number of rows inside each panel's frame; 0 if the panel is hidden.
+    """The number of rows inside each panel's frame, or 0 if the panel is hidden.
 
-    `plot` is the height of each of the four plots of totals, 0 if each is a single line. `per_gpu` is the number of
+    `plot` is the height of each of the four plots of totals, or 0 if each is a single line. `per_gpu` is the number of
     lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
     """
 

@@ -434,7 +434,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _focused_field(self) -> str:
-        """Return the path of the setting being edited; "" if another widget has the focus."""
+        """Return the path of the setting being edited, or "" if another widget has the focus."""
         rows = [row for form in self.query(SettingForm) for row in form.rows if row.has_focus_within]
         return rows[0].field.path if rows else ""
 

@@ -215,7 +215,7 @@ async def _type(look: AppProcess, browser: web.WebSocketResponse) -> None:
 
 
 def packet_of(message: str) -> tuple[bytes, bytes] | tuple[()] | None:
-    """Return the packet for a message from the page's script; () if none is needed, None if the message is unknown."""
+    """Return the packet for a message from the page's script, () if none is needed, or None for an unknown message."""
     try:
         said = msgspec.json.decode(message.encode(errors="replace"))
     except msgspec.DecodeError:
