@@ -23,7 +23,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.ranks.devices import torch_vendor
 
 POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
-# The data shape if the job names no data; d_in is that of GPT-2 small.
+# The data shape if the job names no data; d_in is the width of GPT-2 small.
 DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
 PHASES = {
     "forward_encode": "forward, encoder",
@@ -46,7 +46,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
     has_data = "source" in raw.get("data", {})
     if not has_data:
         raw["data"] = {"path": "random"}
-    # The default batch size depends on the length of the run, but a benchmark has no such length.
+    # The default batch size depends on the length of the run, which is undefined for a benchmark.
     raw.setdefault("train", {}).setdefault("batch_size", USUAL_BATCH)
     parsed, problems = parse_job(raw)
     if parsed is None:
@@ -57,7 +57,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
 def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the measurements of rank 0; if a rank fails, raise `UserError` with the reason of the first failure.
+    """Return the measurements of rank 0; if a rank fails, raise `UserError` with the reason for the first failure.
 
     No language model runs, so `data.model_gpus = "auto"` means 0.
     """
@@ -72,7 +72,7 @@ def run_ranks(
 ) -> dict[str, Any]:
     """Run `python -m MODULE SPEC.json ARGUMENTS` for each rank, and return the content of rank 0's `found.json`.
 
-    If a rank fails, raise `UserError` with the reason of the first failure.
+    If a rank fails, raise `UserError` with the reason for the first failure.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         paths = RunPaths(Path(folder))
@@ -98,7 +98,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start all ranks and yield them; kill ranks that are still running when the context ends."""
+    """Start all ranks and yield them; on exit from the context, kill ranks that are still running."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(spec.n_processes):
@@ -117,7 +117,7 @@ def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
     """Wait for all ranks and return their exit codes.
 
-    After a failure, wait at most `END_AFTER_FAILURE_S` for the other ranks, which may hang in an exchange.
+    After a failure, wait at most `END_AFTER_FAILURE_S` for the other ranks, which may hang in a collective operation.
     """
     give_up_at = math.inf
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < give_up_at:
@@ -128,7 +128,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _reason(paths: RunPaths, codes: list[int]) -> str:
-    """Return the last log line of the rank that failed first, which may have caused the failure of other ranks."""
+    """Return the last log line of the rank that failed first, since other ranks may have failed as a consequence."""
     logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
     lines = logs[0].read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"a rank exited with code {next(filter(None, codes))}"

@@ -72,7 +72,7 @@ class RepeatedStep:
             learner.whole_steps = replay_for(learner, job, parallel)
 
     def take_plainly(self) -> None:
-        """Stop replaying captured steps, since a replayed step has no phases."""
+        """Stop replaying CUDA graphs, since the phases of a replayed step cannot be distinguished."""
         for learner in self.learners:
             learner.whole_steps = None
 
@@ -106,11 +106,11 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 
 
 def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
-    """Return the milliseconds of each phase in a profile: kernel time if there are kernels, otherwise host time.
+    """Return the duration of each phase in a profile, in ms: kernel time if there are kernels, otherwise host time.
 
-    A kernel belongs to the phase during which it was launched, by any thread: autograd's thread launches the kernels of
-    the backward pass. A kernel has the id of the CUDA or HIP call that launched it, even if PyTorch did not make the
-    call.
+    A kernel belongs to the phase during which it was launched, whichever thread launched it, since autograd launches
+    the kernels of the backward pass in a separate thread. A kernel has the id of the CUDA or HIP call that launched it,
+    even if the call was not made by PyTorch.
     """
     events = list(profiled)
     of_host = [event for event in events if event.device_type == DeviceType.CPU]
@@ -139,7 +139,7 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 
 
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
-    """Return the mean milliseconds of each phase over `n_steps` steps."""
+    """Return the mean duration of each phase over `n_steps` steps, in ms."""
     steps.take_plainly()
     # Unlike `torch.profiler.profile`, this does not load torch's compiler, which takes two seconds.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
@@ -149,7 +149,7 @@ def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> d
 
 
 def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
-    """Return the seconds of each step; on a GPU, which is synchronised only at the end, return only their mean."""
+    """Return the duration of each step in seconds; on a GPU, only the mean, since the host syncs only at the end."""
     if device.type == "cuda":
         return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
     return [seconds_of(lambda: steps.take(1), device) for _ in range(n_steps)]
@@ -234,7 +234,7 @@ def _sent_bytes(parallel: Parallel) -> int | None:
 
 
 def _agree(world: World, job: JobConfig) -> None:
-    """Make all ranks use the same kernels, as in a run; print the reasons why kernels are disabled."""
+    """Make all ranks use the same kernels, as in a run; if kernels are disabled, print the reasons."""
     compiles = world.group.index == 0
     agree(world.group, world.device, job, compiles=compiles, report=print)
 

@@ -23,12 +23,12 @@ from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.device_choice import refuse_bad
 from trainer.ranks.devices import Device, gpus_here
 
-# With this number of runnable processes per core or more, a job takes clearly longer.
+# If there are at least this many runnable processes per core, a job takes noticeably longer.
 _BUSY = 1.5
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The estimated memory of each training GPU and of each GPU that only runs a language model, and the speed."""
+    """The estimated speed, and the estimated memory of each training GPU and of each GPU that only runs the model."""
 
     placed: ModelPlacement
     device_name: str
@@ -77,7 +77,7 @@ class Estimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the text output: a table and a bar of the memory, warnings, and the time."""
+        """Yield the lines of the text output: the memory as a table and a bar, warnings, and the time."""
         work = self.placed.settled.work
         of = f", for {len(work.members)} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {work.ranks}{of}:"
@@ -124,7 +124,7 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
 
 
 def _capacity(job: JobConfig, gpus: list[Device]) -> DeviceMemory:
-    """Return the total memory of the smallest GPU of a job; a job that names no GPUs uses the largest ones."""
+    """Return the total memory of a job's smallest GPU; a job that names no GPUs uses the GPUs with the most memory."""
     named, devices = chosen_indices(job), wanted_devices(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
     return DeviceMemory(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else UNKNOWN_MEMORY

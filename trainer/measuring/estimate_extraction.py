@@ -26,7 +26,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, job: ExtractJob) -> ExtractionEstimate:
-        """Estimate an extraction on this machine; raise `JobFileError` if its model is not on a local disk."""
+        """Estimate an extraction on this machine; raise `JobFileError` if its model is not stored locally."""
         found = [] if job.on_cpu else gpus_here()
         gpus = tuple(gpu.as_machine_gpu for gpu in found)
         if not gpus and not job.on_cpu:
@@ -55,7 +55,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the text output: a table and a bar of the memory, the disk space, and the time."""
+        """Yield the lines of the text output: the memory as a table and a bar, the disk space, and the time."""
         look = self.outlook
         assert look.memory
         yield f"per {'GPU' if look.on_gpus else 'process'}, on {look.ranks}:"

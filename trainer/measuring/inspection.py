@@ -31,7 +31,7 @@ from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 SAMPLE_ROWS = 65_536
 # With a larger gamma, the learnt features lose precision if the mean is not subtracted.
 LARGE_GAMMA = 3.0
-# The largest fraction of repeated rows that short texts can explain.
+# The largest fraction of repeated rows that can be explained by short texts.
 MANY_DUPLICATES = 0.01
 # If a larger fraction of the values is subnormal, the values are too small for their dtype.
 MANY_SUBNORMAL = 0.5
@@ -53,10 +53,10 @@ class Inspection(msgspec.Struct, frozen=True):
 
     `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` is the number
     of rows with more than `data.max_norm` times the median norm. `duplicates` does not include zero rows.
-    `heavy_dimensions` are a few dimensions that have a fraction `heavy_share`, more than half, of the variance.
+    `heavy_dimensions` are a few dimensions that account for more than half of the variance: the fraction `heavy_share`.
     `subnormal` is the fraction of fp16 values that are too small for full precision. By default, a training run holds
-    out `n_held_out` rows by the method `hold_out`, from `n_texts` texts if these are known. `copies` is the fraction of
-    the checked held-out rows that are also training rows.
+    out `n_held_out` rows with the method `hold_out`, from `n_texts` texts if their number is known. `copies` is the
+    fraction of the checked held-out rows that are also training rows.
     """
 
     n_tokens: int

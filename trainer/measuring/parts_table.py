@@ -1,4 +1,4 @@
-"""Formats the memory use of a rank, by part, as a dictionary or as a table with a bar."""
+"""Formats the memory use of each part of a rank as a dictionary, or as a table with a bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BAR_WIDTH = 74
 
 
 def parts_of(memory: Memory) -> dict[str, int]:
-    """Return the number of bytes of each part by name, and the `total`."""
+    """Return a dict that maps the name of each part to its size in bytes, with the sum under `total`."""
     return msgspec.structs.asdict(memory) | {"total": memory.total}
 
 

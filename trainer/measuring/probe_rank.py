@@ -1,4 +1,4 @@
-"""One rank of a probe, started by `trainer.measuring.bench`: measures the speed of its device and of exchanges."""
+"""One rank of a probe, started by `trainer.measuring.bench`: measures the speed of its device and of communication."""
 
 from __future__ import annotations
 

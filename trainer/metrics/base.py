@@ -69,9 +69,9 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity of a log interval, computed from sums over its batches on all ranks, or only from its last batch.
+    """A quantity that is logged for each interval, computed from sums over all batches and ranks, or the last batch.
 
-    `of_batch` must not read a number on the host, because that would stall the step.
+    `of_batch` must not read device values on the host, because that would stall the step.
     """
 
     # Whether only the last batch of the interval is used.
@@ -94,5 +94,5 @@ class Metric(ABC):
 
 
 def per_token(total: float, n_tokens: float) -> float:
-    """Return the mean, or NaN if all batches were left out, since 0 would be mistaken for a result."""
+    """Return the mean, or NaN if all batches were left out, since a mean of 0 would be mistaken for a measurement."""
     return total / n_tokens if n_tokens else math.nan

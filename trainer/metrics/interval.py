@@ -1,4 +1,4 @@
-"""Sums of the metrics and loss terms of one SAE between two log rows."""
+"""Accumulates the metrics and loss terms of one SAE between two log rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainer.runtime.triton_kernels import METRIC_SUMS
 
 
 class Interval:
-    """The registered metrics, or only some `entries`, and the named loss terms, as means per token.
+    """Accumulates all registered metrics, or only `entries`, and the named loss terms, which become means per token.
 
-    All sums are in one vector, because on a GPU an operation on few numbers takes as long as on many.
+    All sums are in one vector, because a GPU operation on a few numbers takes as long as one on many.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
@@ -48,7 +48,7 @@ class Interval:
     def sums(self, latents: Latents) -> dict[str, Tensor]:
         """Return the sums by name, float64 [n], and reset them to 0.
 
-        The caller adds them up over ranks with the same latents.
+        The caller sums them over ranks with the same latents.
         """
         assert self._total is not None, "a log interval has at least one batch"
         total = self._total.clone()

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
     from trainer.parallel.waiting import Waits
 
-# The time constant of a `Rate`: much longer than a step, but short enough that a user soon notices a slower run.
+# The time constant of a `Rate`: much longer than a step, but short enough that a user soon notices a slowdown.
 WINDOW_S = 5.0
-# A long wait starts when all ranks have spent more than the fraction MUCH_WAIT of their time waiting for data for
-# LASTING_S seconds. It ends when the fraction falls below LITTLE_WAIT. For example, if 8 GPUs share latents and each
-# reads all rows, the host's memory bandwidth limits a run to one step per 9 ms, while a step takes 6 ms.
+# A long wait starts when, for LASTING_S seconds, all ranks have spent more than the fraction MUCH_WAIT of their time
+# waiting for data. It ends when the fraction falls below LITTLE_WAIT. For example, if 8 GPUs share latents and each
+# reads all rows, the host's memory bandwidth limits a run to one step per 9 ms, while the GPUs need only 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 
@@ -41,8 +41,8 @@ class Rate:
         return self._amount / max(self._seconds, 1e-9)
 
 
-# The minimum fraction of an interval that counts as busy. The interval and the waiting times are measured separately,
-# so their difference can be 0 although the rank was busy.
+# The minimum fraction of an interval that is reported as busy. The interval and the waiting times are measured
+# separately, so their difference can be 0 although the rank was busy.
 LEAST_BUSY = 0.01
 
 
@@ -86,7 +86,7 @@ class Pace:
         n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
         own_s = max(seconds - span.of_ranks.seconds(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
-        # Ranks that share latents or train different SAEs have the same tokens.
+        # Ranks that share latents or train different SAEs process the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
@@ -125,7 +125,7 @@ STREAM_REMEDY = (
 
 
 class DataWait:
-    """Detects that all ranks wait for data; a single rank that waits longer than the others is a straggler."""
+    """Detects when all ranks wait for data; a single rank that waits longer than the others is a straggler instead."""
 
     def __init__(self) -> None:
         self._lasts_s = 0.0

@@ -1,4 +1,4 @@
-"""`interval.add_if_finite` as one kernel, which takes as long as each of the four torch operations that it replaces."""
+"""`interval.add_if_finite` as a single kernel, which takes as long as one of the four torch operations it replaces."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations

@@ -18,7 +18,7 @@ _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam, Optimizer):
-    """Adam in one fused kernel, which moves 28 bytes per parameter; separate kernels would move twice that amount.
+    """Adam in a single fused kernel, which moves 28 bytes per parameter; separate kernels would move twice as much.
 
     The small eps is from Gao et al.: rare latents have gradients near 1e-8, and eps = 1e-8 would halve their steps.
 
@@ -36,14 +36,14 @@ class Adam(torch.optim.Adam, Optimizer):
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         if self._codec != "fp32":
             group = group | {"params": [one for one in group["params"] if one.dim() < 2]}
-        # On a CPU, the fused kernel would first copy non-contiguous tensors, such as W_enc.
+        # Pass contiguous views: on CPU, the fused kernel would first copy non-contiguous tensors, such as W_enc.
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(_as_it_lies, tensors)
         return has_complex
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert a matrix's moments, since `train.state` "auto" means fp32 or bf16 depending on the device."""
+        """Convert the moments of a matrix: if `train.state` is "auto", their dtype depends on the device."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self._codec)
         if dtype is None or parameter.dim() < 2:
             return state
@@ -61,7 +61,7 @@ class Adam(torch.optim.Adam, Optimizer):
         _FUSED_STEP(self, closure)
 
     def _step_matrices(self) -> None:
-        """Update the matrices if their moments are not in fp32."""
+        """Update the matrices, whose moments are not in fp32."""
         for group, parameter, grad in self.with_gradient():
             if parameter.dim() > 1:
                 betas, axis = betas_of(group), self.latent_axes.get(parameter)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Now(NamedTuple):
-    """The settings of one step, 0-dim tensors on the device; if `skips` (bool) is true, the step changes nothing."""
+    """The settings of one step, 0-dim tensors on the device; if `skips` (bool) is true, the step has no effect."""
 
     lr: Tensor
     grad_scale: Tensor | None
@@ -33,7 +33,7 @@ def rate_of(group: dict[str, Any], like: Tensor) -> Tensor:
 
 
 class LatentAxis(NamedTuple):
-    """A parameter's latent dimension, and the latents' indices in the SAE, int64 on the parameter's device."""
+    """The dimension of a parameter that indexes latents, and the latents' indices in the SAE (int64, same device)."""
 
     dim: int
     ids: Tensor
@@ -47,7 +47,7 @@ class TiedParameter(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² over the weights of single latents, and over weights that all latents share; fp64, 0-dim."""
+    """Σ‖g‖² over all per-latent weights, and over the weights that all latents share; fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor
@@ -56,14 +56,14 @@ class Squares(NamedTuple):
 class RowStep(ABC):
     """An optimizer step that updates a matrix in one pass over each latent's weights; it also updates vectors.
 
-    If rows have unit norm, the step first removes the gradient component along each row, and finally normalizes the
-    row. If the optimizer has no `RowStep`, the caller of `step` projects the gradients and normalizes the rows.
+    If rows have unit norm, the step first removes the gradient component along each row, and finally normalises the
+    row. If the optimizer has no `RowStep`, the caller of `step` projects the gradients and normalises the rows.
     Followers are updated in the same pass as their leaders.
     """
 
     @abstractmethod
     def allow_fused_norms(self) -> None:
-        """Allow the code that computes a gradient as a sum to measure the norms of its rows.
+        """Allow the kernels that sum a gradient over tokens to measure its row norms in the same pass.
 
         Later changes to the gradient must go through torch, whose version counter detects them.
         """
@@ -87,15 +87,15 @@ class RowStep(ABC):
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, which checkpoints store.
 
-    `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step changes nothing, so the host need
-    not know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the device;
-    None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have the same two
+    `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step has no effect, so the host does
+    not have to know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the
+    device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have the same two
     attributes. The contents of the gradients after a step are undefined.
     """
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    # Matrices whose rows the caller of `step` normalizes to length 1 after every step.
+    # Matrices whose rows the caller of `step` normalises to length 1 after every step.
     unit_rows: tuple[nn.Parameter, ...] = ()
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
@@ -120,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def use_trained_weights(self) -> None:
-        """Load the weights for evaluation and saving into the parameters, if they differ from the updated weights."""
+        """Load the weights for evaluation and saving into the parameters, if they differ from the weights in use."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""

@@ -1,11 +1,11 @@
-"""Stores Adam's moments in less than fp32: in bf16, or in 8 bits with a scale for every block of weights.
+"""Stores Adam's moments in fewer bits than fp32: in bf16, or in 8 bits with one scale per block of weights.
 
 The second moment decreases by at most 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
 Rounding to nearest would therefore never let the second moment decrease. Dithered rounding, like stochastic rounding,
-rounds up with a frequency proportional to the remainder, so it keeps the mean. The dither is not random: it comes from
-a sequence that covers its range evenly over the steps, so that ranks and resumed runs agree. In runs of 500 steps,
-which are shorter than the averaging time of the moment, dithering makes no difference: in bf16, held-out FVU was 0.0923
-with dithering and 0.0925 without.
+rounds up with a frequency proportional to the remainder, so it preserves the mean. The dither is not random: it comes
+from a sequence that covers its range evenly over the steps, so that ranks and resumed runs agree. In runs of 500 steps,
+which are shorter than the time constant of the second moment, dithering makes no difference: in bf16, held-out FVU was
+0.0923 with dithering and 0.0925 without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 
 class Codec(ABC):
-    """A storage format for a matrix's two moments; a latent's weights extend along dimension `dim`."""
+    """A storage format for the two moments of a matrix; the weights of each latent extend along dimension `dim`."""
 
     @abstractmethod
     def new(self, weight: Tensor, dim: int) -> State:
@@ -36,8 +36,8 @@ class Codec(ABC):
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
         """Store the moments; this may overwrite `m` and `v`.
 
-        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If `dither` is 2^15, unchanged
-        moments from `read` are stored with the same bits as before.
+        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If `dither` is 2^15, moments that
+        are unchanged since `read` are stored bit-identically.
         """
 
 
@@ -77,7 +77,7 @@ class Int8(Codec):
 
     The first moment is stored as its signed square root in ±127 levels, the second as its fourth root in 255 levels. A
     block is a row of W_dec, or 64 rows of one column of W_enc. A block never spans several latents, since gradients of
-    rare and frequent latents differ by orders of magnitude. The roots distribute the levels over the orders of
+    rare and frequent latents differ by orders of magnitude. The roots spread the levels over several orders of
     magnitude, like the dynamic data type of Dettmers et al. 2021 (arXiv 2110.02861).
     """
 
@@ -102,11 +102,11 @@ class Int8(Codec):
         # The conversion to integers truncates towards 0, so `up` is added first.
         state["exp_avg"].copy_(size.div_(scale).sqrt_().mul_(127).add_(up).copysign_(m))
         scale = self._scale(state["exp_avg_sq_scale"], v, dim)
-        # Store at least 1, since the step divides the first moment by the root of the second.
+        # Store at least 1, since the step divides by the square root of the second moment.
         state["exp_avg_sq"].copy_(v.div_(scale).sqrt_().sqrt_().mul_(255).add_(up).clamp_min_(1))
 
     def _scale(self, stored: Tensor, size: Tensor, dim: int) -> Tensor:
-        """Store the maximum of each block and return it as a divisor, which is positive even for a block of zeros."""
+        """Store the maximum of each block, and return it as a divisor, which is positive even for a block of zeros."""
         stored.copy_(size.amax(dim, keepdim=True))
         return stored.clamp_min(_TINY)
 

@@ -1,4 +1,4 @@
-"""Compiles functions that run many small operations on large tensors, which saves passes over memory."""
+"""Compiles functions that run many elementwise operations on large tensors, to save passes over memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SMALL = 2**16
 class Compiled:
     """A function that is compiled by torch.compile if its first argument is large and on a GPU.
 
-    On a CPU, the function runs uncompiled, since small operations on tiles that fit in the cache are as fast. It also
-    runs uncompiled if compilation fails, for example because there is no C compiler. Nothing is compiled before the
-    first call.
+    On CPU, the function runs uncompiled, since separate operations on tiles that fit into the cache are just as fast.
+    It also runs uncompiled if compilation fails, for example because there is no C compiler. Nothing is compiled before
+    the first call.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -32,7 +32,7 @@ class Compiled:
             self._function(first, *others)
             return
         if self._compiled is None:
-            # If only some replicas compiled this function, they would round differently.
+            # If only some replicas compiled this function, their results would be rounded differently.
             withheld = COMPILED_UPDATES.is_withheld
             self._compiled = self._function if withheld else torch.compile(self._function, dynamic=True)
         try:

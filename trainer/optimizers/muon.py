@@ -13,13 +13,13 @@ from trainer.optimizers.tiled import Betas, adam_step
 
 
 class Muon(Optimizer):
-    """Updates a matrix by the orthogonal matrix nearest to its momentum, and biases by Adam.
+    """Updates each matrix by the orthogonal matrix nearest to its momentum, and biases with Adam.
 
-    The matmuls of an update cost 20·d_in / n_tokens times the encoder's matmul. With d_in = 384 and batches of 4,096
-    tokens, a step on a CPU takes 1.7 times as long as with Adam; with d_in = 2,304, the optimizer would take more than
-    half of a step. The state takes 4 bytes per parameter.
+    The matmuls of an update take 20·d_in / n_tokens times as long as the encoder's matmul. With d_in = 384 and batches
+    of 4,096 tokens, a step on CPU takes 1.7 times as long as with Adam; with d_in = 2,304, the optimizer would take
+    more than half of the step time. The state takes 4 bytes per parameter.
 
-    Muon works with unit-norm rows: normalizing a row removes the component of the update along the row.
+    Muon works with unit-norm rows: normalising a row removes the component of the update along the row.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class Muon(Optimizer):
             share = (1 - group["momentum"]) * ~now.skips
             state["momentum"].lerp_(grad, share)
             update = orthogonal(grad.lerp_(state["momentum"], group["momentum"]))
-            # Match the usual size of Adam's updates (Liu et al. 2025, arXiv 2502.16982), so that one rate suits both.
+            # Match the typical size of Adam's updates (Liu et al. 2025, arXiv 2502.16982), so that Muon and Adam can
+            # share a learning rate.
             scale = 0.2 * math.sqrt(max(parameter.shape))
             parameter.sub_(update * (scale * now.lr * ~now.skips))
 
 
 def orthogonal(matrix: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return an approximation of the nearest orthogonal matrix; its singular values are 0.7 to 1.2.
+    """Return an approximation of the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
 
     It is computed by Newton-Schulz iteration.
     """

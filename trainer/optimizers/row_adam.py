@@ -1,4 +1,4 @@
-"""Adam on a GPU in one pass over each latent's weights, with gradient projection and row normalization."""
+"""Adam on a GPU in one pass over each latent's weights, with gradient projection and row normalisation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import OPTIMIZER_STEPS
 
 
 class RowAdam(RowStep):
-    """Adam's step in Triton kernels; the optimizer keeps the state, in the same format as without kernels."""
+    """Adam's step in Triton kernels; the state stays in the optimizer, in the same format as without kernels."""
 
     def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
@@ -94,10 +94,10 @@ class RowAdam(RowStep):
         return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 
     def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
-        """Measure the rows of a matrix's gradient that were not measured when it was summed."""
+        """Measure the rows of a matrix's gradient that were not measured when the gradient was summed."""
         gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
         unsure = measures.take(gradient)
-        # Pass two lists of rows per launch: latents whose sums were split over programs, and dead latents.
+        # Each launch accepts two lists of rows: latents whose sums were split over programs, and dead latents.
         pairs = [()] if unsure is None else [unsure[at : at + 2] for at in range(0, len(unsure), 2)]
         for rows in pairs:
             self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, *rows)
@@ -145,7 +145,7 @@ class RowAdam(RowStep):
         state, grad = self._optimizer.state[parameter], parameter.grad
         assert grad is not None
         if not state:
-            # Use the same layout as torch's Adam, which uses this state if there are no kernels.
+            # Use the layout of torch's Adam, which uses the same state if there are no kernels.
             state.update(step=parameter.new_zeros(()), **CODECS["fp32"].new(parameter, 0))
         rate = rate_of(self._vectors[parameter], parameter)
         return self._kernels.Vector(parameter.detach(), grad.contiguous(), state, state["step"], rate)

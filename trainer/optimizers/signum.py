@@ -15,13 +15,13 @@ from trainer.optimizers.compiled import Compiled
 
 
 class Signum(Optimizer):
-    """Keeps the parameters y = (1 − momentum)·z + momentum·x; a step updates z, and x is the average of all z so far.
+    """Keeps the parameters y = (1 − momentum)·z + momentum·x; a step updates z, and x is the running average of z.
 
-    Gradients are computed at y, while x is evaluated and saved. The state is only z, 4 bytes per parameter.
+    Gradients are computed at y, while x is evaluated and saved. The only state is z, 4 bytes per parameter.
 
-    With unit-norm rows, only y is normalized. Rows of z grow (to length 2.9 after 150 steps with 3,072 latents),
+    With unit-norm rows, only y is normalised. Rows of z grow (to length 2.9 after 150 steps with 3,072 latents),
     because the sign of a gradient has a component along the row even if the gradient does not. The longer a row is, the
-    less a step rotates it. Normalizing the rows of z as well made no difference: after 500 steps, FVU was 0.104 in both
+    less a step rotates it. Normalising the rows of z as well made no difference: after 500 steps, FVU was 0.104 in both
     cases.
     """
 
@@ -46,7 +46,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def use_trained_weights(self) -> None:
-        """Load x into the parameters, with normalized rows if the rows of y are normalized."""
+        """Load x into the parameters, with normalised rows if the rows of y are normalised."""
         for group, y in self.with_group():
             if "z" not in self.state[y]:
                 continue  # before the first step, x is y
@@ -62,7 +62,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Set z and x to the current weights for latents whose weights were replaced (a mask, bool [d_sae])."""
+        """Set z and x to the current weights for the latents whose weights were replaced: a mask, bool [d_sae]."""
         for y, (dim, _) in self.latent_axes.items():
             if "z" in self.state[y]:
                 z = self.state[y]["z"].movedim(dim, -1)
@@ -71,9 +71,9 @@ class Signum(Optimizer):
 
 @Compiled
 def _update(y: Tensor, z: Tensor, grad: Tensor, share: Tensor, now: Now, momentum: float) -> None:
-    """Update z, and move x by the fraction `share` of its distance to the new z, in place; a skipped step adds 0."""
+    """Update z in place, and move x by the fraction `share` of its distance to the new z; a skipped step adds 0."""
     rate = now.lr * ~now.skips
     sign = grad.sign().nan_to_num_(0)
-    # The new y is (1 − momentum)·z' + momentum·(x + share·(z' − x)); x is not stored but computed from y and z.
+    # The new y is (1 − momentum)·z' + momentum·(x + share·(z' − x)). x is not stored, but follows from y and z.
     y.lerp_(z, share).addcmul_(sign, rate * (1 - momentum * (1 - share)), value=-1)
     z.addcmul_(sign, rate, value=-1)

@@ -12,12 +12,12 @@ from trainer.optimizers.base import LatentAxis, Now
 from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
-# The number of weights per tile. On a CPU, the twenty passes over a tile stay in the cache. On a GPU, the Triton row
+# The number of weights per tile. On CPU, the twenty passes over a tile stay in the cache. On a GPU, the Triton row
 # kernels update most weights. Tiles are used for skip connections, for latents whose number of weights exceeds 8,192 or
-# is not divisible by four, and if Triton fails. If Triton fails, nothing is compiled either, and a step needs 200 MB of
-# memory per tile.
+# is not divisible by four, and if Triton fails. In the last case, nothing is compiled either, and a step needs 200 MB
+# of memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
-# Multiples of these numbers are spread evenly modulo 2^16, so the dithers of a weight are spread evenly over the steps.
+# Multiples of these numbers are evenly distributed modulo 2^16, so the dithers of a weight cover their range evenly.
 # The numbers are 2^16 divided by the plastic number, by the square of that number (Roberts' R2 sequence), and by the
 # golden ratio.
 BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
@@ -50,7 +50,7 @@ def adam_step(
     """Update one parameter; the first step creates its moments in `state`.
 
     The moments of matrices are stored in the format `codec`. The moments of vectors stay in fp32, since vectors are
-    only a thousandth of an SAE. Without `latents`, the longer dimension is the latent dimension.
+    only a thousandth of an SAE. Without `latents`, the longer dimension is assumed to index latents.
     """
     how = CODECS[codec if weight.dim() > 1 else "fp32"]
     axis = latents if latents and weight.dim() > 1 else _longer(_as_matrix(weight))
@@ -103,8 +103,8 @@ def _longer(matrix: Tensor) -> LatentAxis:
 def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -> tuple[Tensor, Tensor]:
     """Return int32 row offsets [n_rows, 1] and column offsets [n_columns]; the dither is their sum modulo 2^16.
 
-    If the step is skipped, the dither is 2^15 everywhere. The dither uses each latent's index in the full SAE, so it
-    does not depend on which rank has the latent.
+    If the step is skipped, the dither is 2^15 everywhere. The dither is computed from each latent's index in the full
+    SAE, so it does not depend on which rank holds the latent.
     """
     numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
     numbers[latents.dim] = latents.ids
@@ -126,7 +126,7 @@ def _update(
     codec: Codec,
     dim: int,
 ) -> None:
-    """Apply Kingma & Ba's algorithm 1 in place; a skipped step adds 0 to everything.
+    """Apply Kingma & Ba's algorithm 1 in place; in a skipped step, all increments are 0.
 
     `rates` are the learning rate divided by the first moment's bias correction, and the root of the second moment's
     bias correction.

@@ -1,10 +1,10 @@
 """Triton kernels for Adam's step, which read and write each latent's weights once.
 
 A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows, the
-kernels remove the gradient component along the row before the step, and normalize the row afterwards. Vectors, such as
+kernels remove the gradient component along the row before the step, and normalise the row afterwards. Vectors, such as
 biases, are split into parts of 1,024 values, one per program. torch's fused Adam uses parts of 65,536 values, which
-take 0.07 ms each on an H200. Sums are fp32 and are computed in a fixed order, since no two programs add to the same
-number.
+take 0.07 ms each on an H200. Sums are in fp32 and are computed in a fixed order, since no two programs add to the same
+sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,11 +22,11 @@ from torch import Tensor
 from trainer.optimizers.codecs import BLOCK
 from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
 
-# The width of the widest row that fits into a program's registers, and the number of values per vectorized load.
+# The maximum width of a row, which must fit into a program's registers, and the number of values per vectorised load.
 _WIDEST, _VECTOR = 2**13, tl.constexpr(4)
-# The number of values of a vector per program, eight for each thread.
+# The number of vector elements per program, eight per thread.
 _PART = 1024
-# The number of values of a row per thread, and the maximum number of warps (a warp on AMD has 64 threads).
+# The number of row elements per thread, and the maximum number of warps per program (a warp on AMD has 64 threads).
 _PER_THREAD, _MOST_WARPS = 8, 16
 _BLOCK, _BY_STEP, _TINY = tl.constexpr(BLOCK), tl.constexpr(BY_STEP), tl.constexpr(2.0**-126)
 
@@ -112,8 +112,8 @@ def measure_vector(grad: Tensor, squares: Tensor) -> None:
 def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
     """Apply Adam's step to a matrix; change nothing if `found_inf` is 1.
 
-    `ids` (int64 [n_latents]) determine the dither. A `follower` of the same shape is changed by its own step plus
-    `share` times the change of the matrix.
+    `ids` (int64 [n_latents]) determine the dither. A `follower` of the same shape is updated by Adam's step for its
+    gradient, plus `share` times the change of the matrix.
     """
     n_rows, width = matrix.weight.shape
     followers = dict.fromkeys(_FOLLOWER) if follower is None else _arguments(follower, "follower_")
@@ -368,7 +368,7 @@ def _change(
         largest = _largest(v, ONE_SCALE)
         tl.store(inout_v_scale + scales_at, largest, mask=has_scale)
         code = tl.sqrt(tl.sqrt(v / tl.maximum(largest, _TINY))) * 255 + up
-        # A code of 0 would decode to 0, and the step divides the first moment by the second moment's root.
+        # A code of 0 would decode to 0, and the step divides by the square root of the second moment.
         tl.store(inout_v + start + columns, tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8), mask=inside)
     elif inout_v.dtype.element_ty == tl.int16:
         tl.store(inout_m + start + columns, _upper_half(m, _to_nearest(m)), mask=inside)

@@ -1,4 +1,4 @@
-"""Reads the results and times of queued GPU work, and orders such work, without letting the queue run empty."""
+"""Reads the results and durations of queued GPU work, and orders such work, without letting the queue run empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor's current values for the host; a GPU copies the values after all previously queued work."""
+    """A copy of a tensor's values for the host; on a GPU, the copy is queued behind all previously queued work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -46,7 +46,7 @@ class CompletedWork:
 
 
 class CudaMoment:
-    """The end of the work that this thread has queued on a GPU so far."""
+    """The end of the work that this thread has already queued on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
@@ -57,7 +57,7 @@ class CudaMoment:
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the point at which a device has finished all work that this thread has queued so far."""
+    """Return the end of the work that this thread has already queued on a device."""
     return CudaMoment(device) if device.type == "cuda" else CompletedWork()
 
 
@@ -70,10 +70,10 @@ def queued_copy(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Stopwatch(Protocol):
-    """Measures the time of a device's work from the creation of the stopwatch to `stop`."""
+    """Measures the duration of a device's work from the creation of the stopwatch to `stop`."""
 
     def stop(self) -> None:
-        """Stop the measurement after all work that was queued before this call."""
+        """Stop the measurement at the end of all work that was queued before this call."""
 
     def seconds(self) -> float:
         """Wait until the work is complete, and return the measured time."""

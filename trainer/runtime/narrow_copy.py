@@ -15,10 +15,10 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class NarrowCopy:
-    """A 16-bit copy of one matrix, created in the first read and then updated by the optimizer's steps.
+    """A 16-bit copy of one matrix, created by the first read and then updated by the optimizer's steps.
 
-    Other changes of the weights (an import, a resumed run, resampling) increment torch's version counter, which the
-    optimizer's kernel does not. The next read then creates the copy again.
+    The optimizer's kernel does not increment torch's version counter. Other changes to the weights (an import, a
+    resumed run, resampling) do, and the next read then recreates the copy.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class NarrowCopy:
         if self._matrix is None or self._matrix.dtype != dtype:
             self._matrix, self._version = torch.empty_like(weights, dtype=dtype, requires_grad=False), -1
         if self._version != weights._version:
-            # Copy in place, since captured steps continue to read this memory.
+            # Copy in place, since CUDA graphs continue to read this memory.
             self._matrix.copy_(weights.detach())
             self._version = weights._version
         return self._matrix
@@ -40,7 +40,7 @@ class NarrowCopy:
     def to_renew(self, weights: Tensor) -> Tensor | None:
         """Return the copy, which the optimizer's step must update, or None if the copy is outdated.
 
-        The next read creates an outdated copy again. A skipped step changes neither the weights nor the copy.
+        The next read recreates an outdated copy. A skipped step changes neither the weights nor the copy.
         """
         self.settle()
         return self._matrix if self._version == weights._version else None
@@ -60,7 +60,7 @@ class NarrowCopy:
             finish()
 
     def forget(self) -> None:
-        """Create the copy again in the next read, after a change that torch's version counter does not show."""
+        """Mark the copy as outdated, after a change that does not increment torch's version counter."""
         self._version = -1
 
 
@@ -71,7 +71,7 @@ def keep(weights: Tensor) -> NarrowCopy:
 
 
 def forget(weights: Tensor) -> None:
-    """Invalidate the copy of weights after a change without a new version, such as data received from other ranks."""
+    """Mark the copy of a matrix, if any, as outdated, for example after receiving the matrix from other ranks."""
     if copy := of(weights):
         copy.forget()
 

@@ -20,7 +20,7 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Replace "auto" by the most suitable precision for a device."""
+    """Replace "auto" with the most suitable precision for a device."""
     if precision != "auto":
         return precision
     return auto_precision(device.type, _capability(device) if device.type == "cuda" else (0, 0))
@@ -38,13 +38,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context for the resolved `precision`; it does nothing unless this is a 16-bit type."""
+    """Return an autocast context for the resolved `precision`, or one without effect if this is not a 16-bit type."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Require full fp32 products for "fp32"; otherwise allow TF32, also for the fp32 products of a 16-bit run.
+    """Require full fp32 products for "fp32"; otherwise allow TF32, including for the fp32 products of a 16-bit run.
 
     16-bit products always accumulate in fp32, since sums over many tokens would lose precision or overflow in fp16.
     """

@@ -1,4 +1,4 @@
-"""The norms of a gradient's rows, measured while the gradient is summed, so that the update need not read it again.
+"""The norms of a gradient's rows, measured while the gradient is summed, which saves another read in the update.
 
 Reading a gradient [65,536, 2,304] takes 0.16 ms on an H200 at 4.3 TB/s; also reading the weights takes 0.31 ms.
 """
@@ -39,7 +39,7 @@ class RowMeasures:
             self._unsure.append(rows)
 
     def take(self, gradient: Tensor) -> list[Tensor] | None:
-        """Return lists of a gradient's rows that are not measured yet, or None if all rows must be measured."""
+        """Return lists of a gradient's rows that still need to be measured, or None if all rows need to be measured."""
         unsure = self._unsure if self._are_of(gradient) else None
         self._storage = None
         return unsure

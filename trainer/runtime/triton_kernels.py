@@ -1,8 +1,8 @@
-"""The registry of Triton kernels; kernels are tried on a device before they are used there.
+"""The registry of Triton kernels; kernels are tested on each device before they are used there.
 
-A module of kernels has a function `try_out(device)`, or `try_out(device, dtype)` if the kernels are compiled by dtype.
-The function compares each kernel with torch's operations, and raises an error if a kernel fails or its results are
-wrong.
+A module of kernels has a function `try_out(device)`, or `try_out(device, dtype)` if the kernels are compiled for each
+dtype. The function compares each kernel with torch's operations, and raises an error if a kernel fails or its results
+are wrong.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _failures: dict[torch.device, dict[str, str]] = {}
 class Kernels:
     """The kernels of a module: their purpose, their number, and whether they are compiled for the dtype of products.
 
-    `n` is the number of kernels and variants that the trials of a 16-bit job compile with Triton. With `also_fp32`,
-    kernels that are compiled by dtype are also used in fp32. A new instance is added to `KERNELS`.
+    `n` is the number of kernels, including variants, that are compiled with Triton to test the kernels for a 16-bit
+    job. With `also_fp32`, kernels that are compiled for a dtype are also used in fp32. Each new instance is added to
+    `KERNELS`.
     """
 
     module: str
@@ -53,8 +54,8 @@ class Kernels:
     def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
         """Return the module if its kernels work on the tensor's GPU, otherwise None.
 
-        Kernels that are compiled by dtype are checked for `dtype`, by default that of the tensor; they do not support
-        float64.
+        Kernels that are compiled for each dtype are tested for `dtype`, by default the dtype of the tensor. They do not
+        support float64.
         """
         dtypes = [dtype or tensor.dtype] if self.by_dtype else []
         return self.working(tensor.device, *dtypes) if tensor.is_cuda and torch.float64 not in dtypes else None
@@ -95,7 +96,7 @@ TOKENS_SINCE_FIRED = Kernels("trainer.saes.kernels.triton_since_fired", "tokens 
 
 
 def n_kernels() -> int:
-    """Return the number of kernels, including variants, that the trials of a 16-bit job compile."""
+    """Return the number of kernels, including variants, that are compiled to test all kernels for a 16-bit job."""
     return sum(one.n for one in KERNELS.values())
 
 
@@ -106,7 +107,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
         _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
-            # A shortage of memory does not mean that Triton fails, and smaller micro-batches may solve it.
+            # Running out of memory does not mean that Triton fails, and smaller micro-batches may help.
             raise
         _failures.setdefault(device, {})[kernels.module] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
@@ -117,7 +118,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
 
 
 def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Try the kernels; retry once after an OSError, since another process may have replaced a file in the meantime."""
+    """Test the kernels; retry once after an OSError, since another process may have replaced a file in the meantime."""
     try:
         module.try_out(device, *dtypes)
     except OSError:
@@ -126,7 +127,10 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
 
 
 def try_all(device: torch.device, dtype: torch.dtype, kernels: Iterable[Kernels]) -> dict[str, str]:
-    """Compile and try the given kernels; return the reasons for all failures on a device, by module."""
+    """Compile and test the given kernels; return a dict that maps each module that failed on the device to the reason.
+
+    The dict includes failures of earlier tests.
+    """
     for one in kernels:
         for dtypes in one.dtypes(dtype):
             one.working(device, *dtypes)
@@ -154,7 +158,7 @@ def _hook_of_triton() -> tuple[Any, str]:
     """Return the object and attribute name of the hook that Triton calls before it compiles a kernel."""
     try:
         from triton import knobs
-    except ImportError:  # before Triton 3.4, which PyTorch 2.8 brings
+    except ImportError:  # before Triton 3.4, which comes with PyTorch 2.8
         from triton.runtime.jit import JITFunction
 
         return JITFunction, "cache_hook"
@@ -162,12 +166,12 @@ def _hook_of_triton() -> tuple[Any, str]:
 
 
 def withhold(names: Iterable[str]) -> None:
-    """Disable the given modules, although they may work on this rank."""
+    """Disable the given modules, even if they work on this rank."""
     _withheld.update(names)
 
 
 def forget() -> None:
-    """Forget the results of all trials, and enable all modules."""
+    """Forget the results of all tests, and enable all modules."""
     _tried.cache_clear()
     _withheld.clear()
     _failures.clear()

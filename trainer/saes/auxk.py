@@ -23,12 +23,12 @@ LONGEST_SINCE_FIRED = 2**31 - 1
 
 
 class DeadCandidates(NamedTuple):
-    """Latents that may reconstruct the error; the `n_chosen` with the largest activations do so for each token.
+    """Candidates for reconstructing the error; for each token, the `n_chosen` largest activations are used.
 
     `latents` [n] contains distinct indices on this rank, and −1 for latents of other ranks. `rows` are the latents'
-    weights in the product dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are complete
-    once the `transfers` have finished. `weight`, 0-dim, scales the loss: 1 / the variance of the residual, or 0 if no
-    latent is dead.
+    weights in the product dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are valid only
+    after the `transfers` have finished. `weight` (0-dim) scales the loss. It is 1 / (variance of the residual), or 0 if
+    no latent is dead.
     """
 
     latents: Tensor
@@ -39,7 +39,7 @@ class DeadCandidates(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the weight of its error."""
+    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the weight of the loss."""
 
     reconstruction: Tensor
     weight: Tensor
@@ -59,11 +59,11 @@ class AuxK(nn.Module):
 
     @torch.no_grad()
     def candidates(self, sae: Sae, dtype: torch.dtype) -> DeadCandidates | None:
-        """Return the latents that have been silent for longest, at most 2·k_aux over all ranks, with their weights.
+        """Return the latents that have been silent the longest, at most 2·k_aux over all ranks, with their weights.
 
-        Because of the limit, the dense products of these latents take a small part of a step, however many latents are
-        dead. Because their number is fixed, the host need not wait for a GPU or for other ranks. Return None if no
-        latent is dead or the SAE is not in training.
+        The limit keeps the dense products of these latents to a small fraction of the step time, no matter how many
+        latents are dead. Their number is fixed, so the host does not have to wait for a GPU or for other ranks. Return
+        None if no latent is dead or the SAE is not in training mode.
         """
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return None
@@ -95,22 +95,22 @@ class AuxK(nn.Module):
         return error.new_zeros(()) if explained is None else auxk_error(error, *explained)
 
     def learn_from(self, sums: Tensor) -> None:
-        """Update the residual's variance for the next step's loss from Σ‖y − x_hat‖² of this step.
+        """Use this step's Σ‖y − x_hat‖² to update the residual variance, which scales the next step's loss.
 
-        Using the sum of the same step would need an exchange between ranks before the backward pass. b_dec keeps the
-        residual's mean near 0, so its mean square is its variance.
+        Scaling the loss by the sum of the same step would require communication between ranks before the backward pass.
+        b_dec keeps the mean of the residual near 0, so the mean square of the residual is its variance.
         """
         take_variance(self.residual_variance, sums)
 
 
 def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> DeadLatents:
-    """Return the n latents of this rank that have been silent for longest; on a CPU, the longest-silent is first."""
+    """Return the n latents of this rank that have been silent the longest; on CPU, the longest-silent one is first."""
     since_fired = sae.n_tokens_since_fired
     if found := dead_latents.longest_since_fired(since_fired, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found
     if since_fired.is_cuda:
-        # The stable sort keeps ties in latent order. Sorting 32-bit keys takes 11 kernels; the top-k of 64-bit keys
-        # takes 33.
+        # A stable sort breaks ties by latent index. Sorting 32-bit keys launches 11 kernels; a top-k over 64-bit keys
+        # launches 33.
         latents = since_fired.clamp_max(LONGEST_SINCE_FIRED).int().sort(stable=True, descending=True).indices[:n]
     else:
         latents = _order(sae).topk(n, largest=False).indices
@@ -120,7 +120,7 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> D
 
 
 def _order(sae: Sae) -> Tensor:
-    """Return a sort key for each latent of this rank, comparable across ranks: the longest-silent latent comes first.
+    """Return a sort key for each latent of this rank, comparable across ranks; longer silence gives a smaller key.
 
     Ties are broken by latent index. Silence is capped at 2^31 − 1 tokens.
     """
@@ -128,11 +128,11 @@ def _order(sae: Sae) -> Tensor:
 
 
 def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
-    """Return the n latents of all ranks that have been silent for longest; `own` are the candidates of this rank.
+    """Return the n latents that have been silent the longest over all ranks; `own` are the candidates of this rank.
 
     Each rank fills in the weights of the latents that it holds and zeros for the others, so the sum over ranks is
-    exact. The number of these latents on one rank depends on the data. It may be n, so blocks of a smaller fixed size
-    would not suffice.
+    exact. How many of the n latents belong to a given rank depends on the data. A single rank may have all of them, so
+    smaller fixed-size blocks would not suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)
@@ -140,8 +140,8 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     is_dead = gathered < sae.d_sae * (1 - sae.dead_after_tokens)
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
-    # A latent's position is the number of latents before it, or n if it is not among the first n. For 6,144 values,
-    # sorting takes 19 GPU kernels and counting takes 4. `sum` would copy a bool tensor to 64 bits.
+    # A latent's position is the number of latents before it, clamped to n. For 6,144 values, sorting launches 19 GPU
+    # kernels and counting launches 4. For a bool tensor, `sum` would first make a 64-bit copy.
     is_before = own.bias.new_empty(len(order), len(gathered), dtype=torch.bfloat16)
     torch.lt(gathered, order[:, None], out=is_before)
     indices = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
@@ -153,10 +153,10 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
 
 
 def _n_dead(is_dead: Tensor, n: int) -> int:
-    """Return how many of n candidates are dead, but at least 1.
+    """Return how many of the n candidates are dead, or 1 if none is.
 
-    Counting is cheap on a CPU. If all n candidates were used instead, 2 dead latents out of 3,072 would double the time
-    of a step.
+    Counting is cheap on CPU. If all n candidates were used instead, 2 dead latents out of 3,072 would double the step
+    time.
     """
     return max(1, min(n, int(is_dead.sum())))
 
@@ -170,10 +170,11 @@ def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
 
 
 class _Explain(torch.autograd.Function):
-    """The reconstruction acts @ W_dec from a few dead latents, where acts are the largest of centred @ W_encᵀ + b_enc.
+    """The reconstruction acts @ W_dec from a few dead latents; acts are the largest values of centred @ W_encᵀ + b_enc.
 
-    `centred` is x − input_bias in the product dtype. The gradients of the weights are passed to `leave` as rows. Plain
-    autograd would convert each matrix to the narrow dtype twice, and make two passes over [n_tokens, n] instead of one.
+    `centred` is x − input_bias in the product dtype. The weight gradients are passed to `leave` as one row per latent.
+    Plain autograd would convert each matrix to the narrow dtype twice, and would make two passes over [n_tokens, n]
+    instead of one.
     """
 
     @staticmethod
@@ -202,7 +203,7 @@ class _Explain(torch.autograd.Function):
         # The gradient is 0 where a latent was not chosen or is inactive.
         grad_pre_acts = torch.ops.aten.threshold_backward(grad @ writes.T, acts, 0)
         grad_b_enc = grad_pre_acts.sum(dim=0)
-        # Sum over tokens first, so that a matrix–vector product suffices and the gradient of x is not needed.
+        # Sum over tokens first: a matrix–vector product then suffices, and the gradient of x is not needed.
         input_bias, grad_centred = None, None
         if ctx.needs_input_grad[4]:
             input_bias, grad_centred = ctx.input_bias, torch.mv(reads.T, grad_b_enc)
@@ -213,7 +214,7 @@ class _Explain(torch.autograd.Function):
 
 
 def _start_sum(rows: Weights, group: Group) -> tuple[Weights, Callable[[], None]]:
-    """Start to sum fp32 gradients over all ranks; return the sums and a function that waits until they are complete."""
+    """Start summing fp32 gradients over all ranks; return the sums and a function that waits for them to complete."""
     if group.size == 1:
         return rows, lambda: None
     summed = Packed.of(rows.W_enc, len(rows.b_enc), rows.W_enc.shape[1], rows.W_dec.shape[1], wide(rows.b_enc).dtype)

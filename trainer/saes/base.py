@@ -37,11 +37,11 @@ class SaeSpec(msgspec.Struct, frozen=True):
     d_sae: int
     settings: ArchitectureSettings
     d_out: int | None = None
-    # Add a linear skip connection to a transcoder, so that latents only explain the nonlinear remainder.
+    # Add a linear skip connection to a transcoder, so that latents need to explain only the nonlinear remainder.
     has_skip: bool = False
     # Give each dimension its own scale, and store the raw mean of dimensions with scale 0.
     scales_dimensions: bool = False
-    # A latent that has not fired for this many tokens counts as dead.
+    # A latent is considered dead if it has not fired for this many tokens.
     dead_after_tokens: int = 400_000
 
 
@@ -49,8 +49,8 @@ class Output(NamedTuple):
     """The result of one forward pass.
 
     `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
-    tokens. `losses` are sums over the tokens and latents of this rank; the caller adds them up over ranks. The loss
-    "mse" is Σ‖y − x_hat‖². `sums` contains sums of the errors of x_hat, so that metrics need not compute them again. In
+    tokens. `losses` are sums over the tokens and latents of this rank; the caller sums them over ranks. The loss "mse"
+    is Σ‖y − x_hat‖². `sums` contains sums of the errors of x_hat, so that metrics do not have to recompute them. In
     training, `own_sums` are the 0-dim sums that the architecture's `learn_from` needs.
     """
 
@@ -68,16 +68,16 @@ class Traits(NamedTuple):
     losses: tuple[str, ...] = ("mse",)
     # The number of `Output.own_sums`.
     n_own_sums: int = 0
-    # Keep the rows of W_dec at length 1.
+    # Keep the rows of W_dec at unit norm.
     unit_decoder: bool = True
-    # Initial norm of the encoder's columns if the job sets none.
+    # Initial norm of the encoder's columns, unless the job sets one.
     encoder_scale: float = 0.3
-    # Encoder norm of a revived latent relative to the mean of the living latents: 0.2 in Bricken et al. 2023, so that
-    # the latent does not fire on everything at once.
+    # Encoder norm of a revived latent as a fraction of the living latents' mean. Bricken et al. 2023 use 0.2, so that a
+    # revived latent does not immediately fire on everything.
     revived_share: float = 0.2
     # Sparse products read W_enc and W_dec only in the product dtype.
     reads_narrow: bool = False
-    # `forward` calls `encode_above`, which may lose activations; such a step is skipped.
+    # `forward` calls `encode_above`, which may lose activations; a step that loses any is skipped.
     encodes_above: bool = False
 
 
@@ -86,15 +86,15 @@ class Declared(NamedTuple):
 
     # The dimension that has one entry per latent; None if all latents share the tensor.
     latent_dim: int | None
-    # Whether the tensor is [d_sae] and has the units of a pre-activation. For a revived latent, such a bias is set to a
-    # fraction of the living latents' mean, and any other parameter to 0.
+    # Whether the tensor is [d_sae] and has the units of a pre-activation. When a latent is revived, its biases are set
+    # to a fraction of the living latents' mean, and its other parameters, except W_enc and W_dec, to 0.
     is_bias: bool = False
-    # Smaller values are raised to this bound after each step; only for tensors with `latent_dim` 0.
+    # Lower bound, enforced by clamping after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
-    """Return SAELens' name for an architecture whose SAE is called `of_sae`.
+    """Return the SAELens name of an architecture whose SAE, if it is not a transcoder, is called `of_sae`.
 
     Transcoder names omit "standard".
     """
@@ -107,10 +107,10 @@ def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) ->
 class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input.
 
-    An architecture defines `forward`, `objective` and `export_config`, and if it needs them `traits`, `export_weights`,
-    `calibrate`, `begin_step` and `learn_from`. It overrides nothing else. It needs a constructor only for additional
-    parameters or buffers. The constructor takes the same `SaeSpec`, and adds these tensors to `declared` before it sets
-    them.
+    An architecture defines `forward`, `objective` and `export_config`, and optionally `traits`, `export_weights`,
+    `calibrate`, `begin_step` and `learn_from`. It must not override anything else. It needs a constructor only for
+    additional parameters or buffers. That constructor takes the same `SaeSpec`, and adds these tensors to `declared`
+    before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
@@ -118,22 +118,22 @@ class Sae(nn.Module, ABC):
     computed from a sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a
     batch is split.
 
-    Every quantity that is learnt from a step without a gradient is computed from `step_sums`, a tensor that is summed
-    over micro-batches and ranks. It contains the number of tokens on which each latent fired [n_own], the number of
-    tokens, Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
+    Every quantity that is learnt without a gradient is computed from `step_sums`, a tensor that is summed over
+    micro-batches and ranks. It contains the number of tokens on which each latent fired [n_own], the number of tokens,
+    Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
-    A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
-    Ranks that share latents encode the same tokens. After they have added up their decoded contributions, they split
-    the tokens among themselves: x_hat and everything computed from it, such as the squared error, cover only the
-    `local_shard` of the tokens.
+    A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for those.
+    Ranks that share latents encode the same tokens. After summing their decoded contributions, they split the tokens
+    among themselves: x_hat and everything computed from it, such as the squared error, cover only the `local_shard` of
+    the tokens.
     """
 
     traits = Traits()
 
     settings: ArchitectureSettings
-    # A transcoder's skip connection [d_in, d_out], from the input to the output, or None. It starts from 0, as in
-    # Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. It has the same learning rate as the other weights: with 0.3 and
-    # 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 and 0.262 instead of 0.250.
+    # A transcoder's skip connection [d_in, d_out], from the input to the output, or None. It is initialised to 0, as in
+    # Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. It uses the same learning rate as the other weights: with 0.3 or
+    # 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 or 0.262 instead of 0.250.
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
@@ -157,7 +157,7 @@ class Sae(nn.Module, ABC):
         self.is_transcoder = spec.d_out is not None
         self.d_out = d_out = spec.d_out or d_in
         # Store each latent's weights contiguously, as in W_dec. The sparse products produce the gradient in this
-        # layout, and copying it into the transposed layout took 17 of the 350 ms of a step with 16,384 latents on two
+        # layout, and copying it into the transposed layout took 17 ms of a 350 ms step with 16,384 latents on two
         # cores.
         self.W_enc = nn.Parameter(torch.zeros(d_sae, d_in).T)
         self.b_enc = nn.Parameter(torch.zeros(d_sae))
@@ -172,20 +172,19 @@ class Sae(nn.Module, ABC):
         self.register_buffer("y_variance", torch.ones(()))
         self.register_buffer("ids", torch.arange(d_sae), persistent=False)
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
-        # One tensor, so that a single all-reduce suffices; fp32 counts exactly up to 16 million tokens per step.
+        # A single tensor, so that one all-reduce suffices. Counts in fp32 are exact up to 16 million tokens per step.
         self.register_buffer("step_sums", self._new_sums(), persistent=False)
-        # The number of tokens in the last training pass on which each latent fired, float [d_sae].
+        # For each latent, the number of tokens in the last training pass on which it fired, float [d_sae].
         self.fired: Tensor | None = None
-        # The number of tokens in a micro-batch over all ranks; set only if there are several ranks.
+        # The number of tokens in a micro-batch, summed over all ranks; set only if there are several ranks.
         self.batch_tokens = 0
-        # Whether a pass depends on `may_have_dead`.
+        # Whether the forward pass depends on `may_have_dead`.
         self.reads_dead = False
-        # The half of the held-out rows that is being measured, 0 or 1.
+        # The half of the held-out rows that is being measured, 0 or 1, or None.
         self.held_out_half: int | None = None
         self._host_values: Hashable = ()
         self._buffer_sizer = BufferSizer() if self.traits.encodes_above else None
-        # Upper bound on the number of tokens since each latent fired. It is kept on the host, so that reading it needs
-        # no sync.
+        # Upper bound on `n_tokens_since_fired`, kept on the host so that reading it does not sync with the device.
         self._longest_since_fired = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_since_fired(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
@@ -210,12 +209,12 @@ class Sae(nn.Module, ABC):
 
     @property
     def acts_scale(self) -> Tensor:
-        """The factor, 0-dim, that converts activations from raw to normalised data: the largest scale."""
+        """The factor (0-dim) that converts activations from the units of raw data to normalised units: max y_scale."""
         return self.y_scale.max() if self.y_scale.dim() else self.y_scale
 
     @property
     def raw_scale(self) -> Tensor:
-        """The divisor that converts normalised to raw targets: `y_scale`, but ∞ for dimensions that are left out."""
+        """The divisor that converts normalised to raw targets: `y_scale`, with ∞ for dimensions that are left out."""
         return self.y_scale if self.dropped_mean is None else self.y_scale.masked_fill(self.y_scale == 0, torch.inf)
 
     def raw(self, x_hat: Tensor) -> Tensor:
@@ -229,12 +228,12 @@ class Sae(nn.Module, ABC):
         return None if self.dropped_mean is None else self.y_scale / self.acts_scale
 
     def raw_decoder(self) -> Tensor:
-        """Return the directions [d_sae, d_out] that latents write into raw data: W_dec without dimension scales."""
+        """Return the latents' output directions [d_sae, d_out] in raw data: W_dec without the dimension scales."""
         return self.W_dec if self.dropped_mean is None else self.W_dec / (self.raw_scale / self.acts_scale)
 
     @torch.no_grad()
     def shard(self, data: Group, peers: Group, latents: Latents) -> None:
-        """Keep only this rank's latents, before the weights are set; ranks in `data` hold the same latents."""
+        """Keep only this rank's latents; call it before the weights are set. Ranks in `data` hold the same latents."""
         self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
@@ -243,7 +242,7 @@ class Sae(nn.Module, ABC):
         self.step_sums = self._new_sums()
 
     def __call__(self, x: Tensor, y: Tensor) -> Output:
-        """Run `forward`; in training, also add tokens, firing latents and errors to `step_sums`."""
+        """Run `forward`; in training, also add the counts of tokens and firings, and the errors, to `step_sums`."""
         output: Output = super().__call__(x, y)
         if self.training:
             error, own = output.losses["mse"], output.own_sums
@@ -266,13 +265,13 @@ class Sae(nn.Module, ABC):
         """Return the keys of SAELens' cfg.json that are specific to this architecture."""
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Return SAELens' tensors by name, with the scales folded in so that inputs and outputs are raw data.
+        """Return the weights by their SAELens names, with the scales folded in so that inputs and outputs are raw data.
 
-        Activations are in the target's units: W_dec stays as it is if dimensions share one scale, and everything
-        compared with or added to a pre-activation is divided by `acts_scale`. A dimension that is left out has a row of
+        The exported activations are in the units of the raw target, so encoder biases and thresholds are divided by
+        `acts_scale`. If all dimensions share one scale, W_dec is unchanged. A dimension that is left out has a row of
         zeros in W_enc, a column of zeros in W_dec, and its mean in b_dec.
         """
-        # SAELens' transcoders subtract nothing from their input.
+        # Transcoders in SAELens do not subtract a bias from their input.
         folded = self.x_mean @ self.W_enc if self.is_transcoder else 0
         x_scale = self.x_scale.reshape(-1, 1)
         weights = {
@@ -292,7 +291,7 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Measure rows of held-out half 0 or 1 without any value that was fitted on that half."""
+        """In this context, measure rows of held-out half 0 or 1 without using values that were fitted on that half."""
         self.held_out_half = half
         try:
             yield
@@ -300,29 +299,29 @@ class Sae(nn.Module, ABC):
             self.held_out_half = None
 
     def calibrate(self, x: Tensor) -> None:
-        """Set parameters that depend on the initial pre-activations of normalised x [n, d_in]; by default, none do."""
+        """Set parameters that depend on the initial pre-activations of normalised x [n, d_in], if there are any."""
 
     def begin_step(self, progress: float) -> Hashable:
-        """Set the values that change during a run, and return any values that are kept on the host.
+        """Update the values that change during a run, and return any values that are kept on the host.
 
         `progress` is the completed fraction of the run, 0 to 1.
 
-        A captured pass always uses the host values at the time of its capture, so it is replayed only while these
-        values stay the same.
+        A CUDA graph uses the host values from the time of its capture, so it is replayed only while these values are
+        unchanged.
         """
         return ()
 
     def start_step(self, progress: float) -> None:
-        """Begin a step; `progress` is the completed fraction of the run, 0 to 1."""
+        """Start a step; `progress` is the completed fraction of the run, 0 to 1."""
         self._host_values = self.begin_step(progress)
 
     @property
     def input_bias(self) -> Tensor:
         """The vector that is subtracted from x before encoding: b_dec, or x_mean for a transcoder.
 
-        A transcoder's b_dec is in the output space. b_enc cannot compensate for a mean left in x: if the mean was twice
-        the spread, all latents died within 64 steps, since every update of W_enc shifts all pre-activations by the
-        product of the mean and the update.
+        A transcoder's b_dec is in the output space. b_enc cannot compensate for a nonzero mean of x: with a mean of
+        twice the spread, all latents died within 64 steps, because every update of W_enc shifts all pre-activations by
+        the product of the mean and the update.
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
@@ -337,7 +336,7 @@ class Sae(nn.Module, ABC):
     def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
         """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]).
 
-        The result may include values below the bound, and may be the dense matrix.
+        The result may include values below the bound, and may be dense.
         """
         assert self._buffer_sizer, "set `encodes_above` in the traits"
         may_wait = not (self.training and x.is_cuda)
@@ -346,7 +345,7 @@ class Sae(nn.Module, ABC):
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
         """Return x_hat [n_tokens, d_out] of this rank's tokens and its errors; `acts` are the activations of x.
 
-        If kernels compute x_hat, it has no gradient. Training does not need that gradient.
+        If kernels compute x_hat, it has no gradient, since training does not need one.
         """
         kernels = self.kernels_of_errors(y)
         if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
@@ -356,9 +355,9 @@ class Sae(nn.Module, ABC):
         return x_hat, errors_of(y, x_hat, self.y_mean)
 
     def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
-        """Return the kernels that decode and compute the errors of targets y in one pass; None if they do not apply.
+        """Return the kernels that decode and compute the errors of targets y in one pass, or None if they do not apply.
 
-        They apply in training if x_hat is the sum of b_dec and the contributions of this rank's latents only.
+        They apply only in training, and only if x_hat is b_dec plus the contributions of this rank's latents.
         """
         may = self.training and self.W_skip is None and self.latents.group.size == 1
         return triton_for(y, self.b_dec) if may else None
@@ -366,37 +365,38 @@ class Sae(nn.Module, ABC):
     def offset(self, x: Tensor) -> Tensor:
         """Return the offset added to the output of the latents: b_dec [d_out], or [n, d_out] with a skip connection.
 
-        The skip connection reads x − x_mean. If it read x and the mean were far from 0, each update of W_skip would
-        also shift the mean of the output.
+        The skip connection reads x − x_mean. If it read x itself, and the mean of x were far from 0, each update of
+        W_skip would also shift the mean of the output.
         """
         if self.W_skip is None:
             return self.b_dec
-        # Add b_dec in fp32, since under autocast the product has 16 bits.
+        # Under autocast the product is 16-bit, so add b_dec separately, in fp32.
         return (x - self.x_mean) @ self.W_skip + self.b_dec
 
     def dead(self) -> Tensor:
-        """Return which latents count as dead, bool [d_sae]; all ranks that hold the same latents agree."""
+        """Return a mask of the dead latents, bool [d_sae], which is the same on all ranks that hold these latents."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
-        """Return whether any latent may be dead, identically on all ranks, without a device sync or communication.
+        """Return whether any latent may be dead: the same result on all ranks, with no device sync or communication.
 
-        False is always right. True may be wrong for latents that are on a GPU or shared by ranks, since the host knows
-        only an upper bound for them.
+        False is always correct. True may be wrong if the latents are on a GPU or shared among ranks, since the host
+        then knows only an upper bound.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_since_fired >= self.dead_after_tokens
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
-        """Return the latent dimension of each parameter and buffer that has one, by name."""
+        """Return a dict that maps each per-latent parameter or buffer to the dimension that indexes latents."""
         return {name: one.latent_dim for name, one in self.declared.items() if one.latent_dim is not None}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Give n latents, marked in a bool mask [d_sae], new encoder [n, d_in] and decoder [n, d_out] directions.
+        """Set the encoder directions `reads` [n, d_in] and decoder directions `writes` [n, d_out] of n latents.
 
-        Their biases become a fraction of the living latents' mean bias, and their other parameters become 0.
+        The mask `latents`, bool [d_sae], marks these latents. Their biases become a fraction of the living latents'
+        mean bias, and their other parameters become 0.
         """
         living = ~self.latents.whole(latents)
         share = self.traits.revived_share
@@ -408,16 +408,16 @@ class Sae(nn.Module, ABC):
                 own.movedim(dim, 0)[latents] = share * self._mean(own, living) if is_bias else 0
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
-        """Return the mean of `own` [n_own] over all ranks' latents that are marked in `counted`, bool [n_total]."""
+        """Return the mean of `own` [n_own] over the latents of all ranks that `counted` marks, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
     def note_since_fired(self, n_tokens_since_fired: Tensor) -> None:
-        """Set the host's bound from the counts of all latents, so that all ranks make the same decisions."""
+        """Set the host's upper bound from the counts of all latents, so that all ranks make the same decisions."""
         self._longest_since_fired = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     @torch.no_grad()
     def since_fired_slack(self) -> Tensor:
-        """Return by how much the host's bound exceeds the true maximum, float64 [1] on the device.
+        """Return by how much the host's upper bound exceeds the true maximum, float64 [1] on the device.
 
         This is a collective call: all ranks that train this SAE must make it, and all get the same result.
         """
@@ -426,11 +426,11 @@ class Sae(nn.Module, ABC):
         return (self._longest_since_fired - self.latents.group.gather(own).max()).double()[None]
 
     def take_since_fired_slack(self, slack: float) -> None:
-        """Lower the host's bound by a result of `since_fired_slack`, which may be several steps old."""
+        """Lower the host's upper bound by a result of `since_fired_slack`, which may be several steps old."""
         self._longest_since_fired -= round(slack)
 
     def has_overflowed(self) -> Tensor | None:
-        """Return whether any rank lost activations in this step and set its gradients to NaN, 0-dim bool.
+        """Return whether any rank lost activations in this step, 0-dim bool; such a rank has set its gradients to NaN.
 
         The result is None if this architecture never loses activations. `step_sums` must be summed over all ranks
         before this call.
@@ -449,9 +449,10 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def end_step(self, n_tokens: Tensor) -> None:
-        """Process `step_sums`, the sums of all micro-batches and ranks over `n_tokens` (0-dim) tokens, and clear them.
+        """Process and clear `step_sums`, which must be summed over all micro-batches and ranks of the step.
 
-        For a skipped step `n_tokens` is 0, and the sums change nothing.
+        `n_tokens` (0-dim) is the number of tokens in the step. If the step is skipped, it is 0, and the sums are
+        ignored.
         """
         self._steer(n_tokens)
         self.learn_from(add_tokens(self.n_tokens_since_fired, self.step_sums, n_tokens))
@@ -462,10 +463,10 @@ class Sae(nn.Module, ABC):
     def decide(self, n_tokens: int) -> Hashable | None:
         """Make all host-side decisions for the next training pass before it is queued.
 
-        Call this only on a single GPU, and only if a step has one pass.
+        Call this only on a single GPU, and only if each step has a single pass.
 
-        Return a key of the decision: a captured pass can be replayed whenever the key is the same. Return None if the
-        pass takes so long on the GPU that a capture is not worth its memory.
+        Return a key that identifies the decisions: a CUDA graph of the pass can be replayed whenever the key is the
+        same. Return None if the pass takes so long on the GPU that a graph is not worth its memory.
         """
         own = self._host_values, self.reads_dead and self.may_have_dead()
         if not self._buffer_sizer:
@@ -474,13 +475,13 @@ class Sae(nn.Module, ABC):
         return None if capacity is None else (own, capacity)
 
     def count_step(self, n_tokens: int) -> None:
-        """Record on the host that a step of `n_tokens` is queued, and raise the bound on silence accordingly."""
+        """Record on the host that a step of `n_tokens` tokens is queued, and raise the upper bound accordingly."""
         self._longest_since_fired += n_tokens
         if self._buffer_sizer:
             self._buffer_sizer.queued()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Process the sums of a step: its number of tokens, Σ‖y − x_hat‖², and last the sums in `Output.own_sums`."""
+        """Process the sums of a step: its number of tokens, Σ‖y − x_hat‖², and the sums in `Output.own_sums`."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
@@ -505,5 +506,5 @@ class Sae(nn.Module, ABC):
             weights.div_(norm if skips is None else norm.masked_fill(skips, 1))
 
 
-# What an architecture may define: it must define the abstract methods, and the others are optional.
+# The attributes that an architecture may define; it must define the abstract methods.
 OVERRIDABLE = Sae.__abstractmethods__ | {"traits", "export_weights", "calibrate", "begin_step", "learn_from"}

@@ -24,12 +24,12 @@ UNSET = -1.0
 class BatchTopK(TopK):
     """An SAE with k latents per token on average: training keeps the largest values of a micro-batch over all ranks.
 
-    Outside training, the result for a token must not depend on the other tokens, so a latent is active if it exceeds a
-    threshold. The SAE is exported in this form, as a JumpReLU. `threshold` is a running average of the smallest active
-    value in a batch. This average fits the training rows. On other rows, more latents exceed it: 36.4 per token for k =
-    32 on a small sample. So the three `set_thresholds`, fitted on held-out rows, take precedence. The first is for all
-    rows. Each of the others is for one half of the held-out rows and was fitted on the other half, so that no row is
-    measured with a threshold fitted on it.
+    Outside training, the result for a token must not depend on the other tokens, so a latent is active if its value
+    exceeds a threshold. The SAE is exported in this form, as a JumpReLU. `threshold` is a running average of the
+    smallest active value in a batch. It is fitted to the training rows; on other rows, more latents exceed it: 36.4 per
+    token for k = 32 on a small sample. Therefore, the three `set_thresholds`, fitted on held-out rows, take precedence.
+    The first applies to all rows. Each of the other two applies to one half of the held-out rows and was fitted on the
+    other half, so that no row is measured with a threshold fitted on it.
     """
 
     traits = TopK.traits._replace(n_own_sums=1)
@@ -59,7 +59,7 @@ class BatchTopK(TopK):
 
     @property
     def cut(self) -> Tensor:
-        """The threshold in use outside training, 0-dim."""
+        """The threshold that is used outside training, 0-dim."""
         chosen = self.set_thresholds[0 if self.held_out_half is None else 1 + self.held_out_half]
         return torch.where(chosen >= 0, chosen, self.threshold)
 
@@ -79,7 +79,7 @@ class BatchTopK(TopK):
         super().learn_from(sums)
         n_tokens, smallest = sums[0], sums[2] / sums[0]
         average = torch.lerp(self.threshold, smallest, self.settings.threshold_rate)
-        # Take the first value unchanged: an average with the initial 0 would leave too many latents active for a long
+        # Use the first value unchanged: averaging it with the initial 0 would leave too many latents active for a long
         # time.
         new = torch.where(self.threshold > 0, average, smallest)
         torch.where(n_tokens > 0, new, self.threshold, out=self.threshold)
@@ -93,7 +93,7 @@ class BatchTopK(TopK):
 
 
 def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Allow loading a checkpoint of an older version, which has no `set_thresholds`."""
+    """Allow loading a checkpoint from an older version, which lacks `set_thresholds`."""
     state.setdefault(f"{prefix}set_thresholds", torch.full_like(sae.set_thresholds, UNSET))
 
 

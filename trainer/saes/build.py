@@ -10,7 +10,7 @@ from trainer.saes.base import Sae, SaeSpec
 
 
 def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
-    """Build the SAE of a job with zero weights, or a transcoder if `d_out` is given.
+    """Build a job's SAE, or its transcoder if `d_out` is given, with all weights set to zero.
 
     Raise `UserError` for a transcoder that no export format supports.
     """

@@ -18,8 +18,8 @@ class Gated(Penalised):
     """An SAE whose encoder has two outputs: the gate decides which latents fire, and the magnitude how strongly.
 
     Only the gate is penalised, so that magnitudes do not shrink. The gate learns from a separate reconstruction, which
-    must not change the decoder. `b_enc` is the gate's bias; the magnitude's encoder columns are the gate's times
-    exp(`r_mag`).
+    must not change the decoder. `b_enc` is the bias of the gate. The magnitude's encoder columns are the gate's columns
+    times exp(`r_mag`).
     """
 
     traits = Penalised.traits._replace(losses=("mse", "gate_l1", "gate_mse"), encoder_scale=0.6)
@@ -46,7 +46,7 @@ class Gated(Penalised):
 
     def _magnitudes(self, gate: Acts) -> Acts:
         scale = self.r_mag.exp()
-        # The gate's values include `b_enc`, so correct the bias vector for it instead of every value.
+        # The gate's values include `b_enc`. Correcting the bias vector is cheaper than correcting every value.
         bias = self.b_mag - self.b_enc * scale
         magnitude = torch.addcmul(gate.at(bias), gate.values, gate.at(scale)).relu()
         return gate.with_values(magnitude * (gate.values > 0))

@@ -10,14 +10,14 @@ from trainer.contract.settings.job import SaeSettings
 from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 
-# The largest mean distance of rows from their mean: the sum of d squares must stay below 3e38, the maximum of fp32.
+# Limit for the mean distance of rows from their mean, since the sum of d squares must stay below fp32's maximum, 3e38.
 LARGEST_SPREAD = 1e15
-# Below this magnitude, the square of a value loses digits in fp32.
+# Below this magnitude, the square of a value loses precision in fp32.
 SMALLEST_VALUE = 1e-18
 # The number of random values generated at once: all values for 2^20 latents of width 4,096 would take 16 GiB of host
 # memory per rank.
 _AT_ONCE = 2**24
-# PyTorch generates normal values in groups of 16, so blocks of a multiple of 16 give the same values as a single call.
+# PyTorch generates normal values in groups of 16, so blocks of a multiple of 16 rows give the same values as one call.
 _DRAWN_BY = 16
 
 
@@ -77,7 +77,7 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
         raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
     if 0 < (largest := float(x.abs().max())) < SMALLEST_VALUE:
         raise UserError(f"{path}: values of at most {largest:.2g} are too small for fp32; scale them up")
-    # If all rows are equal, the spread consists of rounding errors, about 1e-6 times the size.
+    # If all rows are equal, the spread is pure rounding error, about 1e-6 times the size.
     if spread <= 1e-5 * size:
         raise UserError(f"{path}: all activations are the same, so there is nothing to learn; extract them again")
 
@@ -100,9 +100,10 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
 
 
 def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -> None:
-    """Set this rank's rows [n_own, d] to random unit vectors: its latents' rows of a matrix for all latents.
+    """Set the rows of this rank's latents, `own` [n_own, d], to random unit vectors.
 
-    Every rank generates all rows, block by block, so that the result does not depend on how the latents are sharded.
+    Every rank generates the rows of all latents, block by block, and keeps its own, so that the result does not depend
+    on how the latents are sharded.
     """
     ids, d = latents.own, own.shape[1]
     n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
@@ -124,9 +125,9 @@ def _centre(points: Tensor, how: str) -> Tensor:
 
 
 def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:
-    """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], by Weiszfeld's iteration.
+    """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], using Weiszfeld's algorithm.
 
-    Unlike the mean, it barely changes if a few tokens have very large norms.
+    Unlike the mean, this point is not dominated by a few tokens with very large norms.
     """
     median = points.mean(dim=0)
     for _ in range(max_iterations):

@@ -1,4 +1,4 @@
-"""JumpReLU SAE (Rajamanoharan et al. 2024, arXiv 2407.14435), also with Anthropic's penalty of January 2025."""
+"""JumpReLU SAE (Rajamanoharan et al. 2024, arXiv 2407.14435), optionally with Anthropic's penalty of January 2025."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from trainer.saes.sparse_acts import Acts, marked_in_columns
 class JumpReLU(Penalised):
     """An SAE in which each latent is active above its own `threshold` [d_sae], learnt with straight-through gradients.
 
-    The jump at the threshold has no gradient. It is replaced by the gradient of the jump's mean over a window of width
-    `bandwidth` around the threshold, so only pre-activations within the window change the threshold. A latent far below
-    its threshold gets no gradient. The parameter is the threshold itself, not its logarithm: with the logarithm, Adam's
-    changes to a threshold would shrink with the threshold.
+    The jump at the threshold has no gradient. The gradient of its mean over a window of width `bandwidth` around the
+    threshold is used instead, so only pre-activations within the window change the threshold. A latent far below its
+    threshold gets no gradient. The parameter is the threshold itself, not its logarithm: with the logarithm, Adam's
+    updates would become smaller as the threshold falls.
 
-    With `penalty` "l0", the loss counts active latents, and the gradients from the window change only the thresholds.
-    With "tanh", Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖) to the loss, and the gradients also
-    reach the encoder.
+    With `penalty` "l0", the penalty is the number of active latents, and the gradients from the window change only the
+    thresholds. With "tanh", Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖) to the loss, and the
+    gradients also reach the encoder.
     """
 
     settings: JumpReLUSettings
     traits = Penalised.traits._replace(losses=("mse", "sparsity"))
     # λ, the weight of the penalty, settles at about 0.001 times the variance. If it starts ten times higher, Adam's
-    # moments become so large that thresholds almost stop changing: for k = 32, L0 fell to 24 in 500 steps, and only to
-    # 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of a penalty (L0 − k)².
+    # moments become so large that the thresholds almost stop changing: for k = 32, L0 fell to 24 within 500 steps, but
+    # only to 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of the penalty
+    # (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
     # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 for 0.3, 32 for 0.5 and 26 for 0.7.
     threshold_at_start = 0.5
@@ -39,7 +40,7 @@ class JumpReLU(Penalised):
     def __init__(self, spec: SaeSpec) -> None:
         super().__init__(spec)
         self._tanh_scale = self.settings.tanh_scale if self.settings.penalty == "tanh" else None
-        # At a threshold below 0 there is no jump, so the gradients from the window would be wrong.
+        # There is no jump at a threshold below 0, so the gradients from the window would be wrong.
         self.declared["threshold"] = Declared(0, is_bias=True, lowest=0)
         self.threshold = nn.Parameter(torch.zeros(self.d_sae))
 
@@ -72,15 +73,15 @@ class JumpReLU(Penalised):
 class _Jump(torch.autograd.Function):
     """Returns z where z > θ and 0 elsewhere, and the number of active values, 0-dim; θ is at least 0.
 
-    The jump and the count have no gradient. They get the gradients of their means over the window instead: for θ, these
-    are −θ/ε and −1/ε within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ,
-    the window's gradient for z is the negative of that for θ. If `moves_z`, z gets this gradient for its value; it
-    never gets one for the count. The code makes as few passes over z as possible.
+    The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these are
+    −θ/ε and −1/ε inside a window of width ε. z also gets the ordinary gradient of its value. The jump depends on z − θ,
+    so its window gradient for z is the negative of that for θ. z gets this gradient only if `moves_z` is set, and never
+    gets one from the count. The implementation minimises the number of passes over z.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, moves_z: bool) -> tuple[Tensor, Tensor]:
-        # The mask is False for NaN, which must not count as inactive.
+        # The mask is False for NaN, which must not be treated as inactive.
         is_off = z <= threshold.clamp_min(0)
         ctx.save_for_backward(z, threshold, is_off)
         ctx.bandwidth, ctx.moves_z = bandwidth, moves_z
@@ -102,7 +103,7 @@ class _Jump(torch.autograd.Function):
 
 
 def _summed_to(threshold: Tensor, values: Tensor) -> Tensor:
-    """Sum over tokens if all tokens share a threshold; sparse entries have one threshold each."""
+    """Sum `values` over tokens if all tokens share the thresholds; sparse entries have one threshold each."""
     if values.shape == threshold.shape:
         return values
     return marked_in_columns(values) if values.dtype == torch.bool else values.sum(dim=0)

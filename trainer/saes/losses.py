@@ -1,4 +1,4 @@
-"""Loss terms, each summed over tokens. Means are computed only after these sums are added up over all ranks."""
+"""Loss terms, each summed over tokens. Means are computed only after the terms have been summed over all ranks."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
 def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
     """Return the error that the dead latents leave unexplained: `weight` · Σ‖error + explained‖² over tokens.
 
-    `error` is x_hat − y of the living latents, and `explained` is the reconstruction of y − x_hat by the dead ones. The
-    weight is 1 / the variance of y − x_hat: Gao et al. 2024, arXiv 2406.04093, appendix A.2. `error` gets no gradient,
-    since it is a target: otherwise, the living latents would learn to make errors that are easy to reconstruct for dead
-    ones.
+    `error` is x_hat − y of the living latents, and `explained` is the dead latents' reconstruction of y − x_hat. The
+    weight is 1 / (variance of y − x_hat), as in Gao et al. 2024, arXiv 2406.04093, appendix A.2. `error` is a target
+    and gets no gradient; otherwise, the living latents would learn to make errors that are easy for dead latents to
+    reconstruct.
     """
-    # Check the sparse kernels for this dtype: a GPU may lack bf16, which the self-test of the error kernels does not
-    # detect. If products work in a dtype, sums work too.
+    # Check that the sparse kernels work in this dtype: a GPU may lack bf16, and the self-test of the error kernels does
+    # not detect that. If products work in a dtype, sums work too.
     is_narrow = explained.dtype != error.dtype and SPARSE_PRODUCTS.on(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
@@ -109,8 +109,9 @@ class _Square(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
-        # If x has 16 bits, this pass also converts the gradient. With 16-bit errors, a GPU would round a 0-dim factor
-        # to their dtype, which changes the whole gradient by up to 1 in 256; a factor of shape [1] is not rounded.
+        # If x is 16-bit, this pass also converts the gradient. With 16-bit errors, a GPU would round a 0-dim factor to
+        # their dtype, which would change the entire gradient by up to 1 part in 256. A factor of shape [1] is not
+        # rounded.
         twice = (2 * grad).reshape(1)
         return torch.mul(error, twice, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
 
@@ -127,7 +128,7 @@ class _Weighted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         twice, weight = ctx.saved_tensors
-        # The factor gets shape [1], as in `_Square`.
+        # Reshape the factor to [1] so that it is not rounded, as in `_Square`.
         return torch.mul(twice, (grad * weight).reshape(1), out=torch.empty_like(twice)), None, None, None
 
 

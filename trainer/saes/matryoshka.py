@@ -21,10 +21,10 @@ from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
 
 class MatryoshkaBatchTopK(BatchTopK):
-    """A BatchTopK SAE in which the first d_sae / 2, d_sae / 4, … latents also reconstruct the target alone.
+    """A BatchTopK SAE in which the first d_sae / 2, d_sae / 4, … latents also reconstruct the target by themselves.
 
-    The loss is the mean over `n_levels` prefixes, including the full dictionary, so that small prefixes learn general
-    features, which specific features would otherwise absorb.
+    The loss is the mean over `n_levels` prefixes, including the full dictionary. Small prefixes therefore learn general
+    features, which more specific features would otherwise absorb.
     """
 
     traits = BatchTopK.traits._replace(losses=("mse", "inner_mse", "auxk"))
@@ -49,7 +49,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:
-        """Return the result of `_nested`, from kernels that decode all levels; None if these cannot be used."""
+        """Return the result of `_nested` from kernels that decode all levels, or None if they cannot be used."""
         kernels = self.kernels_of_errors(y)
         if kernels is None or isinstance(acts, DenseActs):
             return None
@@ -63,8 +63,8 @@ class MatryoshkaBatchTopK(BatchTopK):
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
-        """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes but the full dictionary."""
-        # If kernels compute x_hat, it has no gradient. Training does not need that gradient.
+        """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes except the full dictionary."""
+        # If kernels compute x_hat, it has no gradient, since training does not need one.
         triton = triton_for(y, parts, offset) if self.training else None
         if triton is None:
             x_hat, inner = _PrefixErrors.apply(parts, offset, y)  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return reduce_scatter(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
-        """Return the activations with a token index for each (token, level) pair.
+        """Regroup the activations, so that each (token, level) pair has its own token index.
 
         The entries of a token are ordered by latent, and therefore by level.
         """
@@ -105,7 +105,7 @@ def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> Gr
 
 
 class _PrefixErrors(torch.autograd.Function):
-    """x_hat, and Σ‖y − x_hat‖² summed over all prefixes but the full dictionary, from the output of each level.
+    """x_hat, and Σ‖y − x_hat‖² summed over all prefixes except the full dictionary, from the output of each level.
 
     `offset`, [d_out] or [n_tokens, d_out], is added to every prefix.
 
@@ -120,14 +120,14 @@ class _PrefixErrors(torch.autograd.Function):
         for level in range(parts.shape[1]):
             before = torch.add(parts[:, level], before, out=errors[:, level])
         ctx.save_for_backward(errors)
-        # A matrix of squares would double the memory. On a CPU, a single norm over all values is wrong by several
+        # A matrix of squares would double the memory. On CPU, a single norm over all values would be off by several
         # percent.
         return y + before, torch.linalg.vector_norm(errors[:, :-1], dim=2).square().sum()
 
     @staticmethod
     def backward(ctx: Any, grad_x_hat: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
         (errors,) = ctx.saved_tensors
-        # The factor is a vector, since a CPU's product with a scalar tensor is not vectorised.
+        # The factor is a vector, since multiplication by a scalar tensor is not vectorised on CPU.
         twice = (2 * grad_inner).repeat(errors.shape[2])
         grad, above = torch.empty_like(errors), grad_x_hat
         grad[:, -1] = grad_x_hat
@@ -137,7 +137,7 @@ class _PrefixErrors(torch.autograd.Function):
 
 
 class _KnownNested(torch.autograd.Function):
-    """Both sums of `_PrefixErrors`, already computed by kernels, with the gradients of `parts` and `offset`."""
+    """The sums of squared errors, already computed by kernels, with gradients for `parts` and `offset`."""
 
     @staticmethod
     def forward(

@@ -18,12 +18,13 @@ from trainer.saes.kernels.top_k_across_ranks import nth_largest
 class Steering(NamedTuple):
     """Settings of the controller that finds the weight of a penalty.
 
-    `start` is the initial weight as a fraction of the data's variance. A deviation of log L0 from its target changes
-    the weight immediately, by `gain` times the initial weight, and in every step that it lasts, by `integral_gain`
-    times the initial weight. `lowest` bounds the weight from below, in multiples of the initial weight.
+    `start` is the initial weight as a fraction of the data's variance. `gain` and `integral_gain` are the proportional
+    and integral gains: the change of the weight, in multiples of the initial weight, per unit of deviation of log L0
+    from its target. The integral term accumulates in every step. `lowest` is the lower bound of the weight, in
+    multiples of the initial weight.
 
-    `most` bounds the ratio of L0 to its target, in both directions. In the first steps, the true ratio exceeds this
-    bound; without the bound, the FVU of gated SAEs rose from 0.6 back to 0.9.
+    The ratio of L0 to its target is clamped to [1 / `most`, `most`]. In the first steps, the true ratio exceeds this
+    range; without clamping, the FVU of gated SAEs rose from 0.6 back to 0.9.
     """
 
     start: float
@@ -50,8 +51,8 @@ class Penalty(nn.Module):
         self._k, self._steering = k, steering
         self._fixed = None if isinstance(coefficient, str) else coefficient
         self._warmup_fraction = warmup_fraction
-        # The warm-up factor, times λ if that is fixed. `factor` is on the device, since a captured step would always
-        # use the Python number at the time of its capture.
+        # The warm-up factor, multiplied by λ if λ is fixed. `factor` is a copy on the device, since a CUDA graph would
+        # always use the Python number from the time of its capture.
         self._factor = 1.0 if self._fixed is None else self._fixed
         self.register_buffer("factor", torch.full((), self._factor), persistent=False)
         self.register_buffer("unit", torch.zeros(()))
@@ -59,13 +60,13 @@ class Penalty(nn.Module):
         self.register_buffer("deviation", torch.zeros(()))
 
     def start(self, variance: Tensor) -> None:
-        """Set the initial value of the steered weight for data of this variance per token (0-dim)."""
+        """Set the initial value of the steered weight; `variance` (0-dim) is the data's total variance per token."""
         self.unit.copy_(self._steering.start * variance)
 
     def begin_step(self, progress: float) -> None:
         warmth = min(1.0, progress / self._warmup_fraction) if self._warmup_fraction else 1.0
         factor = warmth if self._fixed is None else self._fixed * warmth
-        # After the warm-up, no update is queued.
+        # Queue an update only if the factor has changed; after the warm-up, it is constant.
         if factor != self._factor:
             self._factor = factor
             self.factor.fill_(factor)
@@ -80,12 +81,12 @@ class Penalty(nn.Module):
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
-        """Update the controller with a step's number of active latents; a skipped step (0 tokens) changes nothing."""
+        """Update the controller with a step's total number of activations; a skipped step (0 tokens) has no effect."""
         came, ratio = n_tokens > 0, n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         torch.where(came, deviation, self.deviation, out=self.deviation)
         self.integral += self._steering.integral_gain * deviation * came
-        # Stop the integral from falling further once the weight is at its lower bound.
+        # Keep the integral from falling further once the weight has reached its lower bound.
         self.integral.clamp_min_(self._steering.lowest - 1)
 
 
@@ -127,7 +128,7 @@ class Penalised(Sae):
         short run.
         """
         self.penalty.start(self.y_variance)
-        # For a latent that is active on 1 % of tokens, 2,048 rows determine the bound to within 1 %.
+        # For a latent that is active on 1 % of the tokens, 2,048 rows determine the bound to within 1 %.
         rows = x[:START_ROWS] - self.input_bias
         at_once = rows.split(max(1, START_VALUES // self.W_enc.shape[1]))
         pre_acts = (torch.addmm(self.b_enc, some, self.W_enc) for some in at_once)

@@ -19,8 +19,8 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
 
     The tokens are sampled from normalised x [n_tokens, d_in] and y [n_tokens, d_out], with probability proportional to
     the square of their loss. The encoder and decoder directions of a latent then become the direction from the centre
-    to its token; the encoder direction is scaled by `Traits.revived_share`. The biases are scaled too; the paper does
-    not need this, since its biases start from 0.
+    to its token; the encoder direction is scaled by `Traits.revived_share`. The biases are scaled too, which the paper
+    does not need because its biases start at 0.
     """
     dead = sae.dead()
     all_dead = sae.latents.whole(dead)

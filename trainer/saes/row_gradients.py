@@ -1,7 +1,7 @@
 """Gradients of the weights of a few latents, added as rows to the full gradients.
 
-Autograd would expand these gradients to matrices for all latents and add the matrices: for 2,304 of 65,536 latents of
-width 2,304, it would read and write 3.6 GB for 42 MB of gradients.
+Autograd would expand these gradients to matrices for all latents, and then add the matrices. For 2,304 of 65,536
+latents of width 2,304, it would read and write 3.6 GB to process 42 MB of gradients.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RowGradient(NamedTuple):
     """The gradients of the weights of n latents.
 
     `latents` [n] contains distinct indices, and −1 for latents of other ranks. `parameters` are W_enc [d_in, d_sae],
-    b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are the gradients of these latents. `centred` [d_in] is the gradient
-    of x − input_bias, summed over tokens; a trainable `input_bias` gets the negative of this gradient. If the rows are
-    summed over ranks, the sums are complete once `arrive` returns.
+    b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are their gradients for the n latents. `centred` [d_in] is the
+    gradient of x − input_bias, summed over tokens; a trainable `input_bias` gets the negative of this gradient. If the
+    rows are summed over ranks, the sums are complete once `arrive` returns.
     """
 
     parameters: Weights
@@ -47,7 +47,7 @@ class RowGradients:
         self._left: list[RowGradient] = []
 
     def leave(self, gradient: RowGradient) -> None:
-        """Keep a gradient until the backward pass is over."""
+        """Keep a gradient until the end of the backward pass."""
         self._left.append(gradient)
 
     def take(self) -> list[RowGradient]:

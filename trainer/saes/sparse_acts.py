@@ -23,7 +23,7 @@ class ByLatent(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The number of valid entries: `n` (0-dim, on their device), and the approximate number that the host expects."""
+    """The number of valid entries: the exact number `n` (0-dim, on their device), and the host's estimate of it."""
 
     n: Tensor
     expected: int
@@ -33,13 +33,13 @@ class SparseIndices:
     """The positions of sparse activations: a flat list of entries, ordered by token.
 
     Entry i belongs to latent `latents[i]` and token `tokens[i]`; the entries of token t start at `starts[t]`. If the
-    host does not know the number of entries, `filled` contains the number of valid ones. The padding after the valid
-    entries has distinct positions in no particular order, and values of 0.
+    host does not know the number of entries, `filled` contains the number of valid ones. The padding entries after them
+    have distinct positions in no particular order, and values of 0.
     """
 
     def __init__(self, latents: Tensor, tokens: Tensor | None, starts: Tensor, filled: Filled | None = None) -> None:
         self.latents, self.starts, self.filled = latents, starts, filled
-        # If every token has the same number of entries, `tokens` can be None and is computed on first use.
+        # If every token has the same number of entries, `tokens` may be None; it is then computed on first use.
         self._tokens = tokens
         self._sorted = _Sorted(latents, filled)
         self._tokens_by_latent: Tensor | None = None
@@ -55,14 +55,14 @@ class SparseIndices:
         return len(self.latents) // max(len(self.starts), 1)
 
     def by_latent(self, d_sae: int) -> ByLatent:
-        """Return the entries sorted by latent, as both weight gradients need them; only the first call sorts."""
+        """Return the entries sorted by latent, as both weight gradients need them; the result is cached."""
         return self._sorted.by_latent(d_sae)
 
     def tokens_by_latent(self, d_sae: int) -> Tensor:
         """Return the tokens of the entries sorted by latent, [n]."""
         if self._tokens_by_latent is None:
             order = self.by_latent(d_sae).order
-            # A GPU needs one division instead of three operations and an index. A CPU divides more slowly.
+            # On a GPU, one division replaces three operations and an index tensor. On a CPU, dividing is slower.
             divides = self._tokens is None and order.is_cuda
             self._tokens_by_latent = order // self._per_token if divides else self.tokens.index_select(0, order)
         return self._tokens_by_latent
@@ -72,9 +72,9 @@ class SparseIndices:
         return self._sorted.latents_of_windows(d_sae, longest)
 
     def regroup(self, tokens: Tensor, n_tokens: int) -> SparseIndices:
-        """Return entries with the same latents, in the same order, and with other ascending `tokens` [n].
+        """Return the same entries, in the same order, with new token indices: `tokens` [n], ascending.
 
-        Both objects share one sort by latent.
+        Both objects share the cached sort by latent.
         """
         if self.filled is not None:
             tokens = fill_rest(tokens, self.filled, n_tokens - 1)
@@ -104,8 +104,8 @@ class _Sorted:
         if longest not in self._windows:
             order, starts = self.by_latent(d_sae)
             windows = torch.arange(0, len(order), longest, device=starts.device)
-            # If several latents start at the same entry, it belongs to the last one, and the others are empty. The
-            # first latent starts at entry 0.
+            # If several latents start at the same entry, it belongs to the last of them, and the others have no
+            # entries. The first latent always starts at entry 0.
             self._windows[longest] = torch.searchsorted(starts[1:], windows, right=True)
         return self._windows[longest]
 
@@ -113,7 +113,7 @@ class _Sorted:
 def _sorted_by_latent(latents: Tensor, filled: Filled | None, d_sae: int) -> ByLatent:
     n_keys = d_sae
     if filled is not None:
-        # Make the sort put padding last.
+        # Give padding the largest key, so that it is sorted to the end.
         n_keys, latents = d_sae + 1, fill_rest(latents, filled, d_sae)
     # A radix sort takes longer for larger keys: on one core, 131,072 keys take 0.8 ms with 16 bits, 2 ms with 32 bits
     # and 4 ms with 64 bits.
@@ -131,7 +131,7 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return, for each entry, the element of a vector [d_sae] that belongs to its latent: [n]."""
+        """Return the element of the vector `per_latent` [d_sae] for the latent of each entry, [n]."""
         return per_latent.index_select(0, self.indices.latents)
 
     def total(self, weights: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class SparseActs(NamedTuple):
         return self._replace(values=values)
 
     def count_by_latent(self, is_counted: Tensor) -> Tensor:
-        """Return the number of each latent's entries that are marked in a bool mask [n]: float [d_sae]."""
+        """Return, for each latent, how many of its entries are marked in a bool mask [n]: float [d_sae]."""
         return _per(self.indices.latents, is_counted, self.d_sae)
 
     def per_token(self, values: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class DenseActs(NamedTuple):
         return DenseActs(values)
 
     def count_by_latent(self, is_counted: Tensor) -> Tensor:
-        """Return the number of each latent's tokens that are marked in a bool mask [n_tokens, d_sae]: float [d_sae]."""
+        """Return, for each latent, how many tokens are marked in a bool mask [n_tokens, d_sae]: float [d_sae]."""
         return marked_in_columns(is_counted)
 
     def per_token(self, values: Tensor) -> Tensor:
@@ -191,8 +191,8 @@ Acts = SparseActs | DenseActs
 def marked_in_columns(mask: Tensor) -> Tensor:
     """Return the number of marked elements in each column of a bool mask [n_rows, n]: fp32 [n].
 
-    `sum` copies a bool tensor, by default to 8 bytes per element: 0.8 GB for 4,096 tokens and 24,576 latents. Summing
-    chunks of rows keeps the copy small.
+    `sum` copies a bool tensor, by default with 8 bytes per element: 0.8 GB for 4,096 tokens and 24,576 latents. Summing
+    in chunks of rows keeps the copy small.
     """
     parts = mask.split(COUNTED_AT_ONCE)
     return torch.stack([part.sum(dim=0, dtype=torch.float32) for part in parts]).sum(dim=0)

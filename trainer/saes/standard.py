@@ -16,7 +16,7 @@ from trainer.saes.penalised import Penalised, Steering
 class Standard(Penalised):
     """An SAE with ReLU latents, penalised by the sum of all activations, each times the norm of its decoder row.
 
-    The norms are unconstrained: since the penalty includes them, longer rows cannot reduce it.
+    The norms are unconstrained, since longer rows cannot reduce a penalty that includes the norms.
     """
 
     traits = Penalised.traits._replace(losses=("mse", "l1"), unit_decoder=False, encoder_scale=1.0)

@@ -51,11 +51,11 @@ class TopK(Sae):
         return self._score(explained, acts, *self.reconstruct(acts, x, y))
 
     def _encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
-        """Return the activations of x − input_bias [n_tokens, d_in], and the error's reconstruction by dead latents.
+        """Return the activations of x − input_bias [n_tokens, d_in], and the dead latents' reconstruction of the error.
 
-        Ranks exchange the weights of dead latents while they encode. Autograd runs in the reverse order, so the
-        gradients of these weights are exchanged during the encoder's backward pass. A replica that holds all latents
-        may still be receiving W_dec while it encodes, so it reads the rows of dead latents afterwards.
+        Ranks that share latents exchange the weights of dead latents while they encode. Autograd runs in the reverse
+        order, so they exchange the gradients of these weights during the encoder's backward pass. A replica that holds
+        all latents may still be receiving W_dec while it encodes, so it reads the rows of dead latents afterwards.
         """
         exchanges = self.latents.group.size > 1
         candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None
@@ -65,19 +65,19 @@ class TopK(Sae):
         return acts, self.auxk.explain(self, centred, candidates)
 
     def _encode_latents(self, centred: Tensor) -> Acts:
-        """Return the activations of the latents that are chosen for x − input_bias [n_tokens, d_in]."""
+        """Return the activations of the latents selected for x − input_bias [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
         choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not centred.is_cuda)
         pre_acts = self.encode_centred(centred, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
     def _score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
-        """Complete a forward pass from its activations and x_hat: compute the loss terms."""
+        """Compute the loss terms from the activations and x_hat, and return the output of the forward pass."""
         losses = {"mse": errors.square, "auxk": self.auxk.loss(errors.each, explained)}
         return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return the squared error, relative to the variance of the data so that any scale works, plus AuxK's loss."""
+        """Return the squared error divided by the data's variance, so that any scale works, plus the AuxK loss."""
         return torch.add(losses["mse"] / self.y_variance, losses["auxk"], alpha=self.auxk.alpha)
 
     def learn_from(self, sums: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Code that all parts of the self-test share: results of checks, learners and random rows."""
+"""Code shared by all parts of the self-test: check results, learners and random rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Check(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes of a training that is small enough for a self-test."""
+    """The sizes of a training run that is small enough for a self-test."""
 
     d_in: int
     d_sae: int
@@ -59,7 +59,7 @@ def take(learner: Learner, number: int, x: Tensor) -> None:
 
 
 def rows(n: int, d_in: int, seed: int = 0) -> Tensor:
-    """Return rows [n, d_in] on the CPU, the same on every machine: sparse sums of fixed directions, plus noise."""
+    """Return rows [n, d_in] on the CPU, identical on all machines: sparse sums of fixed directions, plus noise."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.nn.functional.normalize(torch.randn(2 * d_in, d_in, generator=generator), dim=1)
     used = torch.rand(n, len(directions), generator=generator) < 12 / len(directions)

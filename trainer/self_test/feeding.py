@@ -22,7 +22,7 @@ N_BATCHES, BATCH = 40, 2048
 
 
 class Stored(IndexedSource):
-    """A source of rows in memory, which are read into a given buffer, as from shards."""
+    """A source of rows in memory, which are read into a given buffer in the same way as rows from shards."""
 
     place = "the self-test"
 
@@ -65,7 +65,7 @@ def _batches(source: Stored, device: torch.device) -> list[Tensor]:
 def _used(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.clone()
-    # Keep the GPU busy for a few milliseconds, so that the copies of the next batches overtake this work.
+    # Keep the GPU busy for a few milliseconds, so that the next batches are copied before this work is complete.
     product = x.float().T @ x.float()
     for _ in range(20):
         product = torch.nn.functional.normalize(product @ product)

@@ -1,4 +1,4 @@
-"""Checks short training runs on the device: FVU as on the CPU, exact resuming and replay, and no host waits."""
+"""Checks short training runs on the device: FVU close to the CPU's, exact resuming and replay, and no host waits."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from trainer.training.learner import Learner
 # Devices select differently among nearly equal activations, so training runs diverge slowly.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
-# The largest allowed relative difference between a captured and a plain step, in the loss and in the weight change.
+# The largest allowed relative difference between a replayed and an eager step, in the loss and in the weight change.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
-# Part of PyTorch's warning when the host waits. PyTorch's warning that it may miss waits is ignored.
+# Part of PyTorch's warning when the host waits. PyTorch also warns that it may miss some waits; this is ignored.
 WAITED = "called a synchronizing CUDA operation"
 # Training settings that are checked in addition to the defaults of each architecture.
 OTHERS: tuple[dict[str, Any], ...] = (
@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """Compare each architecture's FVU on the device, in each precision of `among`, with that on the CPU in fp32."""
+    """Compare each architecture's FVU on the device, in each precision of `among`, with its FVU on the CPU in fp32."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]
@@ -149,10 +149,11 @@ def check_waits(device: torch.device) -> Iterator[Check]:
 
 
 def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
-    """Check that captured steps equal plain steps exactly, even if the host's decisions change between steps.
+    """Check that replayed steps are bit-identical to eager steps, even if host-side decisions change between steps.
 
     In deterministic mode, architectures with a sparsity penalty use dense products, so their steps are not captured.
-    These steps are compared outside deterministic mode, each from the same weights, since the order of sums differs.
+    Instead, these steps are compared outside deterministic mode with a tolerance, since the order of sums differs; each
+    pair of steps starts from the same weights.
     """
     if device.type != "cuda":
         return
@@ -196,7 +197,7 @@ def _captured_alike(
 def captured_nearly_alike(
     plain: Learner, captured: Learner, device: torch.device, n_steps: int, tape: Callable[[], Tape] = CudaTape
 ) -> tuple[bool, dict[str, Any]]:
-    """Compare the losses and weight changes of plain and captured steps that start from the same weights."""
+    """Compare the losses and weight changes of eager and replayed steps that start from the same weights."""
     captured.whole_steps = steps = GraphReplay(captured, tape)
     batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
     losses_off, changes_off = 0.0, 0.0
@@ -214,7 +215,7 @@ def captured_nearly_alike(
 
 @torch.no_grad()
 def _changes_off(plain: Learner, captured: Learner, before: dict[str, Tensor]) -> float:
-    """Return the distance between both learners' weights, relative to the plain learner's change from `before`."""
+    """Return the distance between both learners' weights, relative to the eager learner's change from `before`."""
     parted = went = 0.0
     others = dict(captured.sae.named_parameters())
     for name, weights in plain.sae.named_parameters():
@@ -224,7 +225,7 @@ def _changes_off(plain: Learner, captured: Learner, before: dict[str, Tensor]) -
 
 
 def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
-    """Return the source lines at which the host waits for a GPU during `work`, with the number of waits."""
+    """Return how often the host waits for a GPU during `work`, by source line."""
     if device.type != "cuda":
         work()
         return Counter()

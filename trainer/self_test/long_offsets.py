@@ -16,7 +16,7 @@ PART = "long offsets"
 # The shapes of weights and pre-activations. The last `N_LAST` rows start beyond 2^31 elements; all other rows are zero.
 WEIGHTS, PRE_ACTS = (2**20 + 64, 2304), (2**15 + 8, 65536)
 N_LAST = 8
-# The memory for 16-bit weights and fp32 sums of the same shape, plus a third of both for intermediate results.
+# The memory for 16-bit weights and fp32 sums of the same shape, plus a third of this memory for intermediate results.
 NEEDED_BYTES = 20 * 10**9
 
 

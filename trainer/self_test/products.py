@@ -16,8 +16,8 @@ from trainer.self_test.base import CPU, Check
 PART = "products"
 # The allowed relative error: fp32 sums of a thousand terms lose their last few bits to rounding.
 TOLERANCE = 1e-5
-# For each case: the number of active latents of each token, the number of latents, and the width. The entries of a
-# latent that is active on all tokens are split. The last two cases have the widths of real models.
+# For each case: the number of active latents of each token, the number of latents, and the width. If a latent is active
+# on all tokens, its entries are split over programs. The last two cases have the widths of real models.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "few entries": ([3, 5, 1, 0, 2], 7, 16),
     "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),
@@ -77,7 +77,7 @@ def share_off(found: Tensor, exact: Tensor) -> float:
 
 
 def check_selections(device: torch.device) -> Iterator[Check]:
-    """Compare selections with a full sort, in which NaN counts as the largest value."""
+    """Compare selections with a full sort, in which NaN is the largest value."""
     types = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     matrix = torch.randn(257, 6144, generator=torch.Generator().manual_seed(0))
     matrix[3, 5] = float("nan")

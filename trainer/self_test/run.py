@@ -1,4 +1,4 @@
-"""Runs the self-test on one device: reports each check when it is complete, and finally the totals."""
+"""Runs the self-test on one device; reports each check when it is complete, and the totals at the end."""
 
 from __future__ import annotations
 

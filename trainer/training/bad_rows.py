@@ -1,4 +1,4 @@
-"""Reports rows that contain NaN or infinity, which a run leaves out, and stops the run if there are too many."""
+"""Reports rows with NaN or infinite values, which are left out of training, and stops the run if there are too many."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CURE = "extract them again, in bf16 or fp32 if they are in fp16"
 
 
 def too_many(n_bad: int, n_seen: int) -> bool:
-    """Return whether the rows read so far show that the fraction of bad rows exceeds `MOST_BAD_ROWS`.
+    """Return whether `n_bad` bad rows out of `n_seen` show that the fraction of bad rows exceeds `MOST_BAD_ROWS`.
 
-    A small sample may contain more bad rows by chance, so 10 rows and 4 standard deviations are allowed in addition.
+    A small sample may contain more bad rows by chance, so there is a margin of 10 rows plus 4 standard deviations.
     """
     allowed = MOST_BAD_ROWS * n_seen
     return n_bad > allowed + 4 * math.sqrt(allowed) + 10
@@ -34,15 +34,15 @@ class BadRows:
         self._first: dict[str, str] = {}
 
     def sampled(self, n_bad: int, n_rows: int, first: str, hook: str) -> None:
-        """Report the bad rows of a first sample at a hook; `first` is a sentence that names the first bad row."""
+        """Report the bad rows in the initial sample of a hook; `first` is a sentence that names the first bad row."""
         if n_bad:
             self._warn(n_bad, n_rows, "a sample", hook, first)
 
     def look_at(self, found: LeftOut, since: Position, now: Position, hook: str) -> None:
         """Report the bad rows at a hook up to the position `now`; raise `UserError` if there are too many.
 
-        `found` counts the rows read so far; the newest rows were read after `since`. All ranks that train the same SAEs
-        must call this method.
+        `found` contains the counts since the start of the run. The rows since the last call were read after the
+        position `since`. All ranks that train the same SAEs must call this method.
         """
         if not found.not_finite:
             return

@@ -18,7 +18,7 @@ from trainer.training.learner import Learner
 
 # If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
 LEAST_TOKENS = 64
-# The number of batches in memory besides the pass: read ahead, in transfer, and in fp64 sums for the metrics.
+# The number of batches in memory besides the one in the pass: read ahead, in transfer, and in the metrics' fp64 sums.
 BATCHES_BESIDE = 4
 # The address space of threads that start later, in bytes.
 THREAD_BYTES = 2**27
@@ -32,11 +32,11 @@ def fits_everywhere(
     n_hooks: int = 1,
     kept_bytes: int = 0,
 ) -> bool:
-    """Return whether the memory of all ranks suffices for a pass of their `token_slice` of rows through every SAE.
+    """Return whether every rank has enough memory to pass its `token_slice` of rows through every SAE.
 
-    The gradients of the pass are discarded. Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it
-    trains on. Another `kept_bytes`, for the rows that evaluations keep, must fit as well. Ranks synchronise only after
-    the pass, so that no rank waits in the middle of a pass for a rank that has failed.
+    The gradients of the pass are discarded. Every SAE gets rows of the same `sample`, even if it trains on another of
+    the `n_hooks` hooks. An additional `kept_bytes`, for the rows that are kept for evaluations, must fit as well. Ranks
+    synchronise only after the pass, so that no rank waits in the middle of a pass for a rank that has failed.
     """
     failed = torch.zeros((), device=parallel.device)
     failed.fill_(not _fits(learners, sample, token_slice, n_hooks, kept_bytes))
@@ -65,14 +65,14 @@ def _fits(
 
 
 def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
-    """Allocate the memory that later steps need in addition to that of the pass."""
+    """Allocate the additional memory, besides that of the pass, that later steps need."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes
     if x.device.type == "cpu":
-        # A CPU's top-k algorithm depends on the data: in the worst case, it copies all pre-activations.
+        # On CPU, the memory for top-k depends on the data: in the worst case, it copies all pre-activations.
         of_pass = THREAD_BYTES + x.element_size() * len(x) * max(learner.sae.n_own for learner in learners)
         n_bytes += of_pass
-        # Fail here if memory is short: oneDNN does not check its allocations within a matrix product.
+        # Fail here if memory is short, since oneDNN does not check its allocations within a matrix product.
         _empty(n_bytes + of_pass, x.device)
     return _empty(n_bytes, x.device)
 
@@ -82,7 +82,7 @@ def _empty(n_bytes: int, device: torch.device) -> Tensor:
 
 
 def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
-    """Return n inputs and targets, repeating rows of the sample if needed; an SAE has one tensor for both."""
+    """Return n inputs and targets, repeating rows of the sample if needed; the targets are the inputs if y is x."""
     x, y = sample
     rows = torch.arange(n, device=x.device) % len(x)
     inputs = x[rows]
@@ -90,10 +90,10 @@ def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
 
 
 class _Echo(Group):
-    """A substitute for a group that sends nothing, but allocates the memory that an exchange would need.
+    """A stand-in for a group: it does not communicate, but allocates the memory that communication would need.
 
-    The other ranks appear to have the lowest possible values. A top-k then selects only from this rank, which is the
-    worst case for its memory.
+    The other ranks appear to have the lowest possible values. A top-k then selects only from this rank, which requires
+    the most memory here.
     """
 
     def __init__(self, group: Group) -> None:
@@ -135,9 +135,9 @@ class _ExchangingPart(Protocol):
 
 @contextlib.contextmanager
 def dry_run(sae: _ExchangingPart) -> Iterator[None]:
-    """Within the context, replace the groups of an SAE by `_Echo` groups, and treat all its latents as dead.
+    """Within the context, replace the groups of an SAE with `_Echo` groups, and treat all its latents as dead.
 
-    Dead latents need extra memory, which would otherwise be allocated only later in a run.
+    Dead latents need extra memory, which would otherwise not be allocated until later in the run.
     """
     real, dead_after_tokens = (sae.data, sae.peers, sae.latents.group), sae.dead_after_tokens
     sae.data, sae.peers, sae.latents.group = (_Echo(group) if group.size > 1 else group for group in real)

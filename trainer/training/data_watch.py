@@ -1,4 +1,4 @@
-"""Detects changes of a run's shards while it reads them."""
+"""Detects changes to the shards of a run while the run reads them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CURE = "restore it and resume, or start a new run"
 class DataWatch:
     """Compares the shards with their state at the start of the run; only rank 0 passes a record.
 
-    A shard that was replaced or removed is still open with its old content. If a shard was written to, the run no
-    longer trains on the recorded rows, and `fault` is the error message.
+    A shard that was replaced or removed is still open with its old content. If a shard was modified in place, the run
+    no longer trains on the recorded rows, and `fault` contains the error message.
     """
 
     def __init__(self, record: DataRecord) -> None:
@@ -28,7 +28,7 @@ class DataWatch:
         reader = ThreadPoolExecutor(1, "data-record")
         self._sampled = reader.submit(sampled, record)
         reader.shutdown(wait=False)
-        # The last known size and modification time of each changed file; None if it was gone.
+        # The last known size and modification time of each changed file; None if the file was removed.
         self._seen: dict[Path, tuple[int, int] | None] = {}
         self._sound_at = Position(0, 0)
         self.fault: str | None = None

@@ -19,7 +19,7 @@ from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 from trainer.training.thresholds import set_thresholds
 
-# The most values of a batch: before PyTorch 2.7, `nonzero` fails on larger matrices on a GPU.
+# The maximum number of values in a batch. Before PyTorch 2.7, `nonzero` on a GPU fails for larger matrices.
 MOST_VALUES = 2**31 - 1
 
 
@@ -27,9 +27,9 @@ MOST_VALUES = 2**31 - 1
 def evaluate(
     learners: dict[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Set thresholds on held-out rows, and return the held-out metrics of every learner by its label.
+    """Fit thresholds on held-out rows, and return a dict that maps each learner's label to its held-out metrics.
 
-    Each rank measures its part of the rows.
+    Each rank evaluates its share of the rows.
     """
     set_thresholds(learners, held_out_rows, parallel, batch_size)
     measured = {label: Interval(entries=held_out_metrics()) for label in learners}

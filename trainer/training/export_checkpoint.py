@@ -1,4 +1,4 @@
-"""Writes the SAEs of a checkpoint for other tools."""
+"""Exports the SAEs of a checkpoint for other tools."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def export_checkpoint(
     """Export every SAE of a checkpoint, or of a run's newest or best checkpoint; return the step and the output paths.
 
     `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
-    labels are written. `firings` returns, for a job, a function that finds the tokens in the job's data on which
+    labels are written. For a given job, `firings` returns a function that finds the tokens in the job's data on which
     latents of an SAE fire. The result lists SAEs that the format cannot represent under `left_out`, with the reason for
-    each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is wrong.
+    each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is invalid.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
@@ -196,7 +196,7 @@ def shared_saes(
 
 
 def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) -> Recipe | None:
-    """Return the recipe of an SAE up to a checkpoint, or None at step 0 or if the recipe is unknown."""
+    """Return the recipe of an SAE's training up to a checkpoint; None at step 0, or if the recipe is unknown."""
     with contextlib.suppress(UserError):
         if (position := state.position).step:
             # The number of tokens per step does not depend on the number of ranks.
@@ -273,7 +273,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 
 def _other_users(folder: Path) -> list[str]:
-    """Return the names of files in a folder that no export writes."""
+    """Return the names of the files in a folder that do not come from an export."""
     ours = [CARD, FEATURES, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
@@ -287,7 +287,10 @@ def learners_of(
     device: torch.device = CPU,
     labels: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Learner]]:
-    """Yield the label and the learner, in its export form, of each SAE, or of the SAEs in `labels`, one at a time."""
+    """Yield the label and the learner of each SAE, or only of the SAEs in `labels`; the learner is in its export form.
+
+    Only one learner is in memory at a time.
+    """
     for label, member in members(job).items():
         if labels is not None and label not in labels:
             continue
@@ -310,7 +313,7 @@ def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None
 
 
 def _read_measurements(run_dir: Path, step: int, label: str) -> dict[str, float]:
-    """Return the metrics measured at the step of a checkpoint; an empty dict if the metrics store is gone."""
+    """Return the metrics measured at the step of a checkpoint, or an empty dict if the metrics store cannot be read."""
     values: dict[str, float] = {}
     with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
         for name in measured_names():

@@ -1,4 +1,4 @@
-"""Writes the finished SAEs of a run for other tools, with their metrics."""
+"""Exports the finished SAEs of a run for other tools, with their metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Exporter:
     def writes(
         self, learners: Mapping[str, Learner], position: Position, how_far: Callable[[str], HowFar]
     ) -> list[Write]:
-        """Return the writes of all SAEs, each to a folder of its label; all ranks that share latents must call this.
+        """Return a `Write` for each SAE, to a folder named by its label; all ranks that share latents must call this.
 
         `how_far` returns the training progress of the SAE with a given label.
         """
@@ -71,7 +71,7 @@ class Exporter:
             rank_log.say(how_far.unfinished)
 
     def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that differs from the requested L0, since the FVU then cannot be compared with other SAEs."""
+        """Report an L0 that misses the requested L0, since the FVU is then not comparable with that of other SAEs."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:

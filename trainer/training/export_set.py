@@ -1,4 +1,4 @@
-"""Writes transcoders of one or more runs, one for each layer of a model, as a transcoder set for circuit-tracer."""
+"""Exports transcoders of one or more runs, one for each layer of a model, as a transcoder set for circuit-tracer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.training.export_checkpoint import (
 
 
 def is_set(paths: Sequence[Path], form: str) -> bool:
-    """Return whether an export is a set of SAEs: one of several runs, or one for circuit-tracer with several hooks.
+    """Return whether an export is a set of SAEs: it covers several runs, or several hooks in circuit-tracer's format.
 
     Raise `UserError` if a path is not a run.
     """
@@ -84,7 +84,7 @@ def export_set(
 
 
 def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, SharedSae]]:
-    """Yield the name, step and SAE of each transcoder, one at a time, since all of them may not fit into memory."""
+    """Yield the name, step and SAE of each transcoder, one at a time, since they may not all fit into memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)

@@ -27,7 +27,7 @@ GIVE_UP_S = 24 * 3600.0
 
 
 class Write(NamedTuple):
-    """A folder to write at the end of a run, and the function that writes it; `to` writes an SAE to any folder."""
+    """A folder to write at the end of a run, and the function that writes it; for an SAE, `to` writes any folder."""
 
     folder: Path
     write: Callable[[], object]
@@ -44,13 +44,13 @@ class FinalWrites:
         self, parallel: Parallel, report: Report, stop: threading.Event, heartbeat: Callable[[str], object]
     ) -> None:
         self._parallel, self._report, self._stop, self._heartbeat = parallel, report, stop, heartbeat
-        # Maps the intended folder of an SAE to its folder on another disk.
+        # Maps the intended folder of an SAE to the folder of its copy on another disk.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
         self._has_reported = False
 
     def write(self, writes: Sequence[Write]) -> None:
-        """Perform all writes; if a disk is full, wait for space for up to a day, or until another stop is requested.
+        """Perform all writes; if a disk is full, wait for space for up to a day, or until another stop request.
 
         Raise `UserError` on each rank with a failed write, after all other writes are done.
         """
@@ -76,7 +76,7 @@ class FinalWrites:
             raise self._failure(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
 
     def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoSpaceError]:
-        """Try all writes; return a dict that maps each write that did not fit on the disk to its error."""
+        """Attempt all writes; return a dict that maps each write that did not fit on the disk to its error."""
         waiting: dict[Write, NoSpaceError] = {}
         for one in writes:
             try:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 class Following:
     """Splits W_enc into share · W_decᵀ and a remainder; within `apart`, the optimizer updates W_dec and the remainder.
 
-    The encoder decides on which tokens a latent fires. If the encoder were changed only by its gradient, it would lag
-    behind the decoder, which every such token corrects. The catalog states the measured benefit next to Adam's learning
-    rates.
+    The encoder decides on which tokens a latent fires, and each of these tokens corrects the decoder. If the encoder
+    were changed only by its gradient, it would lag behind the decoder. The catalog states the measured benefit next to
+    Adam's learning rates.
     """
 
     def __init__(self, share: float, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import GRADIENT_SCALES
 
-# The largest fp16 loss scale. fp32 sums alone would allow 2^60. But once latents die, AuxK multiplies in fp16, where
-# such a scale would overflow. Each halving skips a step, and the run tolerates only a few skipped steps in a row.
+# The largest fp16 loss scale. The fp32 sums would allow 2^60, but once latents die, AuxK multiplies in fp16, where such
+# a scale would overflow. Each halving costs a skipped step, and a run tolerates only a few consecutive skipped steps.
 LARGEST_SCALE = 2.0**24
 
 
@@ -27,7 +27,7 @@ class LossScale:
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def mean(self, loss: Tensor, n_tokens: int) -> Tensor:
-        """Return the scaled mean of `loss`, a sum over tokens, for `n_tokens` tokens."""
+        """Return `loss`, a sum over tokens, divided by `n_tokens` and multiplied by the loss scale."""
         return loss * (self.factor / n_tokens if self.enabled else 1 / n_tokens)
 
     def update(self, found_inf: Tensor) -> None:
@@ -48,8 +48,8 @@ class LossScale:
 def total_square(gradients: list[Tensor], device: torch.device | None = None) -> Tensor:
     """Return Σ‖g‖² over all gradients, fp64, 0-dim, in one read-only pass; an empty list gives 0 on `device`.
 
-    On a CPU, torch sums a whole matrix sequentially in fp32: the norm of 50 million values is wrong by 0.4 %, and by a
-    different amount if ranks hold parts of the matrix. Summing per latent is as fast, and accurate to 7 digits.
+    On CPU, torch sums a whole matrix sequentially in fp32: the norm of 50 million values is off by 0.4 %, and by a
+    different amount if each rank holds a part of the matrix. Summing per latent is as fast, and accurate to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
         of_each = torch._foreach_norm(gradients)
@@ -65,8 +65,8 @@ class GradientCheck(NamedTuple):
 
     The optimizer divides gradients by `divisor`; None means 1. If the norm is not finite, the step is skipped: `skips`
     (bool) is true, `bad` is 1, `taken` is 0 and `n_tokens` is 0. `bad_gradient` is then also 1, unless the gradient was
-    made infinite because activations were lost. If the step is taken, `taken` is 1 and `n_tokens` is its number of
-    tokens.
+    deliberately made non-finite because activations were lost. If the step is taken, `taken` is 1 and `n_tokens` is its
+    number of tokens.
     """
 
     divisor: Tensor | None
@@ -82,8 +82,8 @@ class GradientChecks:
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] contains the number of steps
     skipped in this log interval, the number of consecutive skips not caused by lost activations, and the number of
-    skips in the interval caused by lost activations. All are updated in place, since a captured step only repeats
-    operations on memory.
+    skips in the interval caused by lost activations. All are updated in place, since a CUDA graph only repeats
+    operations on the same memory.
     """
 
     def __init__(self, device: torch.device, expected: int, largest: float) -> None:
@@ -113,11 +113,11 @@ class GradientChecks:
 
 @torch.no_grad()
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """From a gradient's `norm`, return the unscaled norm, the divisor for gradients, and whether to skip the step.
+    """Given a gradient's `norm`, return the unscaled norm, the divisor for gradients, and whether to skip the step.
 
     The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). A divisor of None
-    means 1; it is returned only on a CPU, where reading the value costs nothing. The flag (bool) is true if the norm is
-    not finite. All tensors are 0-dim and stay on the device.
+    means 1; it is returned only on CPU, where reading the value costs nothing. The step is skipped if the norm is not
+    finite. All tensors are 0-dim and stay on the device.
     """
     norm = norm / scale
     # torch.nn.utils.clip_grad_norm_ uses the same epsilon.

@@ -1,10 +1,10 @@
 """Records the steps of one SAE on a single GPU as a CUDA graph and replays them: one launch instead of about 200.
 
 The host of an H200 took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A replay
-repeats operations on memory, but runs no Python. So all state that outlives a step is updated in place, and rates are
-tensors. The decisions of the host (the number of tokens, whether any latent may be dead, the current k, the capacity
-for active latents) must be the same as during the capture; otherwise, the step is captured again or runs without a
-capture.
+repeats operations on the same memory, but runs no Python. Therefore, all state that outlives a step is updated in
+place, and learning rates are tensors. The host-side decisions (the number of tokens, whether any latent may be dead,
+the current k, the capacity for active latents) must be the same as during the capture; otherwise, the step is captured
+again or runs eagerly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.precision import NARROW
 from trainer.training.learner import Learner
 
-# The number of consecutive plain steps with the same host decisions before a capture: by then, the optimizer state and
-# the libraries' workspaces are allocated, and k is not being annealed.
+# The number of consecutive eager steps with identical host-side decisions before graph capture. By then, the optimizer
+# state and the workspaces of libraries are allocated, and k is not being annealed.
 PLAIN_STEPS = 3
-# A capture may fail for a temporary reason, such as memory that another process uses briefly. A retry is worthwhile: a
-# plain step may take four times as long, while a failed attempt costs only a few steps.
+# A capture may fail for a temporary reason, such as another process briefly using the memory. A retry is worthwhile: an
+# eager step may take four times as long as a replay, while a failed attempt costs only a few steps.
 RETRY_STEPS, MOST_FAILURES = 500, 3
 
 
@@ -46,7 +46,7 @@ class Tape(Protocol):
 
 
 class CudaTape:
-    """A CUDA graph. A capture is local to a thread, since another thread copies batches and must not break it."""
+    """A CUDA graph; its capture is thread-local, so that copies of batches in another thread do not break it."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -66,11 +66,11 @@ class CudaTape:
 
 
 def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
-    """Stop allocating from the graph's memory pool after a forbidden operation broke a capture.
+    """Stop allocating from the graph's memory pool after a capture has failed.
 
-    Otherwise, torch would assign all memory that is freed later to the graph's pool, and batches would fill the GPU.
+    Otherwise, torch would return all memory that is freed later to the graph's pool, and batches would fill the GPU.
     """
-    # Before PyTorch 2.8, the function has the second name.
+    # The second name is used before PyTorch 2.8.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     # torch raises an error if allocation from the pool has already ended.
@@ -80,7 +80,7 @@ def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
 
 
 class _Decided(NamedTuple):
-    """The host's decisions for a step; `of_pass` is None if capturing the step is not worthwhile."""
+    """The host-side decisions for a step; `of_pass` is None if capturing the step is not worthwhile."""
 
     shapes: tuple[Any, ...]
     of_all: int
@@ -89,7 +89,7 @@ class _Decided(NamedTuple):
 
 
 class _CapturedStep(NamedTuple):
-    """A captured step, the input tensors for its batch, and the lasting tensors that it updates."""
+    """A captured step, the input tensors for its batch, and the persistent tensors that it updates."""
 
     tape: Tape
     x: Tensor
@@ -104,7 +104,7 @@ class _CapturedStep(NamedTuple):
 
 
 class GraphReplay:
-    """Takes the steps of a learner with one micro-batch per step, either plainly or by replaying a captured step.
+    """Takes the steps of a learner with one micro-batch per step, either eagerly or by replaying a captured step.
 
     Outliers in the raw data are replaced within the step.
     """
@@ -142,7 +142,7 @@ class GraphReplay:
         if self._recording and not _are_same(self._recording.lasting, self._lasting()):
             # The tensors were replaced, for example by loading a checkpoint.
             self._recording, self._n_alike = None, 1
-        # The more often the host's decisions have changed, the likelier they are to change again.
+        # The more often the host-side decisions have changed, the more likely they are to change again.
         waits = PLAIN_STEPS * 2 ** min(self._n_captured, 8) + RETRY_STEPS * self._n_failed
         may = decided.of_pass is not None and self._n_failed < MOST_FAILURES
         return may and self._recording is None and self._n_alike > waits

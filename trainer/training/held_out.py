@@ -29,8 +29,8 @@ class HeldOutData(Protocol):
 class HeldOut:
     """This rank's held-out rows of each hook, on its device; outliers are left out and counted.
 
-    On a CPU, the rows are read for every evaluation. A GPU keeps up to `MOST_KEPT_BYTES` of rows after the first
-    evaluation: reading 151 MB again takes a tenth of a second from the page cache, and longer from a disk.
+    On CPU, the rows are read for every evaluation. A GPU keeps up to `MOST_KEPT_BYTES` of rows after the first
+    evaluation, since rereading 151 MB takes a tenth of a second from the page cache, and longer from a disk.
     """
 
     def __init__(self, data: HeldOutData, outliers: Sequence[Outliers], device: torch.device) -> None:
@@ -51,8 +51,8 @@ class HeldOut:
     def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
         """Yield inputs and targets of a hook, up to `batch_size` rows at a time.
 
-        They are in fp32 on a CPU, and in their stored dtype on a GPU. With `half`, yield only rows of that half of the
-        held-out rows.
+        The rows are in fp32 on CPU, and in their stored dtype on a GPU. With `half`, yield only rows of that half of
+        the held-out rows.
         """
         if self.keeps and (hook, half) not in self._kept:
             self._keep(hook, batch_size, half)

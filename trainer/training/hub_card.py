@@ -1,4 +1,4 @@
-"""Creates the README.md of SAEs on the Hugging Face hub: metadata for the hub's listing, and evaluation results."""
+"""Creates the README.md for SAEs on the Hugging Face hub, with metadata for the hub and evaluation results."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
     """Return the README.md for the repository `name`, with SAEs of `checkpoints` exported in the format `form`.
 
-    `labels` are the labels of the exported SAEs; None means all. Include the model card of an SAE if it was evaluated
-    with these weights.
+    `labels` are the labels of the exported SAEs; None means all. The README.md includes the model card of each SAE that
+    was evaluated with these weights.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
     models = {
@@ -51,7 +51,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the absolute local paths that the metadata of SAEs in the checkpoints would reveal."""
+    """Return the absolute local paths that would be revealed by the metadata of the SAEs in the checkpoints."""
     states = [read_state(path) for path in checkpoints]
     origins = [origin for state in states for origin in (state.origin, *(state.origins or {}).values())]
     values = [str(value) for origin in origins for value in origin.values()]
@@ -80,18 +80,18 @@ def _sections(
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = _card_text(card) if is_judged else ""
-        # Omit the part of the model card with figures, since these are separate files that are not uploaded.
+        # Omit the figures of the model card, since they are separate files that are not uploaded.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 
 def _card_text(card: Path) -> str:
-    """Return the text of a model card with all HTML escaped; "" if the file is too large or cannot be read.
+    """Return the text of a model card with all HTML escaped, or "" if the file is too large or cannot be read.
 
-    The run may come from someone else, so its card may contain text by another author.
+    The run may come from another person, so the text is not trusted.
     """
     with contextlib.suppress(OSError), open_plain(card) as stream:
         content = stream.read(_LARGEST_CARD + 1)
-        # Model cards written by `eval` contain no HTML, so each < is escaped.
+        # Model cards written by `eval` contain no HTML, so every < can be escaped.
         return (
             _HTML.sub(r"\\<", printable_lines(content.decode(errors="replace")))
             if len(content) <= _LARGEST_CARD
@@ -101,7 +101,7 @@ def _card_text(card: Path) -> str:
 
 
 def _plain(checkpoint: Path, job: JobConfig, state: CheckpointState, label: str) -> str:
-    """Describe an SAE that was not evaluated."""
+    """Return the section for an SAE that was not evaluated."""
     origin = state.origin_of(label)
     recipe = recipe_of_run(checkpoint.parent.parent, state, label, _d_in(checkpoint, label))
     lines = [

@@ -14,11 +14,12 @@ from trainer.sharing.base import SharedSae
 from trainer.sharing.reading import with_input_bias, with_row_scale, without_input_bias
 from trainer.training.learner import Learner
 
-# 1,000 rows measure L0 to a few percent and take a second. Small batches save memory for large SAEs.
+# 1,000 rows determine L0 to within a few percent, and take a second. Small batches save memory for large SAEs.
 N_ROWS, _AT_ONCE = 1000, 100
-# An L0 that differs from the expected one by more than this factor must be wrong.
+# An L0 that differs from the expected L0 by more than this factor must be wrong.
 _FAR = 2.0
-# Without an expected L0, activations are reported as not sparse if their fraction and the FVU exceed these values.
+# Without an expected L0, report that activations are not sparse if both the fraction of active latents and the FVU
+# exceed these values.
 _DENSE, _POOR = 0.25, 0.5
 # Suggest another interpretation of the files if it reduces the FVU to this fraction or less.
 _BETTER = 0.5
@@ -30,7 +31,7 @@ def check(
     """Measure an SAE on raw rows x [n, d_in] and their targets; return L0, FVU and reasons why these look wrong.
 
     `set_weights` copies weights into the learner. If the values look wrong, other interpretations of the files are
-    tried. In the end, the learner has the weights of `shared` again.
+    tried. The weights of `shared` are restored at the end.
     """
     places = torch.linspace(0, len(x) - 1, min(N_ROWS, len(x))).long()
     x, y = x[places], (x if y is x else y)[places]

@@ -1,4 +1,4 @@
-"""Imports an SAE of another tool as a run, which can be evaluated, compared, exported and trained further."""
+"""Imports an SAE from another tool as a run, which can be evaluated, compared, exported and trained further."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainer.training.learner import Learner
 from trainer.training.row_sample import RowSampler
 
 CPU = torch.device("cpu")
-# The tolerance for the norm of unit rows of W_dec.
+# The tolerance within which a row of W_dec is considered to have unit norm.
 _UNIT = 1e-3
 
 
@@ -62,9 +62,9 @@ def import_sae(
 ) -> ImportResult:
     """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
 
-    `name` is the SAE's folder, file or name on the hub. `data` contains activations that resemble the SAE's training
-    data. They determine the scale for further training, and are used for evaluations. `overrides` are settings of the
-    job. Raise `UserError` if the SAE or the data cannot be read.
+    `name` is the SAE's folder, file or name on the hub. `data` is the path of activations that resemble the SAE's
+    training data; these activations determine the scale for further training, and are used for evaluations. `overrides`
+    are settings of the job. Raise `UserError` if the SAE or the data cannot be read.
     """
     found = find(name, form)
     shared = found.read(given)
@@ -107,7 +107,7 @@ def _setting(job: JobConfig, name: str) -> object:
 def _architecture(shared: SharedSae) -> str:
     """Return this project's name for the architecture.
 
-    An SAE that was trained as BatchTopK, with one threshold and a known k, is "batch_topk" here.
+    A JumpReLU SAE that was trained as BatchTopK, with a single threshold and a known k, is called "batch_topk" here.
     """
     if shared.trained_as == "batch_topk" and shared.form == "jumprelu" and shared.k is not None:
         threshold = shared.weights["threshold"]
@@ -160,7 +160,7 @@ def _set_weights(learner: Learner, shared: SharedSae) -> None:
 
 
 def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:
-    """Write the files of a finished run; remove all of them if one fails."""
+    """Write the files of a finished run; if any write fails, remove all of them."""
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UsageError(f"--out: {run_dir} already exists; choose another folder")
     RunPaths(run_dir).create()

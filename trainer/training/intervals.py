@@ -28,7 +28,7 @@ _OUTLIERS = "outliers"
 
 
 class EndedInterval(NamedTuple):
-    """A log interval whose last step is queued: the work shares of the ranks, and sums and states of all learners."""
+    """A log interval whose last step is queued, with the ranks' shares of work, and the learners' sums and states."""
 
     since: Position
     at: Position
@@ -70,7 +70,7 @@ class IntervalRecorder:
             self._pace.begin(waited_for_data_s)
 
     def end(self, at: Position, own_tokens: int, waited_for_data_s: float) -> EndedInterval:
-        """End the interval at `at`, and start to sum its metrics; `own_tokens` is this rank's tokens per step."""
+        """End the interval at `at`, and start summing its metrics; `own_tokens` is this rank's tokens per step."""
         n_steps = at.step - self._since.step
         span = self._pace.end(n_steps * own_tokens, n_steps, waited_for_data_s)
         parts = {
@@ -91,7 +91,7 @@ class IntervalRecorder:
         )
 
     def sum_paces(self, ended: EndedInterval) -> Totals:
-        """Start to sum the speeds and waiting times of an interval over ranks."""
+        """Start summing the speeds and waiting times of an interval over ranks."""
         return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
 
     def record(self, ended: EndedInterval, paces: dict[str, Tensor], total_steps: int) -> None:
@@ -139,7 +139,7 @@ class IntervalRecorder:
 
 
 class PendingIntervals:
-    """The log intervals that have ended but are not recorded yet.
+    """The log intervals that have ended but have not been recorded yet.
 
     On a GPU, the host queues the next step before it reads the results of the last one (`reads_late`). The timings of a
     rank are available one step after the interval. If there are several ranks, they sum their timings, and the sums are

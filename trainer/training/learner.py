@@ -61,7 +61,7 @@ class StepState(NamedTuple):
 
 
 class WholeSteps(Protocol):
-    """Takes complete steps of a learner whose steps have a single micro-batch and no exchange with other ranks."""
+    """Takes complete steps of a learner whose steps have a single micro-batch and no communication between ranks."""
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
         """Take a step on raw data; the batch has `of_all` tokens."""
@@ -98,7 +98,7 @@ class Update:
 
 
 class RowUpdate(Update):
-    """Updates matrices and vectors one latent at a time, so that each weight is read and written once.
+    """Updates matrices and vectors one latent at a time, so that each weight is read and written only once.
 
     The optimizer's `step` updates the remaining parameters, such as a skip connection.
     """
@@ -122,7 +122,7 @@ class RowUpdate(Update):
 
 
 class Learner:
-    """An SAE with its optimizer and metrics; `state` gives access to all that a checkpoint stores of the learner.
+    """An SAE with its optimizer and metrics; `state` gives access to everything that a checkpoint stores.
 
     The SAE is trained on the rows of hook number `hook` in each batch.
     """
@@ -166,7 +166,7 @@ class Learner:
         self._gradient_checks = GradientChecks(device, self.tokens_per_step, self._train.grad_clip)
         # The learning rate of this step for parameter groups without a separate factor; nan before the first step.
         self._rate = math.nan
-        # If possible, takes complete steps by replaying a captured CUDA graph.
+        # Takes complete steps, some of them by replaying a CUDA graph, if that is possible.
         self.whole_steps: WholeSteps | None = None
 
     def _may_exchange_narrow(self, dtype: torch.dtype) -> bool:
@@ -175,26 +175,26 @@ class Learner:
         if not W_dec.is_cuda or replicas.size == 1:
             return False
         may = self.steps_by_rows and self.sae.traits.reads_narrow and SPARSE_PRODUCTS.on(W_dec, dtype) is not None
-        # All replicas must agree: if they gathered different dtypes, they would wait for each other forever.
+        # All replicas must agree, since they would deadlock if they gathered different dtypes.
         return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 
     def _keep_rates_on_device(self) -> None:
-        """Store the optimizer's learning rates as tensors, since a captured step would never change a Python number."""
+        """Store the optimizer's learning rates as tensors, since a CUDA graph treats Python numbers as constants."""
         for group in self.optimizer.param_groups:
             # Without `capturable`, torch raises an error during the capture; the flag has no other effect on a fused
             # step.
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
     def _update_of(self, rates: FollowingRates | None, n_passes: int) -> Update:
-        """Return the update for the weights; with `rates`, encoders follow their decoders."""
+        """Return the object that updates the weights; with `rates`, encoders follow their decoders."""
         of = self.sae, self.stepped, self.optimizer
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
         share = self.sae.traits.encoder_scale if asked == "auto" else asked
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: TiedParameter(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
-        # If there is one micro-batch per step and one replica, the gradient that the kernel sums is final, so the
-        # kernel can also measure the norms of its rows.
+        # With one micro-batch per step and one replica, the gradient that a kernel sums is final, so the same kernel
+        # can measure its row norms.
         if by_rows and n_passes == 1 and self.sae.data.size == 1:
             by_rows.allow_fused_norms()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
@@ -210,7 +210,7 @@ class Learner:
         self.sae.start_step(self.schedule.progress(step))
         factor = self.lr_factor(step)
         if self._lr * factor == self._rate:
-            # The rate is constant for most of a run, and writing it to an H200 takes 0.1 ms of host time per step.
+            # The rate is constant for most of a run, and writing it to an H200 would take 0.1 ms of host time per step.
             return
         self._rate = self._lr * factor
         for group in self.optimizer.param_groups:
@@ -229,7 +229,7 @@ class Learner:
     def cool_down(self, cool_down: CoolDown) -> None:
         """Adapt the schedules and `dead_after_tokens` to a run that ends early.
 
-        Adam's betas stay unchanged: its bias correction assumes constant betas, so other betas would distort the next
+        Adam's betas are not adapted: the bias correction assumes constant betas, so new betas would distort the next
         steps.
         """
         self.schedule = msgspec.structs.replace(self.schedule, cool_down=cool_down)
@@ -243,7 +243,7 @@ class Learner:
         """
         self.sae.batch_tokens = of_all or len(x)
         self.stepped.divide()
-        # Gradients of dead latents are added only after the backward pass.
+        # Gradients of dead latents are added only after the backward pass, too late to be sent during the pass.
         self.stepped.send_early(may=is_last and not self.sae.may_have_dead())
         with phase(FORWARD):
             normalised, target = self.normalised(x, y)
@@ -259,7 +259,7 @@ class Learner:
 
     @property
     def state_bytes(self) -> int:
-        """The number of bytes of the optimizer state, which is allocated in the first step."""
+        """The size of the optimizer state in bytes; the state is allocated in the first step."""
         n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train, self._device.type))
 
@@ -338,7 +338,7 @@ class Learner:
         return every > 0 and is_young and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Set dead latents from rows of raw data; return a mask of these latents, bool [d_sae], to pass to `forget`."""
+        """Revive dead latents from rows of raw data; return a mask of them, bool [d_sae], to be passed to `forget`."""
         self.stepped.restore()
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
@@ -351,7 +351,7 @@ class Learner:
     def evaluating(self) -> Iterator[None]:
         """Convert the SAE to its export form inside the `with` block.
 
-        All replicas must enter the block together, unless no training pass has run since the last time.
+        All replicas must enter the block together, unless no training pass has run since they last did so.
         """
         self.stepped.restore()
         self.sae.eval()
@@ -363,7 +363,7 @@ class Learner:
             self.sae.train()
 
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents on the rank on which `state.collect` returns them, and None on other ranks.
+        """Return the SAE with all latents on the rank where `state.collect` returns the tensors, and None on others.
 
         Call it within `evaluating` to get the SAE to export.
         """
@@ -386,9 +386,9 @@ class Learner:
             narrow_copy.forget(parameter)
 
     def sums(self) -> dict[str, Tensor]:
-        """Return the sums of a log interval by name, to be added up over ranks with the same latents, and reset them.
+        """Return the sums of a log interval by name, for summing over ranks with the same latents, and reset them.
 
-        The result includes all device values that the host needs, since the host waits for no others.
+        The result includes all device values that the host needs, so that the host does not wait for any others.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 

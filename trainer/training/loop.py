@@ -66,7 +66,7 @@ from trainer.training.step import cut_of, take_step
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Return a message on micro-batches that were reduced to fit into memory, and on whether that changes the SAE."""
+    """Return a message that micro-batches were reduced to fit into memory, and whether this changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
@@ -170,7 +170,7 @@ class Trainer:
                     self._progress.settle()
                     self._saving.try_save(self.learners, self.position)
                     self._reshard_latents()
-                    # Reset the stall clock: a save may take any amount of time, but the next step may not.
+                    # Reset the stall timer, since a save may take arbitrarily long, but a step may not.
                     self._heartbeat(self._phase)
         except BaseException as error:
             self._batches.abandon()
@@ -181,8 +181,8 @@ class Trainer:
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
             if self._parallel.world_size == 1:
-                # The metrics of the last steps help most to explain a failure. If there are several ranks, the others
-                # may not respond.
+                # The metrics of the last steps are the most useful for explaining a failure. If there are several
+                # ranks, the others may not respond.
                 with contextlib.suppress(Exception):
                     self._pending.drain()
             raise
@@ -298,7 +298,7 @@ class Trainer:
         return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
 
     def recipe_of(self, label: str) -> Recipe:
-        """Return the recipe of an SAE's training so far."""
+        """Return the recipe of an SAE's training up to the current step."""
         return recipe_of(
             self._layout,
             self._layout.members[label],
@@ -438,13 +438,13 @@ class Trainer:
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _reshard_latents(self) -> None:
-        """Redistribute the latents by loading the checkpoint that was just saved, which suits any distribution."""
+        """Redistribute the latents by loading the checkpoint that was just saved, which works for any distribution."""
         if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
         self._heartbeat("rebalancing")
         synchronise(self._device)
         self._adopt(self._wanted_shares)
-        # Change the dict in place, since the recorder of intervals reads it too.
+        # Change the dict in place, since the interval recorder uses it too.
         self.learners.clear()
         self.learners |= self._new_learners()
         tensors, _ = load(self._saving.folder(self.position))
@@ -453,7 +453,7 @@ class Trainer:
         self._reopen_batches()
 
     def _look_at_data(self) -> None:
-        """Report shards that have changed; request a stop if a shard that is being read was written to."""
+        """Report shards that have changed; request a stop if a shard was modified in place."""
         self._watch.look(self.position, self.report)
         if self._watch.fault:
             self._stop.set()
@@ -472,7 +472,7 @@ class Trainer:
         self._note_best(time.monotonic() - began)
 
     def _note_best(self, took_s: float) -> None:
-        """Record the current held-out FVU, and the lowest one so far."""
+        """Record the current held-out FVU and the best held-out FVU of the run."""
         fvu, step = self.report.mean(held_out(CRITERION)), self.position.step
         if fvu is not None:
             best = Best(step, fvu, self._lr_share(), self.data.n_held_out)
@@ -481,7 +481,7 @@ class Trainer:
 
     @property
     def passes(self) -> float | None:
-        """The number of passes over the training rows so far; None for a stream, which is read only once."""
+        """The number of completed passes over the training rows; None for a stream, which is read only once."""
         return self.position.tokens / self.data.n_train if self.data.n_train else None
 
     def _lr_share(self) -> float | None:

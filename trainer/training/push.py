@@ -76,7 +76,7 @@ class Push:
     def _card(
         self, out: Path, checkpoints: Sequence[Path], form: str, labels: Collection[str] | None
     ) -> dict[str, Path | bytes]:
-        """Return the user's README.md in `out` if there is one, or a generated one if the repository has none."""
+        """Return the user's README.md in `out` if it exists, or a generated README.md if the repository has none."""
         if (own := out / MODEL_CARD).is_file() and not own.is_symlink():
             return {MODEL_CARD: own}
         if self._repository.has_card:

@@ -1,4 +1,4 @@
-"""Samples training rows from the whole data set, to initialise SAEs and to resample dead latents."""
+"""Samples training rows from the entire data set, to initialise SAEs and to resample dead latents."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from trainer.training.learner import Learner
 
 
 class RowSampler:
-    """Samples training rows of a hook by a seed, identically on all ranks; a stream always returns the same rows."""
+    """Samples training rows of a hook with a given seed, identically on all ranks.
+
+    For a stream, the sample is always the same.
+    """
 
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
-        # Results of `find_outliers` on its sample: the counts of rows to leave out, a sentence about the first row that
-        # is not finite, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions that
-        # still have most of the variance.
+        # The results of `find_outliers` for its sample: the counts of rows to leave out, a sentence about the first row
+        # that is not finite, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions
+        # that still account for most of the variance.
         self.left_out = LeftOut(0, 0, 0, 0)
         self.first_bad = ""
         self.n_zero = 0
@@ -41,7 +44,7 @@ class RowSampler:
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
-        """Return the job's detector of rows to leave out; later calls of `sample` omit such rows."""
+        """Return the job's detector of rows to leave out; later calls to `sample` omit such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)

@@ -26,7 +26,8 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The fraction of a run's time for checkpoints at the best held-out FVU, in addition to the configured checkpoints.
+# The maximum fraction of the time that a run spends on checkpoints at the best held-out FVU, besides the configured
+# checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
 FIRST_SAVE_S = 1.0
@@ -42,7 +43,7 @@ class _Whole(NamedTuple):
 class Saving:
     """Decides when to save, and saves; all ranks make the same calls, and rank 0 writes.
 
-    `saved` is the position of the checkpoint that a run resumed from.
+    `saved` is the position of the checkpoint that the run was resumed from, or None.
     """
 
     def __init__(
@@ -67,15 +68,15 @@ class Saving:
         self.best: Best | None = None
 
     def take_request(self) -> bool:
-        """Return and clear the request to save, because of the timer or a new best FVU; only rank 0 requests saves."""
+        """Return and clear the pending save request, caused by the timer or a new best FVU; only rank 0 makes one."""
         wants, self._wants_best = self._wants_best, False
         return self._parallel.is_main and (self._timer.take_due() or wants)
 
     def measured(self, best: Best, passes: float | None, took_s: float) -> None:
-        """Record a held-out FVU, and request a checkpoint if it is the lowest so far and a checkpoint is worthwhile.
+        """Record a held-out FVU; if it is the lowest of the run and a checkpoint is worthwhile, request a save.
 
-        A checkpoint is worthwhile if the run repeats rows, so that the FVU may rise later, and if a measurement and the
-        save together take at most `BEST_SHARE` of the time since the last save.
+        A checkpoint is worthwhile if the run repeats rows, so that the FVU may rise later, and if the measurement plus
+        the save take at most `BEST_SHARE` of the time since the last save.
         """
         if not math.isfinite(best.fvu) or (self.best and self.best.fvu <= best.fvu):
             return
@@ -104,12 +105,12 @@ class Saving:
             self._write(whole, position)
 
     def last(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
-        """Return the write of the last checkpoint; none on ranks other than 0, or if the checkpoint exists."""
+        """Return the `Write` of the last checkpoint, or [] on ranks other than 0 or if the checkpoint exists."""
         whole = self._gather(learners, position)
         return [] if whole is None else [Write(self.folder(position), partial(self._write, whole, position))]
 
     def try_save(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """Save an intermediate checkpoint; if it cannot be written, report that and let training continue."""
+        """Save an intermediate checkpoint; if it cannot be written, report the error and let training continue."""
         if (whole := self._gather(learners, position)) is None:
             return
         try:
@@ -124,7 +125,7 @@ class Saving:
         return bool(failed)
 
     def _gather(self, learners: Mapping[str, Learner], position: Position) -> _Whole | None:
-        """Return the state to write on rank 0; None on other ranks or if this position is already saved."""
+        """Return the state to write on rank 0; None on other ranks, or if this position has already been saved."""
         self._timer.restart()
         self._wants_best = False
         if self._asked == position:

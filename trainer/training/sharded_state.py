@@ -57,7 +57,7 @@ class ShardedState:
         return tensor if dim is None or not self._sae.latents.is_shared else self._sae.latents.collect(tensor, dim)
 
     def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
-        """Return the latent dimension of a checkpoint's tensor, or None; `name` ends with the name of a weight."""
+        """Return the dimension of a saved tensor that indexes latents, or None; `name` ends with a weight's name."""
         dim = self._sae.latent_dims().get(name.rpartition(".")[2])
         return dim if dim is not None and tensor.dim() > dim else None
 

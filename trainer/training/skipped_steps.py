@@ -1,6 +1,6 @@
 """Reports steps that are skipped because a gradient is not finite, and stops a run that skips too many steps.
 
-Since rows that are not finite are replaced before a step, the cause of such a gradient is diverging training.
+Non-finite rows are replaced before a step, so a non-finite gradient means that training is diverging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_hopeless(in_a_row: int, learner: Learner) -> bool:
 
 
 class Skips:
-    """Reports skipped steps; `given_up` contains the labels of diverged SAEs in a sweep where others still learn."""
+    """Reports skipped steps; `given_up` contains the labels of diverged SAEs, while other SAEs are still learning."""
 
     def __init__(self, report: Report) -> None:
         self._report = report

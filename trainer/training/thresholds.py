@@ -1,7 +1,7 @@
 """Sets the thresholds of SAEs on held-out rows, so that L0 on these rows equals the configured k.
 
-A threshold learnt in training fits the training rows: on a sample of 138 texts, L0 was 31.8 on training rows and 36.4
-on held-out rows.
+A threshold that is learnt in training is fitted to the training rows: on a sample of 138 texts, L0 was 31.8 on training
+rows and 36.4 on held-out rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer.saes.batch_topk import UNSET, BatchTopK
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
-# The bit patterns of positive fp32 numbers have the same order as the numbers. Without the last 13 bits, they are
+# The bit patterns of positive fp32 numbers have the same order as the numbers. Without their last 13 bits, they are
 # indices of bins that are 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result
-# does not depend on which rank has a row.
+# does not depend on how the rows are distributed over ranks.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 # The maximum number of pre-activations counted at once.
 _MOST_VALUES = 2**24
-# The metadata key of an exported SAE for the rows on which its threshold was set.
+# The metadata key of an exported SAE that states on which rows its threshold was set.
 SET_ON = "threshold_set_on"
 # The metadata key for the thresholds of the two halves of the held-out rows, in the units of the activations. Each
 # threshold was set on the other half.
@@ -39,7 +39,7 @@ OF_HALVES = "thresholds_of_held_out_halves"
 def set_thresholds(
     learners: Mapping[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> None:
-    """Set the thresholds of all learners that use one; every rank counts the values of its held-out rows."""
+    """Set the thresholds of all SAEs that have them; every rank counts the values of its held-out rows."""
     choosing = {label: one for label, one in learners.items() if isinstance(one.sae, BatchTopK)}
     if not choosing:
         return
@@ -83,8 +83,8 @@ def count_values(values: Tensor) -> Tensor:
 def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
     """Return the threshold that brings L0 as close to k as the bins allow, or `UNSET` if there are no rows.
 
-    `counts` [n_bins] contains the number of positive pre-activations of `n_rows` rows in each bin. If fewer than k per
-    row are positive, the threshold is 0.
+    `counts` [n_bins] contains the number of positive pre-activations of `n_rows` rows in each bin. If there are fewer
+    than k per row on average, the threshold is 0.
     """
     if not n_rows:
         return UNSET
@@ -93,7 +93,7 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
     lowest = int(miss.argmin())
     if lowest == 0:
         return 0.0
-    # Return the largest number below the bin, since a latent is active if it exceeds the threshold.
+    # Return the largest number below the bin, since a latent is active only if its value exceeds the threshold.
     return float(torch.tensor((lowest << _DROPPED_BITS) - 1, dtype=torch.int32).view(torch.float32))
 
 

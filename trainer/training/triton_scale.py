@@ -33,7 +33,7 @@ def judge(
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise `RuntimeError` if its results are wrong, and pass on Triton's errors."""
+    """Run the kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     numbers = torch.tensor([9.0, 16.0, 2.0, 64.0, 0.0], dtype=torch.float64, device=device)
     norm, skipped = numbers[0].float(), torch.ones(3, device=device)
     given = numbers[0], numbers[1], numbers[2].float(), numbers[3].float(), numbers[4].bool()

@@ -27,7 +27,7 @@ class _Sum(NamedTuple):
 
 
 class Stepped:
-    """The weights that this rank updates; in this base class, which does not shard, all of its weights.
+    """The weights that this rank updates: in this base class, which does not shard them, all of its weights.
 
     `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents that this rank updates,
     and `others` is the group of replicas that divide the update.
@@ -42,11 +42,11 @@ class Stepped:
         self.ids = sae.ids
 
     def whole_sums(self) -> list[Tensor]:
-        """Return the gradients that this rank needs summed over the replicas for all latents."""
+        """Return the gradients whose sums over the replicas this rank needs for all latents."""
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def part_sums(self) -> list[Tensor]:
-        """Return the gradients, latents first, whose sums this rank needs only for the latents that it updates."""
+        """Return the gradients, latents first, whose sums over the replicas this rank needs only for its own rows."""
         return []
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class Stepped:
         """Copy the updated weights to the other replicas."""
 
     def exchange_narrow(self, dtype: torch.dtype) -> None:
-        """From now on, exchange updated matrices in the 16-bit type `dtype`, since passes read no other type."""
+        """From now on, exchange updated matrices in the 16-bit type `dtype`, the only type that passes read."""
 
     def divide(self) -> None:
         """Prepare for a training pass: free the fp32 weights that only other ranks update."""
@@ -80,7 +80,7 @@ class Stepped:
 
 
 class SteppedShare(Stepped):
-    """Each replica updates a part of the latents, and has the optimizer state of only these latents.
+    """Each replica updates a part of the latents, and holds optimizer state only for these latents.
 
     The optimizer's parameters are views of the SAE's weights. Summing gradient shards (reduce-scatter) costs half of an
     all-reduce; gathering the updated weights costs the other half.
@@ -100,7 +100,7 @@ class SteppedShare(Stepped):
         self.rows = slice(begin, begin + self._sizes[replicas.index])
         self._dims = {name: sae.latent_dims()[name] for name in self._whole}
         for name, whole in self._whole.items():
-            # Use `data`, so that changes of this part do not increment torch's version counter of the full tensor.
+            # Use `data`, so that changes to this part do not increment torch's version counter of the full tensor.
             self.parameters[name] = nn.Parameter(self.own(whole.data, self._dims[name]))
         self.ids = sae.ids[self.rows]
         # 16-bit copies of the SAE's matrices, and of this rank's rows.
@@ -117,7 +117,7 @@ class SteppedShare(Stepped):
         self._may_send_early = may
 
     def _send(self, name: str, whole: Tensor) -> None:
-        """Start to sum a complete gradient while the encoder's gradient is still being computed."""
+        """Start summing a complete gradient while the encoder's gradient is still being computed."""
         if self._may_send_early:
             assert whole.grad is not None
             gradient = whole.grad.movedim(self._dims[name], 0)
@@ -194,7 +194,7 @@ class SteppedShare(Stepped):
         if name in self._narrow:
             assert self._dtype is not None
             copy, own_copy = self._narrow[name]
-            # Convert the rows to 16 bits if the optimizer's step has not written them.
+            # Convert the rows to 16 bits, unless the optimizer's step has already written them.
             own_copy.read(self.parameters[name], self._dtype)
             return copy.read(whole, self._dtype).movedim(dim, 0)
         return whole.detach().movedim(dim, 0)
