@@ -52,7 +52,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert other > first_failed
     (failed,) = [event for event in events if event.level == "error"]
     assert "could not be written: " in failed.message
-    assert failed.message.endswith("training continues until the next one is due")
+    assert failed.message.endswith("training continues until the next checkpoint is due")
     (saved,) = [event for event in events if "that could not be written" in event.message]
     assert saved.timestamp > failed.timestamp
 

@@ -280,7 +280,7 @@ def test_an_estimate_on_busy_cores_says_so(
     job_file: Path, load: Callable[[float], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    for busy, times in ((20.0, "2 cores, load 20: expect about 10 times as long"), (2.0, None)):
+    for busy, times in ((20.0, "2 cores, load 20: the job may take about 10 times as long"), (2.0, None)):
         load(busy)
         assert main(["estimate", str(job_file)]) == EXIT_FINISHED
         told = [line for line in capsys.readouterr().out.splitlines() if "times as long" in line]
@@ -345,7 +345,7 @@ def test_an_estimate_uses_measured_speeds_or_else_assumed_ones(
     forecast, line = estimate()
     assert (forecast["device"], forecast["is_measured"]) == (CPU, False)
     assert forecast["tokens_per_s"] * forecast["seconds"] == pytest.approx(20 * 128 * 2)
-    assert line.endswith(f" tokens/s, {forecast['mode']}) by assumed speeds of a usual CPU process")
+    assert line.endswith(f" tokens/s, {forecast['mode']}) by assumed speeds of a typical CPU process")
     slow = Speeds(1e6, 1e6, 1e6, 1.0, is_measured=True)
     write_box(tmp_path / "box.json", MeasuredHardware().with_measured(CPU, "fp32", 2, slow))
     measured, line = estimate()

@@ -27,7 +27,7 @@ POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
 DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
 PHASES = {
     "forward_encode": "forward, encoder",
-    "forward_rest": "forward, the rest",
+    "forward_rest": "forward, without encoder",
     "backward": "backward",
     "metrics": "metrics",
     "exchange": "exchange",
@@ -153,18 +153,18 @@ def table(figures: dict[str, Any]) -> str:
     traffic = f"{floor['traffic_bytes'] / 2**30:,.2f} GiB at {floor['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"
     lines += [
         "",
-        _row("encoder's product alone", floor["encoder_product_ms"]),
-        _row("memory traffic alone", floor["traffic_ms"], note=traffic),
+        _row("encoder's matmul only", floor["encoder_product_ms"]),
+        _row("memory traffic only", floor["traffic_ms"], note=traffic),
         _row(
-            "floor, the longer of the two",
+            "floor, the longer time",
             floor["floor_ms"],
-            note=f"this step reaches {figures['of_floor']:.0%} of the floor",
+            note=f"this step runs at {figures['of_floor']:.0%} of the floor's speed",
         ),
         "",
-        f"{'peak memory of a rank':<28}{figures['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
+        f"{'peak memory per rank':<28}{figures['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
     ]
     if figures["sent_bytes"]:
-        lines.append(f"{'sent by a rank in a step':<28}{figures['sent_bytes'] / 2**20:>10,.2f} MiB")
+        lines.append(f"{'sent per rank and step':<28}{figures['sent_bytes'] / 2**20:>10,.2f} MiB")
     return "\n".join(lines)
 
 
@@ -176,7 +176,7 @@ def probe_table(figures: dict[str, Any]) -> str:
         lines.append(f"rank {rank:<3}{flops / 1e12:>10,.2f} TFLOP/s{memory / 1e9:>10,.1f} GB/s of memory")
     if figures["ranks"] > 1:
         bus, latency = figures["bus_bytes_per_s"] / 1e9, figures["latency_s"] * 1e6
-        lines += ["", f"all    {bus:>10,.2f} GB/s in a sum over all ranks, {latency:,.0f} µs for a tiny sum"]
+        lines += ["", f"all    {bus:>10,.2f} GB/s in an all-reduce, {latency:,.0f} µs for a tiny all-reduce"]
         lines += [f"{pair:<7}{speed / 1e9:>10,.2f} GB/s" for pair, speed in figures["pairs"].items()]
     return "\n".join(lines)
 

@@ -90,7 +90,7 @@ class Estimate(msgspec.Struct, frozen=True):
         if self.device_name == CPU and (busy := busy_sentence(os.getloadavg()[0], len(os.sched_getaffinity(0)))):
             yield busy
         yield from (f"warning: {problem}" for problem in check_division(work))
-        by = "speeds measured here" if self.placed.is_measured else f"assumed speeds of a usual {self.device_name}"
+        by = "speeds measured here" if self.placed.is_measured else f"assumed speeds of a typical {self.device_name}"
         clock = datetime.timedelta(seconds=round(self.seconds))
         yield f"about {clock} ({self.tokens_per_s:,.0f} tokens/s, {self.job.parallel.mode}) by {by}"
 
@@ -105,7 +105,7 @@ class Estimate(msgspec.Struct, frozen=True):
         }
         of_stream = "the first rows" if work.shape.n_tokens is None else how["rows"]
         what = of_stream if self.job.hold_out == "rows" else how[self.job.hold_out]
-        return f"held out: about {n:,} rows, {what} (data.hold_out)" if n else "nothing is held out"
+        return f"held out: about {n:,} rows, {what} (data.hold_out)" if n else "no rows are held out"
 
 
 def estimate_training(job: JobConfig) -> Estimate:
@@ -120,7 +120,7 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
     times = load / n_cores
     if times < _BUSY:
         return None
-    return f"{plural(n_cores, 'core')}, load {load:.0f}: expect about {times:.0f} times as long"
+    return f"{plural(n_cores, 'core')}, load {load:.0f}: the job may take about {times:.0f} times as long"
 
 
 def _capacity(job: JobConfig, gpus: list[Device]) -> DeviceMemory:

@@ -36,7 +36,9 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         folder = box.parent if box else working_folder()
         look = ExtractionProposal(job, Machine(gpus, 1, folder, speeds=read_box(box))).outlook
         if look.memory is None:
-            raise JobFileError([Problem("model.path", f"{job.model.path} is not on this disk; download it first")])
+            raise JobFileError(
+                [Problem("model.path", f"{job.model.path} was not found on this machine; download it first")]
+            )
         return cls(job, look)
 
     def as_json(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         yield f"per {'GPU' if look.on_gpus else 'process'}, on {look.ranks}:"
         yield from table(look.memory)
         yield f"{self.job.extract.n_tokens:,} rows of each hook take {disk_words(look)}"
-        by = "speeds measured here" if look.is_measured else f"assumed speeds of a usual {look.device_name}"
+        by = "speeds measured here" if look.is_measured else f"assumed speeds of a typical {look.device_name}"
         yield f"about {duration(look.seconds or 0)} ({self._tokens_per_s:,.0f} tokens/s, {look.mode}) by {by}"
 
     @property

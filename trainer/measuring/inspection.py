@@ -141,7 +141,7 @@ def table(facts: Inspection) -> str:
     for finding in facts.findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         lines.append(f"{finding.severity:8}{finding.sentence}{remedy}")
-    return "\n".join(lines if facts.findings else [*lines, "nothing is wrong with them"])
+    return "\n".join(lines if facts.findings else [*lines, "no problems found"])
 
 
 def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
@@ -181,7 +181,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
         remedy = 'keep the defaults of sae.b_dec_init (not "zeros") and sae.normalize, which subtract the mean'
         yield InspectionFinding("note", sentence, remedy)
     if facts.n_tokens < 20 * facts.d_in:
-        sentence = f"{facts.n_tokens:,} rows are few for d_in {facts.d_in}: an SAE will memorise them"
+        sentence = f"{facts.n_tokens:,} rows are too few for d_in {facts.d_in}: an SAE would memorise them"
         yield InspectionFinding("warning", sentence, "extract more rows")
 
 

@@ -31,7 +31,9 @@ def main(spec_file: Path, asked: str) -> None:
     world = join(device, rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
     speeds = measure(world, precision)
     if starved := [rank for rank, one in enumerate(speeds) if not one.is_measured]:
-        raise UserError(f"rank {starved[0]} has too little free memory to measure it; end other processes there")
+        raise UserError(
+            f"rank {starved[0]} has too little free memory for the measurement; stop other processes on its device"
+        )
     pairs = pairs_of(world)
     figures = {
         "device": device_name(device),

@@ -47,7 +47,9 @@ class BadRows:
         if not found.not_finite:
             return
         if hook not in self._first:
-            first = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step) or "the first one is unknown"
+            first = (
+                self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step) or "the first such row is unknown"
+            )
             self._warn(found.not_finite, found.n_seen, f"the rows up to step {now.step}", hook, first)
         if too_many(found.not_finite, found.n_seen):
             share = f"{found.not_finite:,} of {plural(found.n_seen, 'row')} read so far are not finite"

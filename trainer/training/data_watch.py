@@ -66,8 +66,10 @@ class DataWatch:
         if status is not None and status.st_size < shard.size:
             self.fault = f"{folder.field}: {cut_sentence(file, status.st_size, shard.size)}"
         else:
-            since = f"steps after {self._sound_at.step} may have used the change"
-            self.fault = f"{folder.field}: {file} was written to while the run read it: it {why}, and {since}; {_CURE}"
+            since = f"steps after {self._sound_at.step} may have used the changed rows"
+            self.fault = (
+                f"{folder.field}: {file} was modified while the run was reading it: it {why}, and {since}; {_CURE}"
+            )
         report.warn("data", self.fault)
 
 

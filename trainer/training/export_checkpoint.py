@@ -110,7 +110,7 @@ def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
     """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label."""
     labels = [*members(job)]
     if only and not job.sweep:
-        raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])
+        raise JobFileError([Problem("--only", "this run has a single SAE, without a label; leave out --only")])
     unknown = [Problem("--only", f"no SAE is called {one}; the SAEs are {', '.join(labels)}") for one in only]
     if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
         raise JobFileError(wrong)
@@ -235,11 +235,11 @@ def checkpoint_of(path: Path, best: bool) -> tuple[Path, Path]:
     """Return the run folder and the checkpoint for `path`, which may be a run folder or a checkpoint."""
     if (path / STATE).exists() or (path / MANIFEST).exists():
         if best:
-            raise JobFileError([Problem("--best", f"takes a run folder, and {path} is a single checkpoint")])
+            raise JobFileError([Problem("--best", f"requires a run folder, but {path} is a single checkpoint")])
         return path.parent.parent, newest_whole(path)
     checkpoints = RunPaths(path).checkpoints
     if not RunPaths(path).job_file.exists():
-        reason = f"{path} is neither the folder of a run nor a checkpoint in one"
+        reason = f"{path} is neither a run folder nor a checkpoint in a run folder"
         raise JobFileError([Problem("RUN_DIR_OR_CHECKPOINT", reason)])
     saved = newest_first(checkpoints)
     if not saved:

@@ -52,7 +52,7 @@ def export_set(
     refuse_to_overwrite(out, {"": out}, force)
     checkpoints = [checkpoint_of(path.absolute(), best) for path in paths]
     if only and len(paths) > 1:
-        raise UsageError("--only: names SAEs of one run; leave it out, or export one run")
+        raise UsageError("--only: selects SAEs of a single run; leave it out, or export one run")
     members, steps, left_out, asked = [], {}, {}, []
     for name, step, sae in _transcoders(checkpoints, only):
         asked.append(name)

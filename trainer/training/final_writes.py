@@ -117,7 +117,7 @@ class FinalWrites:
         for place in _other_places(one.folder) if one.to else ():
             if rescued := _written_to(place, one):
                 self._rescued[one.folder] = rescued
-                message = f"{one.folder} waits for space; until then its SAE is in {rescued}"
+                message = f"waiting for disk space to write {one.folder}; until then, its SAE is in {rescued}"
                 rank_log.say(message)
                 self._report.event("space", message, level="warning")
                 return
@@ -125,12 +125,12 @@ class FinalWrites:
     def _forget_rescued(self, folder: Path) -> None:
         if rescued := self._rescued.pop(folder, None):
             shutil.rmtree(rescued.parent, ignore_errors=True)
-            message = f"there is space again: the SAE is in {folder}; its copy in {rescued} was removed"
+            message = f"there is enough disk space again: the SAE is in {folder}, and its copy in {rescued} was removed"
             rank_log.say(message)
             self._report.event("space", message)
 
     def _failure(self, error: UserError | OSError, *, is_stopped: bool) -> UserError:
-        stopped = "stopped before there was space: " if is_stopped else ""
+        stopped = "stopped before there was enough disk space: " if is_stopped else ""
         places = join_words([str(rescued) for rescued in self._rescued.values()]) if self._rescued else ""
         return UserError(f"{stopped}{error}" + (f"; the trained SAE is in {places}" if places else ""))
 

@@ -46,8 +46,8 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
     sections = [section for run in runs for section in _sections(*run, labels)]
     body = "\n".join(sections)
-    load = f"`hf download {name} --local-dir my-sae`, and in {form} `{catalog.FORMATS[form].use}`."
-    return f"---\n{front}---\n\n{body}\nTo load it: {load}\n"
+    load = f"run `hf download {name} --local-dir my-sae`, and then, in {form}, `{catalog.FORMATS[form].use}`."
+    return f"---\n{front}---\n\n{body}\nTo load it, {load}\n"
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:

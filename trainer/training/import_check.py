@@ -62,10 +62,10 @@ def _doubts(found: ImportCheck, shared: SharedSae) -> Iterator[str]:
     elif expected and not expected / _FAR <= found.l0 <= expected * _FAR:
         yield f"L0 is {found.l0:.1f} on these rows, but {number(expected)} according to its files"
     elif not expected and found.l0 > _DENSE * shared.d_sae and _error(found) > _POOR:
-        yield f"{found.l0:.0f} of {shared.d_sae:,} latents fire on a row, which is not sparse"
+        yield f"{found.l0:.0f} of {shared.d_sae:,} latents fire per row, which is not sparse"
     if found.fvu is None or found.fvu > 1:
         fvu = "not finite" if found.fvu is None else number(found.fvu)
-        yield f"FVU is {fvu} on these rows: their mean reconstructs them better than the SAE"
+        yield f"FVU is {fvu} on these rows: the mean of the rows would reconstruct them better than the SAE"
 
 
 def _cause(
@@ -85,7 +85,7 @@ def _cause(
     name, best = min(tried.items(), key=lambda one: _error(one[1]))
     if _error(best) < min(1.0, _BETTER * _error(found)):
         return f"{name} its FVU is {number(_error(best))} and its L0 {best.l0:.1f}"
-    return "the rows may be from another hook, model or layer, or have another scale than its training rows"
+    return "the rows may be from another hook, model or layer, or be scaled differently from the SAE's training rows"
 
 
 def _error(found: ImportCheck) -> float:

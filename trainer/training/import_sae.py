@@ -122,7 +122,7 @@ def _open(job: JobConfig, shared: SharedSae) -> Source:
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, but the SAE reads {shared.d_in}")
     if shared.is_transcoder and source.d_out is None:
-        raise UsageError("--set data.target_path: is missing: a transcoder needs the targets of its rows")
+        raise UsageError("--set data.target_path: is missing, but a transcoder needs target rows")
     if (source.d_out or source.d_in) != shared.d_out or (source.d_out is not None) != shared.is_transcoder:
         raise UsageError(
             f"--set data.target_path: does not fit, since the SAE maps {shared.d_in} to {shared.d_out} dimensions"
@@ -156,7 +156,9 @@ def _set_weights(learner: Learner, shared: SharedSae) -> None:
         place = getattr(sae, name)
         place.copy_(value if value.shape == place.shape else value[0])
         if not place.isfinite().all():
-            raise UserError(f"--data: {name} overflows fp32 at the scale of the rows; use rows like its training rows")
+            raise UserError(
+                f"--data: {name} overflows fp32 at the scale of the rows; use rows that resemble its training rows"
+            )
 
 
 def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:

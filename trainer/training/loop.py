@@ -70,11 +70,12 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
-        f"{join_words(by_batch)} choose latents within each piece, and learn a different SAE than with {whole:,}"
+        f"with {join_words(by_batch)}, latents are selected within each micro-batch, so the SAE differs from a run with "
+        f"{whole:,}"
         if by_batch
-        else "the SAE stays the same"
+        else "the SAE is not affected"
     )
-    return f"{whole:,} tokens at a time do not fit into memory: each step processes pieces of {size:,}; {changes}"
+    return f"{whole:,} tokens do not fit into memory at once, so micro-batches have {size:,} tokens; {changes}"
 
 
 class Trainer:
@@ -364,7 +365,7 @@ class Trainer:
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
             left = plural(self.total_steps - self.position.step, "step")
-            self.report.event("cool_down", f"was asked to finish, but ends in {left} anyway")
+            self.report.event("cool_down", f"finishing early was requested, but the run ends in {left} anyway")
             return
         share = max((one.lr_factor(self.position.step) for one in self.learners.values()), default=1.0)
         for learner in self.learners.values():

@@ -51,7 +51,7 @@ class Push:
         for name, size in sizes.items():
             tell(f"  {name}, {size:,} bytes")
         for path in local_paths(checkpoints):
-            tell(f"note: their metadata contains a path of this machine, {path}")
+            tell(f"note: the metadata in these files contains a local path, {path}")
         if not self._confirmed:
             _ask(f"Send {plural(len(files), 'file')}, {sum(sizes.values()):,} bytes, to be {visible}? [y/N] ", out)
         try:
@@ -59,7 +59,7 @@ class Push:
             with contextlib.nullcontext() if sys.stderr.isatty() else Progress("sending"):
                 place.send(files)
         except UserError as error:
-            raise UserError(f"{error}; no file was sent, and all are in {out}: try again") from None
+            raise UserError(f"{error}; no files were uploaded; they are still in {out}, so try again") from None
         tell(f"sent to {place.url}")
         listed = [{"path": name, "bytes": size} for name, size in sizes.items()]
         return {"url": place.url, "private": not place.is_public, "files": listed}

@@ -154,7 +154,9 @@ class Saving:
         rank_log.say(f"{error}; training continues")
         # Report only the first failure, since later failures would repeat the message.
         if self._failures == 1:
-            self._report.event("checkpoint", f"{error}; training continues until the next one is due", level="error")
+            self._report.event(
+                "checkpoint", f"{error}; training continues until the next checkpoint is due", level="error"
+            )
 
 
 class Timer:

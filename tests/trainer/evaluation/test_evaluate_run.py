@@ -280,7 +280,7 @@ def test_the_card_of_a_launched_job_is_written_next_to_its_sae(
 
 def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
-    assert "neither the folder of a run" in capsys.readouterr().err
+    assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
 
 
 def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(

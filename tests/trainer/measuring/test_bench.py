@@ -137,8 +137,8 @@ def test_a_transcoder_is_measured_with_two_widths(make_job: MakeJob, single: Par
 def test_the_table_is_aligned_and_compares_the_step_with_the_floor(make_job: MakeJob, single: Parallel) -> None:
     figures = measure_steps(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
     lines = table(figures).splitlines()
-    assert "this step reaches 43% of the floor" in lines[-3]
-    assert lines[-1].startswith("peak memory of a rank")
+    assert "this step runs at 43% of the floor's speed" in lines[-3]
+    assert lines[-1].startswith("peak memory per rank")
     assert len({line.index(" ms") for line in lines if " ms" in line}) == 1
     for name in PHASES.values():
         assert any(line.startswith(f"  {name} ") for line in lines)

@@ -41,7 +41,7 @@ def test_memory_adds_up_and_disk_and_time_and_rate_are_reported(
     assert any(line.split()[:2] == ["W", "weights"] for line in table)
     assert disk.startswith("300 rows of each hook take ")
     assert disk.endswith(" GiB free")
-    assert time.endswith(" by assumed speeds of a usual CPU process")
+    assert time.endswith(" by assumed speeds of a typical CPU process")
     write_box(tmp_path / "box.json", MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 1e6}, 1e9)}))
     assert main(["estimate", str(job_file)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(" by speeds measured here")
@@ -55,4 +55,4 @@ def test_missing_gpus_are_assumed_to_be_typical_ones(job_file: Path, capsys: pyt
 
 def test_a_model_that_is_not_on_disk_is_named(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(job_file), "--set", "model.path=someone/some-model"]) == 2
-    assert capsys.readouterr().err.startswith("model.path: someone/some-model is not on this disk")
+    assert capsys.readouterr().err.startswith("model.path: someone/some-model was not found on this machine")

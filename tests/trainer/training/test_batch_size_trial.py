@@ -78,8 +78,8 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
     assert trials(tmp_path / "tight" / "0.log")[0] == ("8,192", "4,096")
     with contextlib.closing(SeriesReader(tmp_path / "tight" / "run" / "metrics.db")) as reader:
         (message,) = [event.message for event in reader.events() if event.kind == "halved"]
-    assert message.startswith("8,192 tokens at a time do not fit into memory: each step processes pieces of ")
-    assert message.endswith("; the SAE stays the same")
+    assert message.startswith("8,192 tokens do not fit into memory at once, so micro-batches have ")
+    assert message.endswith("; the SAE is not affected")
     assert abs(fvu["tight"] - fvu["roomy"]) < 1e-4
 
 
@@ -101,9 +101,11 @@ def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
     assert len(curve(tmp_path / "tight", "loss")) == 2
 
 
-def test_halving_is_reported_to_change_the_sae_if_latents_are_chosen_per_piece() -> None:
+def test_halving_is_reported_to_change_the_sae_if_latents_are_selected_per_micro_batch() -> None:
     message = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
-    assert message.endswith("; batch_topk choose latents within each piece, and learn a different SAE than with 8,192")
+    assert message.endswith(
+        "; with batch_topk, latents are selected within each micro-batch, so the SAE differs from a run with 8,192"
+    )
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:

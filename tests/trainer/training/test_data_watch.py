@@ -169,9 +169,11 @@ def test_a_run_saves_its_state_and_fails_with_the_name_of_an_overwritten_shard(
     job = make_job(train={"n_steps": 40, "eval_every": 5})
     progress = AtStep(12, lambda: overwrite(activations / "a.safetensors")).into(kept)
     trainer = make_trainer(job, progress)
-    with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run read it") as error:
+    with pytest.raises(
+        UserError, match=r"data\.path: .*a\.safetensors was modified while the run was reading it"
+    ) as error:
         trainer.run()
-    assert "steps after 10 may have used the change; restore it" in str(error.value)
+    assert "steps after 10 may have used the changed rows; restore it" in str(error.value)
     assert 15 <= trainer.position.step < 20
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position == trainer.position
     assert (tmp_path / "sae" / "cfg.json").exists()

@@ -197,7 +197,7 @@ def test_a_single_checkpoint_is_exported_by_its_own_path(
     assert answer == expected
     assert json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]["training_tokens"] == 1280
     assert export(checkpoint, tmp_path / "again", "--best") == EXIT_USAGE
-    assert capsys.readouterr().err.startswith("--best: takes a run folder")
+    assert capsys.readouterr().err.startswith("--best: requires a run folder")
 
 
 def test_every_sae_of_a_sweep_gets_its_own_folder(

@@ -99,8 +99,8 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     assert wait.seen == 3
     (first, meanwhile, again) = space_messages(kept)
     assert first.startswith(f"waiting for space: {tmp_path / 'checkpoints' / 'step-00000003'} could not be written: ")
-    assert f"{tmp_path / 'sae'} waits for space; until then its SAE is in {other_disk}" in meanwhile
-    assert "there is space again" in again
+    assert f"waiting for disk space to write {tmp_path / 'sae'}; until then, its SAE is in {other_disk}" in meanwhile
+    assert "there is enough disk space again" in again
     assert list(other_disk.iterdir()) == []
     assert load(tmp_path / "checkpoints")[1] == trainer.position
     assert exported_tokens(tmp_path / "sae") == trainer.position.tokens
@@ -128,7 +128,7 @@ def test_a_stop_ends_the_wait_with_a_sentence_that_says_where_the_sae_is(
 
     trainer._exporter._export_one = where_there_is_room
     full(SMALL)
-    with pytest.raises(UserError, match=r"^stopped before there was space: .* could not be") as error:
+    with pytest.raises(UserError, match=r"^stopped before there was enough disk space: .* could not be") as error:
         trainer.run()
     (sae,) = other_disk.glob("*/sae")
     assert str(error.value).endswith(f"; the trained SAE is in {sae}")

@@ -562,7 +562,7 @@ def test_training_continues_if_an_intermediate_checkpoint_cannot_be_written(
     failed, saved, last = [event for event in kept.events if event[0] == "checkpoint"]
     assert failed[1] == "error"
     assert str(checkpoints) in failed[2]
-    assert failed[2].endswith("training continues until the next one is due")
+    assert failed[2].endswith("training continues until the next checkpoint is due")
     assert saved[1:] == ("info", "checkpoint saved at step 15, the first after 2 that could not be written")
     assert last[1:] == ("info", "checkpoint saved at step 20")
     assert load(checkpoints)[1].step == 20

@@ -244,7 +244,7 @@ def test_a_push_that_fails_midway_leaves_nothing_on_the_hub_and_is_reported(
     assert push(run, tmp_path / "out", "--yes") == EXIT_FAILED
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"--push: sending to {hub.url}/ada/my-sae failed: HTTP 507")
-    assert error.endswith(f"no file was sent, and all are in {tmp_path / 'out'}: try again")
+    assert error.endswith(f"no files were uploaded; they are still in {tmp_path / 'out'}, so try again")
     assert TOKEN not in error
     assert "signature" not in error
     assert not hub.files.get("ada/my-sae")
