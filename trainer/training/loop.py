@@ -70,8 +70,8 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
-        f"with {join_words(by_batch)}, latents are selected within each micro-batch, so the SAE differs from a run with "
-        f"{whole:,}"
+        f"with {join_words(by_batch)}, latents are selected within each micro-batch, "
+        f"so the SAE differs from a run with {whole:,}"
         if by_batch
         else "the SAE is not affected"
     )

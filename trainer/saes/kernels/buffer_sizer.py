@@ -1,22 +1,22 @@
-"""Chooses the pre-activations above a bound on a GPU when the host does not know how many there are.
+"""Selects the pre-activations above a bound on a GPU when the host does not know how many there are.
 
-Waiting for their number would leave the GPU idle. So the host predicts a buffer size from earlier steps, and chooses
-that many of the largest values. If fewer values are above the bound, some values below it are included; they affect
-neither the loss nor its gradients. If more values are above the bound, activations are lost. The host learns this one
-step later, but the chosen values are set to NaN, so the step is skipped like any step without a finite gradient, and
-nothing wrong is learnt. The next steps use the dense product, which needs no predicted size and counts all values above
+Waiting for the count would leave the GPU idle, so the host predicts a buffer size from earlier steps, and selects that
+many of the largest values. If fewer values are above the bound, some values below it are included; they affect neither
+the loss nor its gradients. If more values are above the bound, activations are lost. The host notices this one step
+later. The selected values are set to NaN, so the step is skipped like any step with a non-finite gradient, and the
+weights do not change. The next steps use the dense product, which needs no predicted size and counts all values above
 the bound.
 
 The host reads the count of the previous step after it has queued the first product of the current step. At that time
 the GPU still has to compute a backward pass, an update and that product, so it is never idle, and the host is at most
 one step ahead. All micro-batches of a step use the counts of the same earlier steps, since waiting for the preceding
-micro-batch would leave the GPU idle. They also use the same weights, so the count of a step is the largest count of its
-micro-batches.
+micro-batch would leave the GPU idle. All micro-batches also use the same weights, so the count of a step is the largest
+count of its micro-batches.
 
-If steps are captured, the host must choose a size before it queues anything. It then does not wait for the count of the
-last step, so that the GPU still has that step to compute. The host therefore learns of an overflow two steps later.
+With CUDA graphs, the host must choose a size before it queues anything. It then does not wait for the count of the last
+step, so that the GPU is still busy with that step. The host therefore notices an overflow two steps later.
 
-Each rank decides from its own counts, since sparse and dense products need the same exchange with other ranks.
+Each rank decides from its own counts, since sparse and dense products require the same communication between ranks.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# The predicted count is the largest of the last `MEMORY` steps. If that is the latest count, its growth is
+# The predicted count is the largest count of the last `MEMORY` steps. If the latest count is the largest, its growth is
 # extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense product is used: in the first steps
-# of a run, the count may grow by half from one step to the next, and a step that overflows is lost.
+# of a run, the count may grow by half from one step to the next, and a step that overflows is wasted.
 MEMORY, MOST_GROWTH = 4, 1.25
-# If steps are captured, the buffer shrinks only after this many steps in which a smaller one sufficed, since L0
+# With CUDA graphs, the buffer shrinks only after this many steps in which a smaller buffer sufficed, since L0
 # oscillates around its target. Of 400 steps with 4,096 latents and k = 8, at least 379 were then replayed for each
 # architecture; without this rule, only 153 were replayed for the standard architecture.
 SHRINKS_AFTER = 100
 
 
 class _ObservedBatch(NamedTuple):
-    """A batch: its number of tokens, its buffer size (None if dense), and the number of values not below the bound."""
+    """A batch: its number of tokens, its buffer size (None if dense), and the count of values at or above the bound."""
 
     n_tokens: int
     capacity: int | None
@@ -57,7 +57,7 @@ class _Ahead(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass whose size was decided in advance; each replay overwrites `n_above`, 0-dim."""
+    """A pass whose buffer size was decided in advance; each replay overwrites `n_above`, 0-dim."""
 
     n_tokens: int
     capacity: int | None
@@ -65,14 +65,14 @@ class _Pass(NamedTuple):
 
 
 class BufferSizer:
-    """Predicts the buffer size for the values of a batch above a bound from the counts of earlier steps."""
+    """Predicts, from the counts of earlier steps, the buffer size for a batch's values above a bound."""
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
         # The batches of the step being queued, and the batches of steps whose counts the host has not read yet.
         self._of_step: list[_ObservedBatch] = []
         self._unread: deque[list[_ObservedBatch]] = deque()
-        # If steps are captured: the predicted counts per token, and the last buffer size per token.
+        # With CUDA graphs: the predicted counts per token, and the last buffer size per token.
         self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
         self._ahead: _Ahead | None = None
@@ -81,10 +81,10 @@ class BufferSizer:
         self.overflowed: Tensor | None = None
 
     def above(self, pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-        """Choose the values above a bound (a number or [d_sae]), every NaN, and possibly some values below the bound.
+        """Select the values above a bound (a number or [d_sae]), every NaN, and possibly some values below the bound.
 
-        All chosen values are NaN if the buffer is too small. Return None if a dense product is faster or nothing can be
-        predicted yet.
+        All selected values are NaN if the buffer is too small. Return None if a dense product is faster or the size
+        cannot be predicted yet.
         """
         # Queue the product before the host reads any count.
         matrix = pre_acts.matrix
@@ -154,21 +154,21 @@ class BufferSizer:
 
 
 def largest_above(pre_acts: PreActs, bound: Tensor | float, n: int) -> tuple[Chosen, Tensor]:
-    """Choose the n values with the largest distance above a bound (or the smallest below it), and every NaN.
+    """Select the n values that are farthest above a bound (or closest below it), and every NaN.
 
-    Return also how many of them are not below the bound, 0-dim int64. If this number is n, other values above the bound
-    may be missing, so all chosen values are set to NaN.
+    Also return how many of the selected values are at or above the bound, 0-dim int64. If this number is n, other
+    values above the bound may be missing, so all selected values are set to NaN.
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor):
-        # Rounding a distance to the dtype of the matrix keeps its sign: a value above the bound never gets a negative
-        # distance.
+        # Rounding a distance to the dtype of the matrix preserves its sign: the distance of a value above the bound is
+        # never negative.
         distances = PreActs(torch.sub(matrix, bound, out=torch.empty_like(matrix)))
         flat, excess = distances.largest_of_all(n)
         values = matrix.flatten().index_select(0, flat)
     else:
         flat, values = pre_acts.largest_of_all(n)
         excess = values - bound
-    # The comparison is False for NaN, which must be kept and must not count as an overflow.
+    # The comparison is False for NaN, which must be kept and must not be treated as an overflow.
     n_above = (excess >= 0).sum()
     return (places_of(flat, *pre_acts.shape), values.where(n_above < n, torch.nan)), n_above

@@ -1,8 +1,8 @@
-"""The encoder: it computes one dense product and keeps only the chosen pre-activations.
+"""The encoder: it computes one dense product and keeps only the selected pre-activations.
 
-A step with only dense products takes 10·B·d_in·d_sae operations for B tokens; this encoder leaves 2·B·d_in·d_sae.
-Autograd would scatter the gradient of the chosen values into a dense [n_tokens, d_sae] matrix and multiply with that
-matrix twice, and a third time for the gradient of x − input_bias.
+A step with only dense products takes 10·B·d_in·d_sae operations for B tokens; with this encoder, it takes
+2·B·d_in·d_sae. Autograd would scatter the gradient of the selected values into a dense [n_tokens, d_sae] matrix, and
+multiply by that matrix twice, and a third time for the gradient of x − input_bias.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def centre(x: Tensor, input_bias: Tensor) -> Tensor:
 
 
 def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
-    """Return the chosen pre-activations of centred @ W_enc + b_enc [n_tokens, d_sae], in the dtype of `b_enc`.
+    """Return the pre-activations of centred @ W_enc + b_enc [n_tokens, d_sae] that `choose` selects, in b_enc's dtype.
 
     `centred` is x − input_bias [n_tokens, d_in], from `centre`. The backward pass of this function also computes the
     gradient of `input_bias`.
@@ -80,6 +80,6 @@ class _Encode(torch.autograd.Function):
             grad_W_enc = of_latents.T
         grad_input_bias = None
         if ctx.needs_input_grad[3]:
-            # Sum over tokens first, so that a matrix–vector product suffices and the gradient of x is not needed.
+            # Sum over tokens first: a matrix–vector product then suffices, and the gradient of x is not needed.
             grad_input_bias = weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T, -1.0)
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None

@@ -1,8 +1,8 @@
 """Finds the largest values of each row of a bf16 matrix on a CPU.
 
 Each value becomes an integer key: its bits, followed by the bits of its column. numpy partitions integers with vector
-instructions: on one core, it finds the 64 largest keys of each of 4,096 rows of 512 in 3 ms, and the indices of the 64
-largest floats in 10 ms.
+instructions: on one core, it finds the 64 largest keys of each of 4,096 rows of 512 in 3 ms, while finding the indices
+of the 64 largest floats takes 10 ms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.saes.kernels import top_k
 # The number of keys that numpy sorts at once, without partitioning: on one core, it finds the 64 largest of 512 keys in
 # 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
-# If the chosen groups have more than `AT_ONCE` columns: the largest group size, relative to the size that minimises the
+# The largest group size if the chosen groups have more than `AT_ONCE` columns, relative to the size that minimises the
 # number of maxima plus columns. It is below 1 because the columns of chosen groups must be gathered.
 SHARE_OF_BEST = 0.6
 # The size in bytes of the rows that are searched at once.
@@ -30,7 +30,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the columns and float values of each row's k largest bf16 numbers, the smallest first: both [n_rows, k].
 
     Positive bf16 numbers are ordered like the integers with the same bits. For a row with fewer than k positive
-    numbers, the result contains these and arbitrary others.
+    numbers, the result contains these numbers and arbitrary others.
     """
     levels = _levels(values.view(torch.int16), k)
     kind, shift = (np.int32, 16) if values.shape[1] <= 2**16 else (np.int64, 32)
@@ -52,7 +52,7 @@ def _levels(bits: Tensor, k: int) -> list[Tensor]:
 
 
 def _group_size(n: int, k: int) -> int:
-    """Return the number of columns in a group, or 1 if searching the maxima of groups first would save nothing.
+    """Return the number of columns in a group, or 1 if searching the maxima of groups first would save no time.
 
     With these sizes, a few levels of groups lead to at most `AT_ONCE` maxima: the 64 largest values of each of 2,048
     rows of 16,384 columns are found in 19 ms; a single level of groups takes 33 ms.

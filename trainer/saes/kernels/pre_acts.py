@@ -40,7 +40,7 @@ class PreActs:
 
 
 class Product(PreActs):
-    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only on request or if that is faster."""
+    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only if it is requested or faster."""
 
     def __init__(self, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> None:
         self.shape = torch.Size((len(x), W_enc.shape[1]))

@@ -1,7 +1,7 @@
-"""Reuses the memory of a CPU product for the next one of the same shape.
+"""Reuses the memory of a CPU product for the next product of the same shape.
 
 The allocator would return such a large block to the operating system, which would have to zero it again. On one core,
-this took 15 of the 80 ms of a product for 3,072 latents, and 80 of the 430 ms for 16,384 latents.
+this took 15 ms of an 80 ms product for 3,072 latents, and 80 ms of a 430 ms product for 16,384 latents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def product(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return bias + x @ weight, written to the buffer from `put_back` if it fits."""
     matrix, _kept.matrix = _kept.matrix, None
     if matrix is not None and not _fits(matrix, bias, x, weight):
-        # Free the old buffer before allocating another: there may not be enough memory for both.
+        # Free the old buffer before allocating another, since there may not be enough memory for both.
         matrix = None
     return torch.addmm(bias, x, weight, out=matrix)
 
@@ -34,7 +34,7 @@ def _fits(matrix: Tensor, bias: Tensor, x: Tensor, weight: Tensor) -> bool:
 
 
 def put_back(matrix: Tensor) -> None:
-    """Let the next product overwrite `matrix`; the caller must not use it any more."""
+    """Let the next product overwrite `matrix`; the caller must no longer use it."""
     # A tensor that was created in inference mode cannot be written outside that mode.
     if matrix.device.type == "cpu" and not matrix.is_inference():
         _kept.matrix = matrix

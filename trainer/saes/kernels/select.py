@@ -1,4 +1,4 @@
-"""Chooses which pre-activations go to the decoder."""
+"""Selects the pre-activations that are decoded."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
 
 
 def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-    """Choose the values above a bound (a number, 0-dim or [d_sae]), and every NaN, which must not count as inactive.
+    """Choose the values above a bound (a number, 0-dim or [d_sae]), and every NaN, which must not become inactive.
 
     Return None if a dense product is faster. On a GPU, the host waits for the number of values, so do not use this
     function in training.
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
-        # Torch would round the bound to the nearest number. An fp32 copy of the matrix would take twice the memory of
-        # the matrix.
+        # Torch would round the bound to the nearest number, and an fp32 copy of the matrix would take twice the memory
+        # of the matrix.
         bound = rounded_down(bound, matrix.dtype)
     indices = where(~(matrix <= bound))
     return None if indices is None else (indices, _at(matrix, indices))
@@ -52,7 +52,7 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
     """
     nearest = bound.detach().to(dtype)
     bits = nearest.view(torch.int16)
-    # Numbers of the same sign are ordered like their bits. The next number below 0 is the largest negative one.
+    # Numbers of the same sign are ordered like their bits. The next number below 0 is the largest negative number.
     below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).view(dtype)
     return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 
@@ -60,7 +60,7 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
 def where(mask: Tensor) -> SparseIndices | None:
     """Return the positions marked in a bool mask [n_tokens, d_sae], or None if a dense product is faster.
 
-    On a CPU, a product takes about 16 times as long for a sparse entry as for a dense one.
+    On CPU, a product takes about 16 times as long for a sparse entry as for a dense entry.
     """
     # numpy takes a third of torch's time to count and find the marked elements.
     n_marked = int(n_marked_in(mask)) if mask.is_cuda else np.count_nonzero(mask.numpy())
@@ -87,5 +87,5 @@ def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> SparseIndices:
 
 
 def _at(matrix: Tensor, indices: SparseIndices) -> Tensor:
-    # Indexing with two tensors takes five times as long on a CPU.
+    # Indexing with two tensors would take five times as long on CPU.
     return matrix.flatten().index_select(0, indices.tokens * matrix.shape[1] + indices.latents)

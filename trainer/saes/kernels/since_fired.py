@@ -8,7 +8,7 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import TOKENS_SINCE_FIRED
 from trainer.saes.sparse_acts import Acts, SparseActs
 
-# Lower bound of the variance, for an SAE without errors, since AuxK divides by the variance.
+# Lower bound of the variance, which would be 0 for a perfect SAE; AuxK divides by the variance.
 LEAST_VARIANCE = 1e-12
 
 
@@ -22,7 +22,8 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
         by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
         return by_kernel
     fired = acts.count_by_latent(acts.values > 0)
-    # A single addition suffices. `new_full` fills on the device; a copy from the host would stall the stream.
+    # Concatenate, so that a single addition suffices. `new_full` fills on the device; a copy from the host would stall
+    # the stream.
     beside = fired.new_full((1,), n_tokens), *(number.reshape(1) for number in numbers)
     sums += torch.cat([fired, *beside])
     return fired
@@ -30,11 +31,11 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Update the number of tokens since each latent fired [n] by a step of `n_tokens` (0-dim), and clear `sums`.
+    """Add the `n_tokens` (0-dim) tokens of a step to the number of tokens since each latent fired [n]; clear `sums`.
 
     The number is reset to 0 for latents that fired in the step. `sums` [n + m] starts with the firing count of each
-    latent; return its other elements [m]. If there are no tokens, the contents of `sums` are ignored. `n_tokens` must
-    not be a view of `sums`.
+    latent; its other elements [m] are returned. If there are no tokens, the contents of `sums` are ignored. `n_tokens`
+    must not be a view of `sums`.
     """
     if triton := TOKENS_SINCE_FIRED.on(since_fired):
         by_kernel: Tensor = triton.add_tokens(since_fired, sums, n_tokens)

@@ -1,10 +1,10 @@
 """Products with sparse activations, which read only the rows of active latents.
 
-They use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows. Decoding adds
-up the rows of W_dec of each token's active latents. The gradient of an activation is the inner product of one such row
-with the gradient of its token. The gradient of the weights adds up, for each latent, the rows of the tokens on which it
-is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these products take 5, 7 and 8 ms; a
-dense product takes 80 ms. A GPU computes both gradients of decoding in one pass.
+The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows.
+Decoding sums the rows of W_dec of each token's active latents. The gradient of an activation is the inner product of
+one such row with the gradient of its token. The gradient of the weights sums, for each latent, the rows of the tokens
+on which it is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these products take 5, 7 and
+8 ms; a dense product takes 80 ms. A GPU computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
 def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
     """Return the dtype in which ranks gather the gradient of the decoded values, or None to keep its dtype.
 
-    If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on the dtype, so the dtype must
-    not depend on the activations: a rank with many active latents uses dense products.
+    If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on the dtype, so it must not
+    depend on the activations, although a rank with many active latents uses dense products.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
@@ -67,7 +67,8 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, indices: SparseIndices, group: Group, n_levels: int) -> Tensor:
-        # Under autocast, 16-bit rows halve the bytes that a GPU gathers and fit its cache better. Sums are fp32 anyway.
+        # Under autocast, use 16-bit rows, which halve the bytes that a GPU gathers and fit better into its cache. Sums
+        # are in fp32 in any case.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
@@ -79,7 +80,7 @@ class _Decode(torch.autograd.Function):
             return decoded
         own, transfers = group.start_part_of_sum(decoded)
         if transfers and ctx.needs_input_grad[1]:
-            # The gradients need this sort, and a GPU overlaps it with the transfer.
+            # Sort now, since the gradients will need it, and a GPU overlaps the sort with the transfer.
             indices.tokens_by_latent(len(rows))
         group.finish(transfers)
         return own
@@ -118,7 +119,7 @@ def _gradients(
 
 
 def _times(matrix: Tensor, factor: Tensor | None) -> Tensor:
-    # The factor gets shape [1], since a GPU would round a 0-dim factor to the dtype of the matrix.
+    # Reshape the factor to [1], since a GPU would round a 0-dim factor to the dtype of the matrix.
     return matrix if factor is None else (matrix * factor.reshape(1)).to(matrix.dtype)
 
 
@@ -129,7 +130,7 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class Gradients(NamedTuple):
     """The gradients of the decoded values, `of_decoded` [..., d_out], and of the offset, `of_offset` [d_out].
 
-    `of_decoded` has yet to be multiplied by `factor` (0-dim), unless the factor is None.
+    `of_decoded` still has to be multiplied by `factor` (0-dim), unless the factor is None.
     """
 
     of_decoded: Tensor
@@ -140,7 +141,7 @@ class Gradients(NamedTuple):
 class Decoded(NamedTuple):
     """The inputs of kernels that decode without autograd; `rows` is W_dec [d_sae, d_out] in the product dtype.
 
-    Call `with_gradients` on sums of the result's errors to give them gradients.
+    After computing sums over the decoded values, pass them to `with_gradients`, which makes them differentiable.
     """
 
     acts: SparseActs
@@ -150,9 +151,9 @@ class Decoded(NamedTuple):
     def with_gradients(
         self, offset: Tensor, gradients: MakeGradients, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the precomputed 0-dim `sums` as functions of the activations, W_dec and `offset` that have gradients.
+        """Return the precomputed 0-dim `sums`, with gradients for the activations, W_dec and `offset`.
 
-        The function `gradients` computes the gradients from `saved` and the gradients of the sums.
+        The function `gradients` computes these gradients from `saved` and the gradients of the sums.
         """
         known: tuple[Tensor, ...] = _KnownSums.apply(  # type: ignore[no-untyped-call]
             self.acts.values, self.W_dec, offset, self.rows, self.acts.indices, gradients, len(saved), *saved, *sums
@@ -161,7 +162,7 @@ class Decoded(NamedTuple):
 
 
 def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
-    """Return the inputs of the decoding kernels if these work here and the activations are sparse; else None."""
+    """Return the inputs of the decoding kernels, or None if the kernels do not work or the activations are dense."""
     dtype = product_dtype(W_dec)
     if isinstance(acts, DenseActs) or not SPARSE_PRODUCTS.on(W_dec, dtype):
         return None
@@ -171,7 +172,7 @@ def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
 class _KnownSums(torch.autograd.Function):
     """Precomputed sums over decoded values; the gradient of x_hat is written directly in the product dtype.
 
-    Autograd would write this gradient in fp32, read it for the gradient of the offset, and read it again to convert it.
+    Autograd would write this gradient in fp32, read it for the offset's gradient, and read it again for the conversion.
     """
 
     @staticmethod
@@ -211,7 +212,7 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
         sums: Tensor = _summed(triton, acts, dense, None, None).sums
         return sums
     order, starts = acts.indices.by_latent(acts.d_sae)
-    # On a CPU, indexing with a tensor takes three times as long as `index_select`.
+    # On CPU, indexing with a tensor takes three times as long as `index_select`.
     tokens, values = acts.indices.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
     return bag_sums(values, tokens, starts, dense)
 
@@ -219,8 +220,8 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
 def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` and the sum of each latent's activations [d_sae].
 
-    `weights` are the parameters that get this product as their gradient. A GPU may also record measures of the gradient
-    for them.
+    `weights` are the parameters whose gradient is this product. On a GPU, the row norms of the gradient may also be
+    recorded for these parameters.
     """
     if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, None, weights)
@@ -234,7 +235,7 @@ def both_products(
 ) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` of `dense` and its `row_products` with `rows` [d_sae, d].
 
-    `dense` is multiplied by `factor` (0-dim) if given. A GPU gathers the rows of `dense` once for both products.
+    `dense` is multiplied by `factor` (0-dim) if given. A GPU gathers the rows of `dense` only once for both products.
     """
     if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, rows, weights, factor)
@@ -270,7 +271,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     if triton := SPARSE_PRODUCTS.on(rows):
         sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled)
         return sums
-    # Padding adds 0 to the last bag.
+    # Padding entries add 0 to the last bag.
     return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
 
 
@@ -291,7 +292,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: SparseIndices) -> Tensor:
 
 
 def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, indices: SparseIndices) -> bool:
-    """Return whether a CPU uses its cache better if it reads the entries by latent instead of by token.
+    """Return whether a CPU uses its cache better when it reads the entries by latent instead of by token.
 
     For 4,096 tokens, d = 384 and k = 64 on one core, including the sort, reading by latent takes 22 ms instead of 40 ms
     with 16,384 latents, but 20 ms instead of 16 ms with 3,072. With fewer entries than latents, it saves no time.
@@ -325,7 +326,7 @@ def dots(rows: Tensor, others: Tensor) -> Tensor:
 def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
     """Return factor · Σ weights[i] · rows[i] for rows [n, d], which may be 16-bit: [d], in the dtype of the weights.
 
-    A GPU kernel reads 16-bit rows and adds in fp32; torch's own product would also round the weights.
+    A GPU kernel reads 16-bit rows and sums in fp32; torch's own product would also round the weights to 16 bits.
     """
     if rows.dtype == weights.dtype or not (triton := SPARSE_PRODUCTS.on(rows)):
         return factor * (rows.T.to(weights.dtype) @ weights)

@@ -1,9 +1,9 @@
 """Finds the positions of the largest values of a matrix.
 
-Most of the time is saved by reading only values that can be among the largest; the result is exact. If columns are
-grouped, the k groups with the largest maxima contain the k largest values. So on a GPU all shapes are known in advance,
-and the host never waits. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU, shapes may depend
-on the data.
+To save time, only values that can be among the largest are read; the result is exact. If columns are grouped, the k
+groups with the largest maxima contain the k largest values. On a GPU, all shapes are therefore known in advance, and
+the host never waits. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU, shapes may depend on
+the data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_GROUP = 6
 
 
 def of_each(values: Tensor, k: int) -> Tensor:
-    """Return the columns [n_rows, k] of the k largest values of each row, unordered; NaN counts as the largest."""
+    """Return the columns [n_rows, k] of the k largest values of each row, unordered; NaN is the largest value."""
     return largest_of_each(values, k)[0] if values.is_cuda else _by_groups(values, k)
 
 
@@ -50,7 +50,7 @@ def of_all(values: Tensor, n: int) -> Tensor:
         return chosen
     if values.is_cuda:
         found = _by_groups(values.reshape(1, -1), n, _topk)[0]
-        # Sorting 32-bit indices takes half as long.
+        # Sorting 32-bit indices takes half as long as sorting 64-bit indices.
         return found.int().sort().values.long() if values.numel() < 2**31 else found.sort().values
     candidates = _candidates(values, n)
     is_chosen, _ = are_largest(values.flatten().index_select(0, candidates)[None], n)
@@ -103,7 +103,7 @@ def _mask_of(values: Tensor, columns: Tensor) -> Tensor:
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
-    """Return a bound, guessed from a sample, that probably more than n values exceed, but not many more."""
+    """Guess, from a sample of rows, a bound that is probably exceeded by slightly more than n values."""
     sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
     rank = min(math.ceil(margin * n * len(sample) / max(values.numel(), 1)), len(sample))
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
@@ -112,7 +112,7 @@ def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
     """Call `work` on chunks of rows of the arrays [n, ...] and return the concatenated results.
 
-    Use the same number of threads as torch; numpy alone uses one.
+    Use the same number of threads as torch, since numpy would use only one.
     """
     n_threads = torch.get_num_threads()
     parts = [np.array_split(array, max(PARTS * n_threads, n_parts)) for array in arrays]
@@ -141,7 +141,7 @@ def _topk(values: Tensor, k: int) -> Tensor:
 
 
 def _partition(values: Tensor, k: int) -> Tensor:
-    """Return the same as `_topk` for rows [n_rows, n], but faster on a CPU.
+    """Return the same as `_topk` for rows [n_rows, n], but faster on CPU.
 
     On one core, 4,096 rows of 256 take 4 ms instead of 12 ms. numpy's `partition` has vector instructions on more CPUs
     than its `argpartition`, which takes 13 ms with AVX2.
@@ -177,7 +177,7 @@ def kth(values: Tensor, k: int) -> Tensor:
 
 
 def _numpy(values: Tensor) -> np.ndarray:
-    """Convert to numpy, and 16-bit dtypes to fp32: numpy has no bf16 and is slow with fp16."""
+    """Convert to numpy, with 16-bit dtypes widened to fp32, since numpy lacks bf16 and is slow with fp16."""
     return values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
 
 

@@ -3,14 +3,14 @@
 A rank sends only some of its largest values, plus a ceiling that none of its other values exceeds. If a ceiling is
 above the smallest chosen value of a token, an unsent value might belong to the result; a second round then exchanges
 all possible candidates of such tokens. Either each rank decides for its shard of the tokens, or all ranks see the same
-values and decide identically. A single rank chooses directly. If a rounded product finds the candidates, ranks first
-exchange bounds on their values, so that each rank computes exact values only for candidates that can be among the
-largest of all ranks.
+values and decide identically. With only one rank, nothing is exchanged. If a rounded product finds the candidates,
+ranks first exchange bounds on their values, so that each rank computes exact values only for candidates that can be
+among the largest of all ranks.
 
 Both the need for a second round and the number of values chosen from a rank depend on the data. With a GPU, the host
-would have to wait for both results. So a rank with a GPU sends all possible candidates in one round and keeps an entry
-for each of its candidates, although only the chosen entries are valid. The candidates take little memory compared with
-the reconstructions and gradients that are also exchanged, and the products read only valid entries.
+would have to wait for both results. Therefore, a rank with a GPU sends all possible candidates in one round, and keeps
+an entry for each of its candidates, although only the chosen entries are valid. The candidates take little memory
+compared with the reconstructions and gradients that are also exchanged, and the products read only valid entries.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, SparseIndices
 
-# Like `MARGIN_PER_TOKEN`, but for the largest values of a whole batch, whose number per rank varies less.
+# Like `MARGIN_PER_TOKEN`, but for the largest values of an entire batch, whose number per rank varies less.
 MARGIN_PER_BATCH = 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k largest pre-activations of each token over all ranks; return the chosen ones of this rank.
+    """Choose the k largest pre-activations of each token over all ranks; return this rank's share of them.
 
     If `may_wait` is False, the host does not wait for the GPU, and the result ends with padding.
     """
@@ -60,8 +60,8 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
     """Return this rank's candidates for the k largest values of each token, and the number that a rank sends.
 
-    Ranks of one host exchange the bounds from a rounded product before they compute exact values. All of these ranks
-    take part in the exchange, even a rank with too few latents for a rounded product.
+    Ranks on the same host exchange the bounds from a rounded product before they compute exact values. All of these
+    ranks take part in the exchange, even a rank with too few latents for a rounded product.
     """
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_seen = max(n_sent, first_look.n_seen(k, group.size))
@@ -80,7 +80,7 @@ def _selected(gathered: Tensor, k: int) -> Tensor:
     """Return a mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest of their token.
 
     `gathered` [n_ranks, n_tokens, n + 1] contains n candidates followed by their ceiling. The last column of the result
-    marks tokens with an open result: an unsent value might be among their k largest values.
+    marks tokens whose result is not final yet, since an unsent value might be among their k largest values.
     """
     candidates, ceilings = gathered[:, :, :-1].movedim(0, 1), gathered[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
@@ -90,14 +90,14 @@ def _selected(gathered: Tensor, k: int) -> Tensor:
 
 
 class _LocalChoice(NamedTuple):
-    """This rank's candidates: columns [n_tokens, n], values, and a mask of the chosen ones."""
+    """This rank's candidates: columns [n_tokens, n], values, and a mask of the chosen candidates."""
 
     columns: Tensor
     values: Tensor
     is_chosen: Tensor
 
     def with_rows(self, rows: Tensor, others: _LocalChoice) -> _LocalChoice:
-        """Replace the rows of the given tokens by `others`."""
+        """Replace the rows of the given tokens with `others`."""
         width = max(self.columns.shape[1], others.columns.shape[1])
         pairs = zip(self, others, strict=True)
         return _LocalChoice(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))
@@ -119,7 +119,7 @@ class _Entries(NamedTuple):
     is_chosen: Tensor
 
     def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
-        """Return all entries, starting with the chosen ones; only these are valid.
+        """Return all entries, starting with the chosen entries; only these are valid.
 
         `n_expected` is the approximate number of chosen entries.
         """
@@ -136,9 +136,9 @@ class _Entries(NamedTuple):
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns of this rank's largest values, these values, and a mask of the k largest of all ranks.
+    """Return the columns of each token's largest values on this rank, these values, and a mask.
 
-    The largest values are found for each token. All results are [n_tokens, n].
+    The mask marks the values that are among the token's k largest over all ranks. All results are [n_tokens, n].
     """
     columns, values = pre_acts.largest(min(k, pre_acts.shape[1]))
     is_chosen, _ = _are_largest(group.to_owners(_pad(values, k)).movedim(0, 1), k)
@@ -146,7 +146,7 @@ def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Ten
 
 
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k · n_tokens largest values over all tokens and ranks; return the chosen ones of this rank.
+    """Choose the k · n_tokens largest values over all tokens and ranks; return this rank's share of them.
 
     If `may_wait` is False, the host does not wait for the GPU, and the result ends with padding.
     """
@@ -184,7 +184,7 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
     for part in parts:
         values = part.flatten()
         if own is not None:
-            # On a CPU, `topk` takes 16 bytes per value, so pass only values that can be among the n largest.
+            # On CPU, `topk` takes 16 bytes per value, so pass only values that can be among the n largest.
             values = torch.cat([own, values[values > own.amin()] if len(own) == n else values])
         own = values.topk(min(n, len(values)), sorted=False).values
     assert own is not None

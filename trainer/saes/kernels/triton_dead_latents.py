@@ -1,4 +1,4 @@
-"""AuxK's candidates, their weights and their gradients on a GPU: one launch for each, where torch needs 3 to 18.
+"""AuxK's candidates, their weights and their gradients on a GPU: one launch for each, while torch needs 3 to 18.
 
 In a step of 1 ms, each small launch costs 2.5 µs.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
 
-# The largest number of latents whose counts a program holds in registers, and the number of latents per thread. With 32
-# latents in each of twice the number of threads, registers were spilled on most GPUs.
+# The maximum number of latents whose counts a program holds in registers, and the number of latents per thread. With 32
+# latents per thread and twice as many threads, most GPUs spilled registers.
 MOST_LATENTS, PER_THREAD = 2**15, 64
 # The number of latents whose positions a program computes, and the number of columns of a row that it copies.
 PART, COLUMNS = 1024, 1024
@@ -46,7 +46,7 @@ def longest_since_fired(
 
 
 def rows(reads: Tensor, writes: Tensor, W_enc: Tensor, W_dec: Tensor, latents: Tensor) -> None:
-    """Copy rows of n latents from W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; latent index −1 gets zeros."""
+    """Copy rows of n latents from W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; latent index −1 yields zeros."""
     n, n_read, n_written = len(latents), W_enc.shape[1], W_dec.shape[1]
     with torch.cuda.device_of(W_enc):
         grid, columns = _grid(n, n_read, n_written)
@@ -81,12 +81,12 @@ def _grid(n: int, *widths: int) -> tuple[tuple[int, int], int]:
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Run every kernel once with rows of this dtype.
 
-    Raise Triton's error if it fails, and `RuntimeError` if results are wrong.
+    Let Triton's errors propagate, and raise `RuntimeError` if the results are wrong.
     """
     since_fired = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
-    # 24 latents are silent for at least 98 tokens. `few` contains all of them, `many` the 12 with 99 and the first 8
-    # with 98.
+    # 24 latents have been silent for at least 98 tokens. `few` contains all of them; `many` contains the 12 latents
+    # with 99 tokens and the first 8 latents with 98 tokens.
     few, many = (longest_since_fired(since_fired, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
     numbers = torch.arange(1200, device=device)
     expected = (
@@ -114,10 +114,10 @@ def _find_longest_since_fired(
     out_latents, out_bias, out_weight, since_fired, b_enc, variance, dead_after, n_latents, n,
     HELD: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Find the candidates in one block of latents, and write each at its position among all candidates.
+    """Find the candidates in one block of latents, and write each candidate at its position among all candidates.
 
-    Each program reads the counts of all latents. So no program waits for another, and together they take as long as
-    one.
+    Each program reads the counts of all latents, so that programs do not wait for one another. All programs run in
+    parallel, so they take as long as a single program.
     """
     first = tl.program_id(0) * PART
     dead, dead_before = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
@@ -134,7 +134,7 @@ def _find_longest_since_fired(
         bound, n_above = search(silent_for, n, 0, tl.max(silent_for, axis=0), BY_HALVES, 32)
         above, equal = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
         for begin in range(0, first, TILE):
-            # Read the counts again: keeping all counts as well as these sums took more registers than sm_120 has.
+            # Read the counts again, since keeping all counts and these sums took more registers than sm_120 has.
             earlier = _since_fired_of_dead(since_fired, begin + tl.arange(0, TILE), first, dead_after)
             above += (earlier > bound).to(tl.int32)
             equal += (earlier == bound).to(tl.int32)
@@ -163,7 +163,7 @@ def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
 
 @triton.jit
 def _copy_rows(out_reads, out_writes, W_enc, W_dec, some_rows, n_read, n_written, COLUMNS: tl.constexpr):
-    """Copy one block of columns of a latent's rows; latent index -1 gets zeros."""
+    """Copy one block of columns of a latent's rows; latent index -1 yields zeros."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
     is_here = latent >= 0

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The number of columns and rows per program, so that each thread has 16 numbers.
+# The number of columns and rows per program, so that each thread processes 16 numbers.
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 
 
@@ -29,7 +29,7 @@ def centre(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run the kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
+    """Run the kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     x = torch.arange(20 * 36, device=device).view(20, 36).remainder(7).float()
     if not (centre(x, x[1], dtype) == x - x[1]).all():
         raise RuntimeError("the kernel gives wrong results")

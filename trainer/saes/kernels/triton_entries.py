@@ -15,7 +15,7 @@ _TILE, _WARPS = 1024, 4
 
 
 class Ordered(NamedTuple):
-    """Entries [n] of activations: the first `n_chosen` (0-dim) are the chosen ones; the others have a value of 0.
+    """Entries [n] of activations: the first `n_chosen` (0-dim) entries are chosen; the others have a value of 0.
 
     `ascending` contains the tokens of the chosen entries, and n_tokens for the others.
     """
@@ -30,7 +30,7 @@ class Ordered(NamedTuple):
 def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Tensor, n_tokens: int) -> Ordered:
     """Move the chosen entries to the front.
 
-    The order of the chosen entries and that of the others stay the same. All inputs are [n].
+    Both the chosen entries and the others keep their relative order. All inputs are [n].
     """
     so_far, n = is_chosen.cumsum(0), len(is_chosen)
     given = [one.contiguous() for one in (latents, tokens, values)]
@@ -45,7 +45,7 @@ def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Ten
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
+    """Run the kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     numbers = torch.arange(3000, device=device)
     is_chosen = numbers % 3 == 0
     found = chosen_first(numbers, numbers // 10, numbers + 1.0, is_chosen, 300)

@@ -18,19 +18,19 @@ from trainer.saes.kernels.triton_sparse import gather
 from trainer.saes.losses import Moments, Sums
 from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
-# The number of rows per program, and of columns that it processes at a time. A thread has all rows of its columns: 16
-# numbers of each sum, or 8 if there are several levels, so that no registers are spilled.
+# The number of rows per program, and the number of columns that it processes at a time. Each thread processes all rows
+# of its columns: 16 numbers per sum, or 8 if there are several levels, so that no registers are spilled.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
-# The number of rows and columns of a program that adds two matrices, so that each thread has 16 numbers.
+# The number of rows and columns per program that adds two matrices, so that each thread processes 16 numbers.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# The number of columns of a one-warp program, the bytes that it gathers of each column at a time, and the number of
-# such programs that fill a GPU. The tokens are divided among about that number of programs; more programs would only
-# write more partial sums.
+# The number of columns of a one-warp program, the number of bytes that it gathers of each column at a time, and the
+# number of such programs that fill a GPU. The tokens are divided among about that number of programs; more programs
+# would only write more partial sums.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
 class OfBags(NamedTuple):
-    """The errors x_hat − y [n_tokens, d_out], also as `narrow` in the decoder rows' dtype, x_hat, and the sums."""
+    """The errors x_hat − y [n_tokens, d_out], a copy of them in the decoder rows' dtype (`narrow`), x_hat and sums."""
 
     errors: Tensor
     narrow: Tensor
@@ -74,10 +74,10 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> NestedEr
 def nested_bags(
     acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
 ) -> NestedErrors:
-    """Return the result of `nested` for activations whose token indices stand for (token, level) pairs.
+    """Return the result of `nested` for activations whose token indices represent (token, level) pairs.
 
-    `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are added up entry by entry and never
-    written to memory.
+    `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are accumulated entry by entry and are
+    never written to memory.
     """
     errors, x_hat = (
         y.new_empty(len(y), n_levels, y.shape[1]),
@@ -142,8 +142,8 @@ def nested_gradients(
 def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the dtype of `part`, which may be 16-bit.
 
-    The weight, 0-dim, is not applied to the second result: that will become the gradient, and the weight would round it
-    twice, whereas a factor of 2 is exact. Both matrices are [n_rows, n_columns]. The rows of `other` need not be
+    The second result becomes the gradient. The weight (0-dim) is not applied to it, since this would round it a second
+    time, whereas a factor of 2 is exact. Both matrices are [n_rows, n_columns]. The rows of `other` do not have to be
     adjacent in memory; for example, they may be the errors of one level.
     """
     twice, (n_rows, n_columns) = torch.empty_like(part, memory_format=torch.contiguous_format), part.shape
@@ -184,7 +184,7 @@ def _grid(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
+    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     y = torch.arange(40 * 130, device=device).view(40, 130).remainder(7).float()
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]
@@ -272,7 +272,7 @@ def _nest_bags(
     """
     program, block = tl.program_id(0), tl.program_id(1)
     first_token, n_bags = program * of_program, n_tokens * n_levels
-    # Each thread has four columns: with a full 16-byte load of bf16, two threads would have the same sums.
+    # Each thread processes four columns: with a full 16-byte load of bf16, two threads would compute the same sums.
     columns = tl.max_contiguous(block * COLUMNS + tl.arange(0, COLUMNS), 4)
     inside = columns < n_columns
     end = n_entries if n_filled is None else tl.load(n_filled)
@@ -285,7 +285,8 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
-            # Here `error` is that of the previous level; at the end of the loop body, sm_70 spilled registers.
+            # Here, `error` still belongs to the previous level. With this addition at the end of the loop body, sm_70
+            # spilled registers.
             if level > 0:
                 inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1

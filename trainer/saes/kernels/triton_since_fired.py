@@ -11,7 +11,8 @@ from torch import Tensor
 from trainer.saes.kernels.since_fired import LEAST_VARIANCE
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The number of latents per program, and the most other sums that the first program handles; every SAE has fewer.
+# The number of latents per program, and the maximum number of other sums, which the first program handles. Every SAE
+# has fewer.
 _PART, _MOST_OTHERS = 1024, 16
 
 
@@ -21,7 +22,7 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
     The counts are integers, so their sums are exact in any order.
     """
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
-    # A single scalar needs no operation.
+    # A single scalar needs no copy.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
     assert len(others) <= _MOST_OTHERS, "the first program cannot add more sums"
     with torch.cuda.device_of(sums):
@@ -52,7 +53,7 @@ def take_variance(variance: Tensor, sums: Tensor) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
+    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     since_fired, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
     others = add_tokens(since_fired, sums, sums[2].clone())
     are_right = (since_fired.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])

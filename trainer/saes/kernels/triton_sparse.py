@@ -1,7 +1,7 @@
 """Sparse products on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
 
-No kernel waits for the host, since grids depend only on shapes. A program handles one block of columns, and programs of
-the same block run one after the other, so that the gathered slice fits in the L2 cache: 128 columns of 65,536 bf16 rows
+The host never waits, since grids depend only on shapes. A program handles one block of columns, and programs of the
+same block run one after the other, so that the gathered slice fits into the L2 cache: 128 columns of 65,536 bf16 rows
 take 16 MiB, and so do all 2,304 columns of 4,096 rows.
 """
 
@@ -17,32 +17,33 @@ from torch import Tensor
 
 from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
-# The most entries of a latent that one program adds up; more entries are split among several programs. Otherwise, a
-# latent that is active on all of 4,096 tokens would keep one program busy long after the others have finished.
+# The maximum number of entries of a latent that one program sums; more entries are split among several programs.
+# Otherwise, a latent that is active on all 4,096 tokens would keep one program busy long after the others have
+# finished.
 LONGEST = 256
-# The number of rows that a program adds up, and of rows and columns that it holds at a time: 32 numbers per thread.
-# With chunks of 256 rows, one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes
-# 0.08.
+# The number of rows that a program sums, and the number of rows and columns that it holds at a time: 32 numbers per
+# thread. With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes
+# 0.08 ms.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 # The number of latents per program that merges the measures of column parts.
 JOINED = 256
 # The number of activations that are summed at a time.
 OF_TOTAL = tl.constexpr(32)
-# The number of values that a program holds at a time, 32 per thread.
+# The number of values that a program holds at a time: 32 per thread.
 TILE = 4096
-# At least `MANY` programs fill a GPU, so each holds so few values that one warp suffices. For the sums of 4,096 bags of
-# 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took 0.50 ms
-# and 0.16 ms.
+# `MANY` programs or more fill a GPU, so each can hold so few values that one warp suffices. For the sums of 4,096 bags
+# of 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took 0.50
+# ms and 0.16 ms.
 MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
-# The bytes of a slice. With streamed data, it fits in half of the smallest L2 cache of current data-centre GPUs (A100:
-# 40 MB).
+# The size of a slice in bytes. Together with streamed data, it fits into half of the smallest L2 cache of current
+# data-centre GPUs (A100: 40 MB).
 SLAB_BYTES = 16 * 2**20
-# The bytes of a slice if all streamed data is used only once and is marked for early eviction.
+# The size of a slice in bytes if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent that one program sums, and the approximate number of columns per thread; half of it if
-# rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, few warps that read one entry at
-# a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took 0.59 ms with products and
-# 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
+# The maximum number of columns of a latent that one program sums, and the approximate number of columns per thread. The
+# latter is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps
+# that read one entry at a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took
+# 0.59 ms with products and 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
@@ -174,9 +175,9 @@ def _parts(dense: Tensor) -> tuple[int, int]:
 
 
 def _pieces(dense: Tensor) -> dict[str, int]:
-    """Return the launch options for column parts; a program holds a part in two pieces.
+    """Return the launch options for column parts; a program splits its part into two blocks of columns.
 
-    Sizes must be powers of two: 2,304 columns become 2,048 and 256; one piece would need 4,096.
+    The size of a block must be a power of two: 2,304 columns become 2,048 and 256; a single block would need 4,096.
     """
     _, of_part = _parts(dense)
     near = triton.next_power_of_2(of_part // 2 + 1)
@@ -222,7 +223,7 @@ def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Run every kernel once with rows of this dtype.
 
-    Raise Triton's error if it fails, and `RuntimeError` if results are wrong.
+    Let Triton's errors propagate, and raise `RuntimeError` if the results are wrong.
     """
     n = LONGEST + 1
     values, rows = torch.ones(n, device=device), torch.ones(1, 16, device=device, dtype=dtype)
@@ -238,7 +239,10 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int, width: int) -> bool:
-    """Test both pieces of a row, padding, measures, and a latent whose n entries (odd) are split among programs."""
+    """Return whether the sums, products and row norms of two latents are right.
+
+    The entries of the first latent, an odd number n, are split among programs. The last entry is padding.
+    """
     entries = torch.arange(n + 2, device=device)
     latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
     acts = SparseActs(torch.ones(n + 2, device=device), SparseIndices(latents, tokens, entries[:2], filled), 2)
@@ -332,7 +336,7 @@ def _sum_by_latent(
         value = tl.load(values + entry).to(tl.float32)
         token = tl.load(tokens + entry).to(tl.int64) * n_columns
         product = 0.0
-        # The small piece comes first: in the other order, sm_120 spills registers.
+        # Process the small block first, since sm_120 spills registers in the other order.
         if FAR > 1:
             numbers = _gathered(dense + token + far, far < right)
             far_total += value * numbers
@@ -357,8 +361,8 @@ def _sum_by_latent(
     if out_squares is not None:
         measures = part * n_latents + latent
         if unit_rows is not None:
-            # Loading these rows before the loop would double the registers; in the other order, sm_86 and sm_89
-            # spilled.
+            # Loading these rows before the loop would double the number of registers. When the two rows were loaded in
+            # the other order, sm_86 and sm_89 spilled registers.
             far_row = _once(unit_rows + row + far, far < right)
             near_row = _once(unit_rows + row + near, near < right)
             if out_lengths is not None:
@@ -369,7 +373,7 @@ def _sum_by_latent(
                 far_row /= length
             dot = tl.sum(near_total * near_row, axis=0) + tl.sum(far_total * far_row, axis=0)
             tl.store(out_dots + measures, dot)
-            # Subtract the projection before squaring: a difference of squares would lose digits of small values.
+            # Subtract the projection before squaring, since a difference of squares would lose precision.
             near_total -= dot * near_row
             far_total -= dot * far_row
         square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
@@ -378,7 +382,7 @@ def _sum_by_latent(
 
 @triton.jit
 def _total(values, first, last):
-    """Sum the values from `first` to `last`, block by block."""
+    """Sum the values from index `first` to `last`, block by block."""
     total = 0.0
     for entry in range(first, last, OF_TOTAL):
         entries = entry + tl.arange(0, OF_TOTAL)

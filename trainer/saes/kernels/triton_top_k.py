@@ -1,10 +1,10 @@
 """The largest values of each row or of a whole matrix on a GPU, selected by their bits, so that the result is exact.
 
 A matrix is read once, in groups of adjacent columns. The k groups with the largest maxima contain the k largest values,
-and only these are read again. The exact bound is found by counting. For rows, where each program has one row, a search
-narrows an interval until exactly k values exceed the bound or no other bound is left. For a whole matrix, which many
-programs share, two digits of 8 bits are counted. Ties go to the lowest index. Results are ordered by column, and
-nothing depends on the order of programs.
+and only these groups are read again. The exact bound is found by counting. If each program processes one row, a search
+narrows an interval until exactly k values exceed the bound or no other bound is left. If many programs share an entire
+matrix, two digits of 8 bits are counted. Ties go to the lowest index. Results are ordered by column, and nothing
+depends on the order of programs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,18 +20,20 @@ from torch import Tensor
 
 from trainer.contract.planning.activation_memory import GROUP
 
-# The most group maxima of a row that a program holds, the most values of chosen groups that it holds, and the number of
-# bytes that it reads at a time. Twice that number saves no instruction and takes up to a third more registers.
+# The maximum number of group maxima and of values of chosen groups that a program holds for a row, and the number of
+# bytes that it reads at a time. Reading twice as many bytes saves no instructions and takes up to a third more
+# registers.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
-# The number of columns of the smallest group: 16 bytes of bf16, one load of a thread.
+# The number of columns in the smallest group: 16 bytes of bf16, which a thread reads in one load.
 LEAST_GROUP = 8
 # The widest row that a program can hold completely.
 WIDEST = 2**14
 # The widest row whose largest columns are gathered: with more values per thread, registers were spilled.
 WIDEST_GATHERED = 2**13
-# The fewest rows: fewer would leave most of a GPU idle.
+# The minimum number of rows, since fewer rows would leave most of a GPU idle.
 LEAST_ROWS = 64
-# If programs share the search: the number of values per program, and of programs whose counts it adds up at a time.
+# If programs share a search: the number of values per program, and the number of programs whose counts it sums at a
+# time.
 SHARED_TILE, COUNTS = 2**13, 2**10
 # The number of tiles whose digits one program processes.
 TILES = 8
@@ -44,7 +46,7 @@ BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
-    """Return whether `largest_of_each` supports these rows and k, and the rows fill a GPU."""
+    """Return whether `largest_of_each` supports these rows and k, and there are enough rows to fill a GPU."""
     n_rows, n = values.shape
     are_few = _keeps_few(n, k) or n <= WIDEST_GATHERED
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n and are_few
@@ -169,7 +171,10 @@ def _maxima(grouped: Tensor) -> Tensor:
 
 
 def _shared_group(n_values: int, n: int) -> int:
-    """Return the power of two that divides `n_values` and minimises group maxima plus the values of n groups."""
+    """Return the group size: the power-of-two divisor of `n_values` that minimises the values to search.
+
+    These values are the maxima of all groups, and the values of n groups.
+    """
     return math.gcd(n_values, 2 ** round(math.log2(n_values / n) / 2))
 
 
@@ -204,7 +209,7 @@ def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
+    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     values = (torch.arange(64, device=device) * 37 % 64).bfloat16().expand(2, 64).contiguous()
     columns, largest = largest_of_each(values, 3)
     kept = strongest(values, 3)
@@ -226,7 +231,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _copied(grouped: Tensor, groups: Tensor) -> Tensor:
-    """Return copies of groups; for 131,072 groups of 64 bytes, torch took 0.08 ms, as long as for the whole matrix."""
+    """Return copies of groups; for 131,072 groups of 64 bytes, torch took 0.08 ms, as long as for the full matrix."""
     n_groups, group = len(groups), grouped.shape[1]
     copies = grouped.new_empty(n_groups, group)
     at_once = SHARED_TILE // group
@@ -281,7 +286,7 @@ def _largest_of_rows(
     tl.debug_barrier()
 
     # Maxima at different positions come from different groups, and there are at least k positions, or one for each
-    # group. So enough groups reach the smallest of these maxima.
+    # group. Therefore, enough groups reach the smallest of these maxima.
     tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
     high = tl.max(largest, axis=0)
     low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
@@ -362,7 +367,7 @@ def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: t
     """Return the bits of one row, the result of `_ordered`, and the result of `choose` for the k largest values."""
     inside = columns < n_columns
     numbers = tl.load(bits + columns, mask=inside, other=0)
-    # Padding is ordered below −∞, and at least k values are not.
+    # Padding is ordered below −∞, and at least k values are not padding.
     ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
     bound, n_above = search(ordered, k, -INFINITY - 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
     chosen, nth = choose(ordered, k, bound, n_above)
@@ -489,7 +494,7 @@ def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
     """Return the maximum of each row of floating-point numbers, given as bits, in the form of `_ordered`.
 
     Widening a number takes one instruction and comparing it two or three: 6 in total on sm_90. Applying `_ordered` to
-    each number took 13 instructions, and an H200 needed twice as long for that as for reading the numbers.
+    each number took 13 instructions, and on an H200, this took twice as long as reading the numbers.
     """
     # First reduce the values that a thread loads at once, so that threads exchange one number instead of three.
     wide = tl.reshape(bits.to(tl.int32), [bits.shape[0], bits.shape[1] // 8, 8])
@@ -517,10 +522,10 @@ def _bits_of(ordered, BITS: tl.constexpr):
 
 @triton.jit
 def search(ordered, k, low, high, step, BITS: tl.constexpr):
-    """Return a bound that at most k values exceed, and their number; if it is below k, at least k reach the bound.
+    """Return a bound that at most k values exceed, and the number of values that exceed it.
 
-    No value exceeds `high`, and at least k values reach `low`. The search starts from `low` with growing steps, and
-    then bisects.
+    If this number is below k, at least k values reach the bound. No value exceeds `high`, and at least k values reach
+    `low`. The search starts from `low` with growing steps, and then bisects.
     """
     # A search for two bits at a time was slower on an H200, since comparisons dominate.
     wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
