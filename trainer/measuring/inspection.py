@@ -151,7 +151,8 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     if facts.not_finite:
         sentence = f"{facts.not_finite:,} {of_rows} contain a NaN, an infinity or values too large for fp32"
         is_accident = facts.not_finite <= MOST_BAD_ROWS * facts.n_looked_at
-        remedy = f"they are left out of training, up to {MOST_BAD_ROWS:.0%}; {CURE}" if is_accident else CURE
+        left_out = f"training leaves out such rows if they are at most {MOST_BAD_ROWS:.0%} of all rows"
+        remedy = f"{left_out}; {CURE}" if is_accident else CURE
         yield InspectionFinding("warning" if is_accident else "error", sentence, remedy)
     yield from _of_size(facts)
     if facts.zero_rows > MANY_ZERO * facts.n_looked_at:
@@ -160,7 +161,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     if facts.outliers:
         ratio = facts.largest_norm / facts.median_norm
         sentence = f"{facts.outliers:,} {of_rows} have more than {times:g} × the median norm, up to {ratio:.0f} ×"
-        yield InspectionFinding("warning", sentence, "they are left out of training unless data.max_norm is 0")
+        yield InspectionFinding("warning", sentence, "these rows are left out of training unless data.max_norm is 0")
     if are_all_the_same:
         yield InspectionFinding("error", "all rows are the same", "extract them again")
     elif facts.constant_dimensions:
@@ -172,12 +173,14 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
         yield InspectionFinding("warning", heavy.sentence(), heavy.remedy)
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and not are_all_the_same:
         sentence = f"{facts.duplicates:,} {of_rows} occur more than once"
-        yield InspectionFinding("warning", sentence, "remove repeated texts, or first tokens, which are all the same")
+        yield InspectionFinding(
+            "warning", sentence, "remove repeated texts, or the first token of each text, which is always the same"
+        )
     if (sentence := copies_sentence(facts.copies)) and not are_all_the_same:
         remedy = "remove repeated texts or files, so that no held-out row is a training row"
         yield InspectionFinding("warning", sentence, remedy)
     if facts.gamma > LARGE_GAMMA:
-        sentence = f"the norm of the mean is {facts.gamma:.1f} times the distance of the rows from it"
+        sentence = f"the norm of the mean is {facts.gamma:.1f} times the rows' distance from the mean"
         remedy = 'keep the defaults of sae.b_dec_init (not "zeros") and sae.normalize, which subtract the mean'
         yield InspectionFinding("note", sentence, remedy)
     if facts.n_tokens < 20 * facts.d_in:
@@ -191,7 +194,7 @@ def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     Training rescales the values in fp32, so it can neither handle rows beyond the range of fp32 nor restore lost
     precision.
     """
-    remedy = "multiply them by a constant before storing them"
+    remedy = "multiply the rows by a constant before storing them"
     if facts.scale > LARGEST_SPREAD:
         yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
     elif 0 < facts.scale < SMALLEST_VALUE * facts.d_in**0.5:

@@ -90,7 +90,7 @@ class Metric(ABC):
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:
-        """Return the quantity, given the sums [n] over all ranks."""
+        """Return the value of the metric, given the sums [n] over all ranks."""
 
 
 def per_token(total: float, n_tokens: float) -> float:

@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import METRIC_SUMS
 class Interval:
     """Accumulates all registered metrics, or only `entries`, and the named loss terms, which become means per token.
 
-    All sums are in one vector, because a GPU operation on a few numbers takes as long as one on many.
+    All sums are in one vector, because on a GPU an operation takes equally long for a few numbers and for many.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # The time constant of a `Rate`: much longer than a step, but short enough that a user soon notices a slowdown.
 WINDOW_S = 5.0
 # A long wait starts when, for LASTING_S seconds, all ranks have spent more than the fraction MUCH_WAIT of their time
-# waiting for data. It ends when the fraction falls below LITTLE_WAIT. For example, if 8 GPUs share latents and each
-# reads all rows, the host's memory bandwidth limits a run to one step per 9 ms, while the GPUs need only 6 ms.
+# waiting for data. The wait ends when the fraction falls below LITTLE_WAIT. For example, if 8 GPUs share latents and
+# each reads all rows, the host's memory bandwidth limits a run to one step per 9 ms, while the GPUs need only 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 

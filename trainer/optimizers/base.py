@@ -87,10 +87,10 @@ class RowStep(ABC):
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, which checkpoints store.
 
-    `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step has no effect, so the host does
-    not have to know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the
-    device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have the same two
-    attributes. The contents of the gradients after a step are undefined.
+    `found_inf` (0-dim float on the device) is set before `step`. If `found_inf` is 1, the step has no effect, so the
+    host does not have to know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim
+    float on the device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have
+    the same two attributes. The contents of the gradients after a step are undefined.
     """
 
     found_inf: Tensor | None = None

@@ -19,8 +19,8 @@ class Compiled:
     """A function that is compiled by torch.compile if its first argument is large and on a GPU.
 
     On CPU, the function runs uncompiled, since separate operations on tiles that fit into the cache are just as fast.
-    It also runs uncompiled if compilation fails, for example because there is no C compiler. Nothing is compiled before
-    the first call.
+    The function also runs uncompiled if compilation fails, for example because there is no C compiler. Nothing is
+    compiled before the first call.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:

@@ -48,9 +48,9 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return an approximation of the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
+    """Return an approximation of the nearest orthogonal matrix, computed by Newton-Schulz iteration.
 
-    It is computed by Newton-Schulz iteration.
+    Its singular values are between 0.7 and 1.2.
     """
     narrow = matrix.bfloat16() if matrix.is_cuda else matrix
     x = narrow if matrix.shape[0] <= matrix.shape[1] else narrow.T

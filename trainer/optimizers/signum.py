@@ -49,7 +49,7 @@ class Signum(Optimizer):
         """Load x into the parameters, with normalised rows if the rows of y are normalised."""
         for group, y in self.with_group():
             if "z" not in self.state[y]:
-                continue  # before the first step, x is y
+                continue  # before the first step, x equals y
             self._stepped[y] = y.data
             y.data = self.state[y]["z"].lerp(y, 1 / group["momentum"])
             if any(y is held for held in self.unit_rows):

@@ -102,7 +102,7 @@ def n_parts(n: int) -> int:
 def measure_vector(grad: Tensor, squares: Tensor) -> None:
     """Write the squared norm of each part of a vector's gradient [n] to `squares` [n_parts].
 
-    If `squares` is [1], write the total.
+    If `squares` has only one element, write the total.
     """
     if n := len(grad):
         with torch.cuda.device_of(grad):

@@ -17,8 +17,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 class NarrowCopy:
     """A 16-bit copy of one matrix, created by the first read and then updated by the optimizer's steps.
 
-    The optimizer's kernel does not increment torch's version counter. Other changes to the weights (an import, a
-    resumed run, resampling) do, and the next read then recreates the copy.
+    Other changes to the weights (an import, a resumed run, resampling) increment torch's version counter, and the next
+    read then recreates the copy. The optimizer's kernel does not increment the counter.
     """
 
     def __init__(self) -> None:

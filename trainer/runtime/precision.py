@@ -15,7 +15,7 @@ from trainer.contract.planning.hardware import BF16_FROM, FP16_FROM, auto_precis
 # AMD architectures without fast bf16: GCN to Vega 20, RDNA 1 and 2. Features may follow the name, as in
 # `gfx90a:sramecc+`.
 _OLD_AMD = re.compile(r"gfx(?:[678]|90[0-69]|90c|10)")
-# The operand dtype of matrix products, by precision.
+# The operand dtype of matrix products for each 16-bit precision.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -1,4 +1,4 @@
-"""The norms of a gradient's rows, measured while the gradient is summed, which saves another read in the update.
+"""Measures the norms of a gradient's rows while the gradient is summed, so that the update does not read it twice.
 
 Reading a gradient [65,536, 2,304] takes 0.16 ms on an H200 at 4.3 TB/s; also reading the weights takes 0.31 ms.
 """

@@ -27,8 +27,8 @@ class DeadCandidates(NamedTuple):
 
     `latents` [n] contains distinct indices on this rank, and −1 for latents of other ranks. `rows` are the latents'
     weights in the product dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are valid only
-    after the `transfers` have finished. `weight` (0-dim) scales the loss. It is 1 / (variance of the residual), or 0 if
-    no latent is dead.
+    after the `transfers` have finished. `weight` (0-dim) is the factor for the loss: 1 / (variance of the residual), or
+    0 if no latent is dead.
     """
 
     latents: Tensor
@@ -62,8 +62,8 @@ class AuxK(nn.Module):
         """Return the latents that have been silent the longest, at most 2·k_aux over all ranks, with their weights.
 
         The limit keeps the dense products of these latents to a small fraction of the step time, no matter how many
-        latents are dead. Their number is fixed, so the host does not have to wait for a GPU or for other ranks. Return
-        None if no latent is dead or the SAE is not in training mode.
+        latents are dead. The number of candidates is fixed, so the host does not have to wait for a GPU or for other
+        ranks. Return None if no latent is dead or the SAE is not in training mode.
         """
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return None
@@ -131,8 +131,8 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     """Return the n latents that have been silent the longest over all ranks; `own` are the candidates of this rank.
 
     Each rank fills in the weights of the latents that it holds and zeros for the others, so the sum over ranks is
-    exact. How many of the n latents belong to a given rank depends on the data. A single rank may have all of them, so
-    smaller fixed-size blocks would not suffice.
+    exact. How many of the n latents belong to a given rank depends on the data. A single rank may hold all n latents,
+    so smaller fixed-size blocks would not suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)

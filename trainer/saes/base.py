@@ -94,7 +94,7 @@ class Declared(NamedTuple):
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
-    """Return the SAELens name of an architecture whose SAE, if it is not a transcoder, is called `of_sae`.
+    """Return the SAELens name of an architecture; `of_sae` is its name for SAEs that are not transcoders.
 
     Transcoder names omit "standard".
     """
@@ -108,9 +108,9 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input.
 
     An architecture defines `forward`, `objective` and `export_config`, and optionally `traits`, `export_weights`,
-    `calibrate`, `begin_step` and `learn_from`. It must not override anything else. It needs a constructor only for
-    additional parameters or buffers. That constructor takes the same `SaeSpec`, and adds these tensors to `declared`
-    before it sets them.
+    `calibrate`, `begin_step` and `learn_from`. An architecture must not override anything else. A constructor is needed
+    only for additional parameters or buffers. That constructor takes the same `SaeSpec`, and adds these tensors to
+    `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
@@ -119,21 +119,22 @@ class Sae(nn.Module, ABC):
     batch is split.
 
     Every quantity that is learnt without a gradient is computed from `step_sums`, a tensor that is summed over
-    micro-batches and ranks. It contains the number of tokens on which each latent fired [n_own], the number of tokens,
-    Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
+    micro-batches and ranks. `step_sums` contains the number of tokens on which each latent fired [n_own], the number of
+    tokens, Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for those.
-    Ranks that share latents encode the same tokens. After summing their decoded contributions, they split the tokens
-    among themselves: x_hat and everything computed from it, such as the squared error, cover only the `local_shard` of
-    the tokens.
+    Ranks that share latents encode the same tokens. After these ranks have summed their decoded contributions, each
+    continues with a part of the tokens: x_hat and everything computed from it, such as the squared error, cover only
+    the `local_shard` of the tokens.
     """
 
     traits = Traits()
 
     settings: ArchitectureSettings
-    # A transcoder's skip connection [d_in, d_out], from the input to the output, or None. It is initialised to 0, as in
-    # Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. It uses the same learning rate as the other weights: with 0.3 or
-    # 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 or 0.262 instead of 0.250.
+    # A transcoder's skip connection [d_in, d_out], from the input to the output, or None. W_skip is initialised to 0,
+    # as in Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. W_skip has the same learning rate as the other weights:
+    # with 0.3 or 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 or 0.262 instead
+    # of 0.250.
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
@@ -291,7 +292,7 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """In this context, measure rows of held-out half 0 or 1 without using values that were fitted on that half."""
+        """Within the context, measure rows of held-out half 0 or 1 without values that were fitted on that half."""
         self.held_out_half = half
         try:
             yield
@@ -357,7 +358,7 @@ class Sae(nn.Module, ABC):
     def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
         """Return the kernels that decode and compute the errors of targets y in one pass, or None if they do not apply.
 
-        They apply only in training, and only if x_hat is b_dec plus the contributions of this rank's latents.
+        The kernels apply only in training, and only if x_hat is b_dec plus the contributions of this rank's latents.
         """
         may = self.training and self.W_skip is None and self.latents.group.size == 1
         return triton_for(y, self.b_dec) if may else None
@@ -378,10 +379,10 @@ class Sae(nn.Module, ABC):
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
-        """Return whether any latent may be dead: the same result on all ranks, with no device sync or communication.
+        """Return whether any latent may be dead.
 
-        False is always correct. True may be wrong if the latents are on a GPU or shared among ranks, since the host
-        then knows only an upper bound.
+        The result is the same on all ranks, and needs no device sync or communication. False is always correct. True
+        may be wrong if the latents are on a GPU or shared among ranks, since the host then knows only an upper bound.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_since_fired >= self.dead_after_tokens
@@ -395,8 +396,8 @@ class Sae(nn.Module, ABC):
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
         """Set the encoder directions `reads` [n, d_in] and decoder directions `writes` [n, d_out] of n latents.
 
-        The mask `latents`, bool [d_sae], marks these latents. Their biases become a fraction of the living latents'
-        mean bias, and their other parameters become 0.
+        The mask `latents`, bool [d_sae], marks these latents. The biases of these latents become a fraction of the
+        living latents' mean bias, and their other parameters become 0.
         """
         living = ~self.latents.whole(latents)
         share = self.traits.revived_share
@@ -451,8 +452,8 @@ class Sae(nn.Module, ABC):
     def end_step(self, n_tokens: Tensor) -> None:
         """Process and clear `step_sums`, which must be summed over all micro-batches and ranks of the step.
 
-        `n_tokens` (0-dim) is the number of tokens in the step. If the step is skipped, it is 0, and the sums are
-        ignored.
+        `n_tokens` (0-dim) is the number of tokens in the step. If the step is skipped, `n_tokens` is 0, and the sums
+        are ignored.
         """
         self._steer(n_tokens)
         self.learn_from(add_tokens(self.n_tokens_since_fired, self.step_sums, n_tokens))

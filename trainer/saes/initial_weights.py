@@ -92,8 +92,8 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
     scale = sae.traits.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
     if sae.dropped_mean is not None:
-        # Set the weights of dimensions that are left out to 0. They stay 0, since the inputs and errors of these
-        # dimensions are 0.
+        # Set the weights of dimensions that are left out to 0. These weights stay 0, since the inputs and errors of
+        # these dimensions are 0.
         sae.W_dec.mul_(sae.y_scale > 0)
         sae.normalise_decoder()
         sae.W_enc.mul_((sae.x_scale > 0)[:, None])

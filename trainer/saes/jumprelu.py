@@ -17,9 +17,9 @@ from trainer.saes.sparse_acts import Acts, marked_in_columns
 class JumpReLU(Penalised):
     """An SAE in which each latent is active above its own `threshold` [d_sae], learnt with straight-through gradients.
 
-    The jump at the threshold has no gradient. The gradient of its mean over a window of width `bandwidth` around the
-    threshold is used instead, so only pre-activations within the window change the threshold. A latent far below its
-    threshold gets no gradient. The parameter is the threshold itself, not its logarithm: with the logarithm, Adam's
+    The jump at the threshold has no gradient. The gradient of the jump's mean over a window of width `bandwidth` around
+    the threshold is used instead, so only pre-activations within the window change the threshold. A latent far below
+    its threshold gets no gradient. The parameter is the threshold itself, not its logarithm: with the logarithm, Adam's
     updates would become smaller as the threshold falls.
 
     With `penalty` "l0", the penalty is the number of active latents, and the gradients from the window change only the
@@ -29,7 +29,7 @@ class JumpReLU(Penalised):
 
     settings: JumpReLUSettings
     traits = Penalised.traits._replace(losses=("mse", "sparsity"))
-    # λ, the weight of the penalty, settles at about 0.001 times the variance. If it starts ten times higher, Adam's
+    # λ, the weight of the penalty, settles at about 0.001 times the variance. If λ starts ten times higher, Adam's
     # moments become so large that the thresholds almost stop changing: for k = 32, L0 fell to 24 within 500 steps, but
     # only to 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of the penalty
     # (L0 − k)².
@@ -73,10 +73,11 @@ class JumpReLU(Penalised):
 class _Jump(torch.autograd.Function):
     """Returns z where z > θ and 0 elsewhere, and the number of active values, 0-dim; θ is at least 0.
 
-    The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these are
-    −θ/ε and −1/ε inside a window of width ε. z also gets the ordinary gradient of its value. The jump depends on z − θ,
-    so its window gradient for z is the negative of that for θ. z gets this gradient only if `moves_z` is set, and never
-    gets one from the count. The implementation minimises the number of passes over z.
+    The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these
+    gradients are −θ/ε and −1/ε inside a window of width ε. z also gets the ordinary gradient of its value. The jump
+    depends on z − θ, so its window gradient for z is the negative of its window gradient for θ. z gets this gradient
+    only if `moves_z` is set, and never gets one from the count. The implementation minimises the number of passes over
+    z.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Gradients of the weights of a few latents, added as rows to the full gradients.
 
 Autograd would expand these gradients to matrices for all latents, and then add the matrices. For 2,304 of 65,536
-latents of width 2,304, it would read and write 3.6 GB to process 42 MB of gradients.
+latents of width 2,304, autograd would read and write 3.6 GB to process 42 MB of gradients.
 """
 
 from __future__ import annotations

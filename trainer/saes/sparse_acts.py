@@ -33,7 +33,7 @@ class SparseIndices:
     """The positions of sparse activations: a flat list of entries, ordered by token.
 
     Entry i belongs to latent `latents[i]` and token `tokens[i]`; the entries of token t start at `starts[t]`. If the
-    host does not know the number of entries, `filled` contains the number of valid ones. The padding entries after them
+    host does not know the number of entries, `filled` contains the number of valid ones. The padding entries at the end
     have distinct positions in no particular order, and values of 0.
     """
 

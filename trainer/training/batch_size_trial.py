@@ -92,8 +92,8 @@ def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
 class _Echo(Group):
     """A stand-in for a group: it does not communicate, but allocates the memory that communication would need.
 
-    The other ranks appear to have the lowest possible values. A top-k then selects only from this rank, which requires
-    the most memory here.
+    Values from other ranks are replaced by the lowest possible values. A top-k then selects only from this rank, which
+    requires the most memory here.
     """
 
     def __init__(self, group: Group) -> None:
@@ -109,7 +109,7 @@ class _Echo(Group):
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         """Repeat this rank's results in place of the other owners' results; use ones if this rank owns no rows.
 
-        Bounds from other owners also appear to be the lowest possible values.
+        Bounds from other owners are also replaced by the lowest possible values.
         """
         if tensor.is_floating_point():
             bounds = tensor.new_full((n_rows, *tensor.shape[2:]), -torch.inf)

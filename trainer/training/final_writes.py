@@ -27,7 +27,7 @@ GIVE_UP_S = 24 * 3600.0
 
 
 class Write(NamedTuple):
-    """A folder to write at the end of a run, and the function that writes it; for an SAE, `to` writes any folder."""
+    """A folder to write at the end of a run, and the function that writes it; `to` writes an SAE to another folder."""
 
     folder: Path
     write: Callable[[], object]

@@ -17,8 +17,8 @@ LARGEST_SCALE = 2.0**24
 class LossScale:
     """The fp16 loss scale, which keeps small gradients from underflowing; for other precisions, it is always 1.
 
-    The scale halves when a gradient overflows and doubles after 2,000 steps without an overflow. It is updated entirely
-    on the device.
+    The scale halves when a gradient overflows and doubles after 2,000 steps without an overflow. All updates happen on
+    the device.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -82,7 +82,7 @@ class GradientChecks:
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] contains the number of steps
     skipped in this log interval, the number of consecutive skips not caused by lost activations, and the number of
-    skips in the interval caused by lost activations. All are updated in place, since a CUDA graph only repeats
+    skips in the interval caused by lost activations. Both tensors are updated in place, since a CUDA graph only repeats
     operations on the same memory.
     """
 
@@ -96,7 +96,7 @@ class GradientChecks:
     ) -> GradientCheck:
         """Check a gradient, given its squared norms (fp64), the loss scale `factor` and the step's number of tokens.
 
-        `overflowed` (bool) is true if activations were lost; None means that none can be lost. All tensors are 0-dim.
+        `overflowed` (bool) is true if activations were lost, or None if they cannot be lost. All tensors are 0-dim.
         """
         if triton := GRADIENT_SCALES.on(factor):
             given = of_latents, of_all, factor, n_tokens, overflowed
@@ -115,13 +115,13 @@ class GradientChecks:
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """Given a gradient's `norm`, return the unscaled norm, the divisor for gradients, and whether to skip the step.
 
-    The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). A divisor of None
-    means 1; it is returned only on CPU, where reading the value costs nothing. The step is skipped if the norm is not
+    The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). On CPU, where
+    reading the value costs nothing, the divisor is None if it would be 1. The step is skipped if the norm is not
     finite. All tensors are 0-dim and stay on the device.
     """
     norm = norm / scale
     # torch.nn.utils.clip_grad_norm_ uses the same epsilon.
     divisor = scale * ((norm + 1e-6) / largest).clamp_min(1) if largest else scale
     needed = divisor.is_cuda or float(divisor) != 1
-    # inf · 0 and nan · 0 are nan. This takes two operations on a GPU, while `isfinite` takes four.
+    # inf · 0 and nan · 0 are nan. This test takes two operations on a GPU, while `isfinite` takes four.
     return norm, divisor if needed else None, norm * 0 != 0

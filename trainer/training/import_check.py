@@ -28,7 +28,7 @@ _BETTER = 0.5
 def check(
     learner: Learner, shared: SharedSae, x: Tensor, y: Tensor, set_weights: Callable[[SharedSae], None]
 ) -> tuple[ImportCheck, list[str]]:
-    """Measure an SAE on raw rows x [n, d_in] and their targets; return L0, FVU and reasons why these look wrong.
+    """Measure an SAE on raw rows x [n, d_in] and their targets; return L0 and FVU, and reasons why they look wrong.
 
     `set_weights` copies weights into the learner. If the values look wrong, other interpretations of the files are
     tried. The weights of `shared` are restored at the end.

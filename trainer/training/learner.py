@@ -365,7 +365,7 @@ class Learner:
     def whole_sae(self) -> Sae | None:
         """Return the SAE with all latents on the rank where `state.collect` returns the tensors, and None on others.
 
-        Call it within `evaluating` to get the SAE to export.
+        Call this within `evaluating` to get the SAE in its export form.
         """
         if not self.latents.is_shared:
             return self.sae

@@ -68,7 +68,7 @@ class Saving:
         self.best: Best | None = None
 
     def take_request(self) -> bool:
-        """Return and clear the pending save request, caused by the timer or a new best FVU; only rank 0 makes one."""
+        """Return and clear the pending save request, if the timer or a new best FVU has caused one on rank 0."""
         wants, self._wants_best = self._wants_best, False
         return self._parallel.is_main and (self._timer.take_due() or wants)
 
@@ -119,7 +119,7 @@ class Saving:
             self._tell_failure(error)
 
     def has_failed_anywhere(self) -> bool:
-        """Return whether the last save failed; all ranks must call this, which also waits until rank 0 has written."""
+        """Wait until rank 0 has written, and return whether the last save failed; all ranks must call this."""
         failed = torch.full((1,), float(self._failures > 0), device=self._parallel.device)
         self._parallel.world.sum_(failed)
         return bool(failed)

@@ -53,7 +53,7 @@ def take_step(
 
 
 def cut_of(layout: Layout, parallel: Parallel) -> Cut:
-    """Return the division of a step into micro-batches, and this rank's slice of each micro-batch."""
+    """Return how a step is divided into micro-batches, with this rank's slice of each micro-batch."""
     return cut_within(
         layout.tokens_per_step,
         layout.micro_batches,

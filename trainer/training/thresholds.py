@@ -39,7 +39,7 @@ OF_HALVES = "thresholds_of_held_out_halves"
 def set_thresholds(
     learners: Mapping[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> None:
-    """Set the thresholds of all SAEs that have them; every rank counts the values of its held-out rows."""
+    """Set the thresholds of all SAEs that use thresholds; every rank counts the values of its held-out rows."""
     choosing = {label: one for label, one in learners.items() if isinstance(one.sae, BatchTopK)}
     if not choosing:
         return
@@ -98,7 +98,7 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
 
 
 def threshold_facts(sae: Sae) -> dict[str, Any]:
-    """Return facts about an SAE's threshold for the metadata of its export; empty if it has no such threshold."""
+    """Return the facts about a BatchTopK SAE's threshold for the metadata of its export; {} for other architectures."""
     if not isinstance(sae, BatchTopK):
         return {}
     whole, *halves = (sae.set_thresholds / sae.acts_scale).tolist()

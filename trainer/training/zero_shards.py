@@ -46,7 +46,7 @@ class Stepped:
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def part_sums(self) -> list[Tensor]:
-        """Return the gradients, latents first, whose sums over the replicas this rank needs only for its own rows."""
+        """Return the gradients, latents first, whose sums this rank needs only for the latents that it updates."""
         return []
 
     def begin(self) -> None:

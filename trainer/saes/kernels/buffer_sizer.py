@@ -2,8 +2,8 @@
 
 Waiting for the count would leave the GPU idle, so the host predicts a buffer size from earlier steps, and selects that
 many of the largest values. If fewer values are above the bound, some values below it are included; they affect neither
-the loss nor its gradients. If more values are above the bound, activations are lost. The host notices this one step
-later. The selected values are set to NaN, so the step is skipped like any step with a non-finite gradient, and the
+the loss nor its gradients. If more values are above the bound, activations are lost. The host notices this overflow one
+step later. The selected values are set to NaN, so the step is skipped like any step with a non-finite gradient, and the
 weights do not change. The next steps use the dense product, which needs no predicted size and counts all values above
 the bound.
 

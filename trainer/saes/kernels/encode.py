@@ -1,4 +1,4 @@
-"""The encoder: it computes one dense product and keeps only the selected pre-activations.
+"""The encoder, which computes one dense product and keeps only the selected pre-activations.
 
 A step with only dense products takes 10·B·d_in·d_sae operations for B tokens; with this encoder, it takes
 2·B·d_in·d_sae. Autograd would scatter the gradient of the selected values into a dense [n_tokens, d_sae] matrix, and
@@ -22,8 +22,8 @@ from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs, SparseIndices
 
-# A function that returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. It
-# must not keep a reference to the matrix: unless it returns None, the next batch's product overwrites the matrix.
+# A function that returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. The
+# function must not keep a reference to the matrix, because the next product overwrites it unless the result is None.
 Choose = Callable[[PreActs], Chosen | None]
 
 

@@ -20,7 +20,7 @@ from trainer.saes.kernels import top_k
 # 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
 # The largest group size if the chosen groups have more than `AT_ONCE` columns, relative to the size that minimises the
-# number of maxima plus columns. It is below 1 because the columns of chosen groups must be gathered.
+# number of maxima plus columns. The ratio is below 1 because the columns of chosen groups must be gathered.
 SHARE_OF_BEST = 0.6
 # The size in bytes of the rows that are searched at once.
 PART_BYTES = 2**22

@@ -142,9 +142,9 @@ def nested_gradients(
 def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the dtype of `part`, which may be 16-bit.
 
-    The second result becomes the gradient. The weight (0-dim) is not applied to it, since this would round it a second
-    time, whereas a factor of 2 is exact. Both matrices are [n_rows, n_columns]. The rows of `other` do not have to be
-    adjacent in memory; for example, they may be the errors of one level.
+    The second result becomes the gradient. The weight (0-dim) is not applied to this result, since that would round it
+    a second time, whereas a factor of 2 is exact. Both matrices are [n_rows, n_columns]. The rows of `other` do not
+    have to be adjacent in memory; for example, they may be the errors of one level.
     """
     twice, (n_rows, n_columns) = torch.empty_like(part, memory_format=torch.contiguous_format), part.shape
     other = other if other.stride(1) == 1 else other.contiguous()
@@ -285,8 +285,8 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
-            # Here, `error` still belongs to the previous level. With this addition at the end of the loop body, sm_70
-            # spilled registers.
+            # Here, `error` still belongs to the previous level. When this addition was at the end of the loop body,
+            # sm_70 spilled registers.
             if level > 0:
                 inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1

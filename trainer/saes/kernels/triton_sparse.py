@@ -31,17 +31,17 @@ JOINED = 256
 OF_TOTAL = tl.constexpr(32)
 # The number of values that a program holds at a time: 32 per thread.
 TILE = 4096
-# `MANY` programs or more fill a GPU, so each can hold so few values that one warp suffices. For the sums of 4,096 bags
-# of 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took 0.50
-# ms and 0.16 ms.
+# At least `MANY` programs fill a GPU even if each holds so few values that one warp suffices. For the sums of 4,096
+# bags of 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took
+# 0.50 ms and 0.16 ms.
 MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
-# The size of a slice in bytes. Together with streamed data, it fits into half of the smallest L2 cache of current
+# The size of a slice in bytes. A slice and the streamed data fit into half of the smallest L2 cache of current
 # data-centre GPUs (A100: 40 MB).
 SLAB_BYTES = 16 * 2**20
 # The size of a slice in bytes if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
-# The maximum number of columns of a latent that one program sums, and the approximate number of columns per thread. The
-# latter is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps
+# The maximum number of columns of a latent that one program sums, and the approximate number of columns per thread;
+# this is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps
 # that read one entry at a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took
 # 0.59 ms with products and 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
@@ -85,8 +85,8 @@ class Summed(NamedTuple):
     """The sums of all latents, fp32 [d_sae, d].
 
     `products`, one per entry, are fp32 [n]; `totals`, the summed activations of each latent, are fp32 [d_sae]. Either
-    `products` or `totals` is None. `shared` [m] contains the latents that several programs summed, and may also contain
-    latents that one program summed.
+    `products` or `totals` is None. `shared` [m] contains all latents that were summed by several programs, and possibly
+    other latents.
     """
 
     sums: Tensor
@@ -306,8 +306,8 @@ def _sum_by_latent(
     """Sum one latent's first `longest` entries in one column part, and multiply each by the latent's row.
 
     Both results are multiplied by `factor` if given. With `latents`, process a window of `longest` entries instead: add
-    the entries of the window that are not among the first `longest` of their latent. They all belong to the first
-    latent of the window, since every other latent starts within the window.
+    the entries of the window that are not among the first `longest` of their latent. All of these entries belong to the
+    first latent of the window, since every other latent starts within the window.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:
@@ -349,8 +349,8 @@ def _sum_by_latent(
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product * times)
     near_total *= times
     far_total *= times
-    # Do not compute the total in the loop or together with products: sm_80 and sm_90 spilled registers. The conditions
-    # are nested, since Triton 3.2 would compile the block of a combined condition even without totals.
+    # Do not compute the total in the loop or together with products, since sm_80 and sm_90 then spilled registers. The
+    # conditions are nested, since Triton 3.2 would compile the block of a combined condition even without totals.
     if out_totals is not None:  # noqa: SIM102
         if part == 0:
             total = _total(values, first, last)

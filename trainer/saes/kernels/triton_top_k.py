@@ -315,7 +315,7 @@ def _largest_of_rows(
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
     tl.debug_barrier()
-    # Reload the values: keeping the bits of all candidates took too many registers, and sm_80 spilled.
+    # Reload the values, since keeping the bits of all candidates made sm_80 spill registers.
     columns = tl.load(out_columns + kept, mask=kept < k, other=0)
     tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
