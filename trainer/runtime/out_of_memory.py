@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-# Parts of RuntimeError messages: from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
+# Substrings of RuntimeError messages from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # The complete message of oneDNN if there is no memory for compiled code; for unsupported operations, it is longer.
 _NO_CODE = "could not create a primitive"

@@ -37,7 +37,7 @@ NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16"
 FIRST_STEPS, N_BATCHES = 5, 40
 # The largest allowed relative difference between a replayed and an eager step, in the loss and in the weight change.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
-# Part of PyTorch's warning when the host waits. Its other warning, that it may miss some waits, is ignored.
+# Part of PyTorch's warning when the host waits. PyTorch's warning that it may miss some waits is ignored.
 WAITED = "called a synchronizing CUDA operation"
 # Training settings that are checked in addition to the defaults of each architecture.
 OTHERS: tuple[dict[str, Any], ...] = (

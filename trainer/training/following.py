@@ -32,5 +32,5 @@ class Following:
 
     @torch.no_grad()
     def _add(self, share: Tensor) -> None:
-        # This takes one pass and no temporary matrix.
+        # A single pass suffices, without a temporary matrix.
         self._encoder.addcmul_(self._decoder.T, share)

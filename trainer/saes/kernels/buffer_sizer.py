@@ -13,8 +13,8 @@ one step ahead. All micro-batches of a step use the counts of the same earlier s
 micro-batch would leave the GPU idle. All micro-batches also use the same weights, so the count of a step is the largest
 count of its micro-batches.
 
-With CUDA graphs, the host must choose a size before it queues anything. It then does not wait for the count of the last
-step, so that the GPU is still busy with that step. The host therefore notices an overflow two steps later.
+With CUDA graphs, the host must choose a size before it queues anything. The host then does not wait for the count of
+the last step, so that the GPU is still busy with that step. An overflow is therefore noticed two steps later.
 
 Each rank decides from its own counts, since sparse and dense products require the same communication between ranks.
 """

@@ -25,7 +25,7 @@ LONGEST = 256
 # thread. With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes
 # 0.08 ms.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
-# The number of latents per program that merges the measures of column parts.
+# The number of latents per program that merges the measurements of column parts.
 JOINED = 256
 # The number of activations that are summed at a time.
 OF_TOTAL = tl.constexpr(32)
@@ -67,12 +67,12 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
 
 class SumBuffers(NamedTuple):
-    """Output buffers, fp32 [d_sae], for measures of each latent's sum.
+    """Output buffers, fp32 [d_sae], for measurements of each latent's sum.
 
-    `out_squares` receives the squared norm of the sum. With `unit_rows` [d_sae, d], it receives the squared norm of the
-    component orthogonal to the unit row, and `out_dots` receives the inner product with the unit row. If the columns
-    are split, the buffers are [n_parts, d_sae] and treat each part as a row; `out_lengths` then receives the norms of
-    the parts of the unit rows.
+    `out_squares` receives the squared norm of the sum. With `unit_rows` [d_sae, d], the squared norm is only that of
+    the component orthogonal to the unit row, and `out_dots` receives the inner product with the unit row. If the
+    columns are split, the buffers are [n_parts, d_sae] and treat each part as a row; `out_lengths` then receives the
+    norms of the parts of the unit rows.
     """
 
     out_squares: Tensor
@@ -110,7 +110,7 @@ def sum_by_latent(
     product of each entry's row of `dense` and its latent's row, computed from the same gathered data. The order of the
     additions is fixed unless `splits`: then a latent's entries beyond its first `LONGEST` are added to its row
     atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. `measured`
-    receives measures of all sums except the shared ones.
+    receives measurements of all sums except the shared ones.
     """
     indices, d_sae = acts.indices, acts.d_sae
     (order, starts), filled = indices.by_latent(d_sae), indices.filled
@@ -153,13 +153,13 @@ def sum_by_latent(
 
 
 def _of_parts(measured: SumBuffers, n_parts: int) -> SumBuffers:
-    """Allocate the measures of column parts."""
+    """Allocate the measurements of column parts."""
     squares, dots, lengths = measured.out_squares.new_empty(3, n_parts, len(measured.out_squares))
     return SumBuffers(squares) if measured.out_dots is None else SumBuffers(squares, dots, measured.unit_rows, lengths)
 
 
 def _join(of_parts: SumBuffers, measured: SumBuffers) -> None:
-    """Merge the measures of column parts into the measures of full rows."""
+    """Merge the measurements of column parts into the measurements of full rows."""
     squares, dots, _, lengths = of_parts
     n_parts, n_latents = squares.shape
     tensors = measured.out_squares, measured.out_dots, squares, dots, lengths
@@ -259,7 +259,7 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int,
     totals = sum_by_latent(acts, dense, splits=True).totals
     assert totals is not None, "there are totals, since no rows were given"
     are_right &= (totals == torch.tensor([n, 1.0], device=device)).all()
-    # Several programs may have summed the first latent, so its measures may be missing.
+    # Several programs may have summed the first latent, so its measurements may be missing.
     return bool(are_right & (squares[1] < 1e-3) & ((dots[1] / width**0.5 - 3).abs() < 1e-3))
 
 
@@ -394,7 +394,7 @@ def _total(values, first, last):
 def _join_measures(
     out_squares, out_dots, squares, dots, lengths, n_parts, n_latents, LATENTS: tl.constexpr
 ):  # fmt: skip
-    """Merge the measures of each latent's column parts, for one block of latents."""
+    """Merge the measurements of each latent's column parts, for one block of latents."""
     latents = tl.program_id(0) * LATENTS + tl.arange(0, LATENTS)
     inside = latents < n_latents
     square, whole = tl.zeros([LATENTS], dtype=tl.float32), tl.zeros([LATENTS], dtype=tl.float32)

@@ -171,9 +171,9 @@ def _maxima(grouped: Tensor) -> Tensor:
 
 
 def _shared_group(n_values: int, n: int) -> int:
-    """Return the group size: the power-of-two divisor of `n_values` that minimises the values to search.
+    """Return the group size: the power-of-two divisor of `n_values` that minimises the number of values to search.
 
-    These values are the maxima of all groups, and the values of n groups.
+    The maxima of all groups and the values of n groups are searched.
     """
     return math.gcd(n_values, 2 ** round(math.log2(n_values / n) / 2))
 
