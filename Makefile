@@ -5,9 +5,9 @@ BIN = $(VENV)/bin
 # The pytest marker expression of `make test`; `make test-all` runs all tests.
 TESTS = 'not slow'
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-# Compiles the installed packages on all cores; pip would use only one core.
+# Byte-compiles the installed packages on all cores; pip would use only one core.
 COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-# Packages without a wheel are built with build tools that are locked too.
+# Packages without a wheel are built with locked build tools.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
 .PHONY: demo test test-all check docs reference pytest explore pictures schemas man numerics oldest-torch test-fake-cuda test-gpu model install \
@@ -26,7 +26,7 @@ pytest: $(VENV)/.dev
 	$(BIN)/pytest -n 4 --dist worksteal -m $(TESTS) || { [ $$? = 1 ] && \
 	  $(BIN)/pytest -n 0 -m $(TESTS) --last-failed --last-failed-no-failures none --maxfail 3; }
 
-# Also runs the tests that take too long for every change. Run it before a release.
+# Also runs the tests that are too slow to run on every change. Run it before a release.
 test-all: TESTS = 'slow or not slow'
 test-all: test numerics explore
 
@@ -34,8 +34,8 @@ test-all: test numerics explore
 explore: $(VENV)/.dev
 	EXAMPLES=explore $(BIN)/pytest -n 3 -m hypothesis tests
 
-# Writes every screen in every size and theme to one page, pictures/index.html. Also records the animation of the
-# README, for which it runs two real trainings.
+# Renders every screen in every size and theme to one page, pictures/index.html. Also records the animation in the
+# README, which requires two real training runs.
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
 	PYTHONPATH=tests $(BIN)/python -m support.tour docs/tour.svg --keep pictures/tour
@@ -47,8 +47,8 @@ schemas: $(VENV)/.dev
 man: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.man_pages
 
-# Runs the numeric tests as on a CPU without AVX, since no result may depend on how a sum is rounded. Triton tests are
-# left out: Triton's interpreter sums with NumPy.
+# Runs the numeric tests as if the CPU had no AVX, since no result may depend on how a sum is rounded. Triton tests are
+# left out, because Triton's interpreter sums with NumPy.
 numerics: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -p no:cacheprovider -k 'not triton' tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
@@ -88,8 +88,8 @@ reference: $(VENV)/.dev
 
 install: $(VENV)/.app
 
-# All packages except torch are checked by hash. The builds of torch for CPUs and for each CUDA version have different
-# hashes, and the package index of the machine decides which build is installed.
+# All packages except torch are verified by hash. The torch builds for CPUs and for each CUDA version have different
+# hashes, and which build is installed depends on the machine's package index.
 $(VENV)/.installed: pyproject.toml requirements/app.txt requirements/torch.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("this needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
@@ -119,8 +119,8 @@ $(VENV)/.peers: requirements/peers.txt | $(VENV)/.installed
 	$(LOCKED) --upgrade --target $(VENV)/peers -r $<
 	touch $@
 
-# Run this after a change of the dependencies in pyproject.toml. It keeps the locked versions where possible;
-# `make lock NEWER=--upgrade` takes the newest ones.
+# Run this after you change the dependencies in pyproject.toml. It keeps the locked versions if possible;
+# `make lock NEWER=--upgrade` locks the newest versions.
 COMPILE = printf 'hatchling\neditables\n' | UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --universal \
   --python-version 3.11 --generate-hashes --no-annotate --no-emit-package torch --no-emit-package pip $(NEWER) \
   -c requirements/torch.txt pyproject.toml -
