@@ -20,7 +20,7 @@ FAULTS = {"jam": "a bead is jammed; shake the frame"}
 
 
 class Abacus:
-    """Reads the abacuses of the folder, ordered by file name."""
+    """Reads the abacuses in the folder, ordered by file name."""
 
     name = "abacus"
     cuda = False
@@ -58,7 +58,7 @@ class Abacus:
 
 
 def vendor() -> Vendor:
-    """Return the registry entry of the vendor."""
+    """Return the vendor's registry entry."""
     return Vendor(
         "Abacus",
         "support.abacus:Abacus",

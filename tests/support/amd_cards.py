@@ -6,6 +6,6 @@ from sae_tui.gpu.amd import Amd
 
 
 class OnCpu(Amd):
-    """Reads the GPUs through AMD SMI, but runs their jobs on the CPU."""
+    """Reads the GPUs through AMD SMI, but runs jobs on the CPU."""
 
     cuda = False

@@ -16,13 +16,13 @@ COMPILE = ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-Wno-missing-field-initia
 
 
 def module_folder() -> Path | None:
-    """Return the folder of the installed amdsmi without loading it; None if it is not installed."""
+    """Return the folder of the installed amdsmi package without importing it, or None if it is not installed."""
     spec = importlib.util.find_spec("amdsmi")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def build_library(root: Path, module: Path) -> Path:
-    """Build the library with all functions that AMD's Python module needs, in a folder with the layout of ROCm's."""
+    """Build the library, with all functions that AMD's Python module needs, in a folder laid out like ROCm's."""
     asked = re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", (module / "amdsmi_wrapper.py").read_text())
     stubs = root / "stubs.c"
     stubs.write_text(

@@ -22,13 +22,13 @@ def validator(command: str) -> Draft202012Validator:
 
 
 def check_answer(command: str, answer: Any) -> None:
-    """Require that JSON output matches its schema."""
+    """Check that JSON output matches its schema."""
     fault = best_match(validator(command).iter_errors(answer))
     assert fault is None, f"{command}: {fault.json_path}: {fault.message}"
 
 
 def check_trainers_answer(answer: Any) -> None:
-    """Require that JSON output matches the schema of one of the trainer's commands."""
+    """Check that JSON output matches the schema of one of the trainer's commands."""
     commands = [name for name in schemas() if name.startswith("trainer ")]
     faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
     likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}
@@ -41,7 +41,7 @@ def is_refusal(answer: Any) -> bool:
 
 
 def check_output(arguments: Sequence[object], stdout: str) -> None:
-    """Check the standard output of `sae-tui` if JSON was requested."""
+    """Check the standard output of `sae-tui` against its schema if JSON was requested."""
     words = [str(one) for one in arguments]
     if "--json" not in words or not stdout.strip():
         return

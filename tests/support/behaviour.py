@@ -51,7 +51,7 @@ ANSWERS = [
     ),
     ["recommend", "job.toml"],
 ]
-# The output of these commands changes with time, so only its keys and types are compared.
+# The output of these commands changes over time, so only its keys and types are compared.
 LIVE = [["gpus"], ["metrics"], ["doctor"]]
 
 
@@ -72,7 +72,9 @@ def main() -> int:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Train each combination of architecture, mode and optimizer; yield the hashes of exported files and the output."""
+    """Train each combination of architecture, mode and optimizer; yield the hashes of its exported files and its
+    output.
+    """
     (folder / "job.toml").write_text(JOB)
     for architecture, mode, optimizer in itertools.product(ARCHITECTURES, MODES, OPTIMIZERS):
         name = f"{architecture} {mode} {optimizer}"
@@ -94,7 +96,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON output of commands on a fixed store. For the commands in `LIVE`, yield only keys and types."""
+    """Yield the JSON output of commands for a fixed store. For the commands in `LIVE`, yield only keys and types."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)

@@ -1,4 +1,4 @@
-"""A user's data folder, on which tests run the demo app in a pseudo-terminal and shell commands."""
+"""A user's data folder, for which tests run shell commands and, in a pseudo-terminal, the demo app."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log_every = 5
 
 
 class Box:
-    """A user's data folder, with methods that run the app in a terminal and shell commands on this folder."""
+    """A user's data folder, with methods that run shell commands and, in a terminal, the app."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,7 +50,9 @@ class Box:
         self, columns: int = 120, rows: int = 40, *options: str, shows: str = "RTX 3080", colours: str = "truecolor",
         controlling: bool = False, **environment: str,
     ) -> Terminal:  # fmt: skip
-        """Start the app in its own terminal and wait until it shows its GPUs; `environment` extends the box's."""
+        """Start the app in its own terminal and wait until it shows the GPUs; `environment` is added to the box's
+        environment.
+        """
         argv = [sys.executable, "-m", "sae_tui", *(options or ("--demo",))]
         terminal = Terminal(
             argv, columns=columns, rows=rows, env=self.env | environment, colours=colours, controlling=controlling
@@ -60,7 +62,7 @@ class Box:
         return terminal
 
     def record_job(self, name: str, state: JobState, **fields: Any) -> int:
-        """Record a job of this host as its supervisor would. An unfinished job gets the pid of this test process."""
+        """Record a job on this host as its supervisor would. An unfinished job gets the pid of this test process."""
         self.data.create()
         here: dict[str, Any] = {"host": socket.gethostname()}
         return record_job(self.data, name, state, **(here | fields))
@@ -110,7 +112,9 @@ def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 12
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Wait until a condition on the store is true. Read the store directly, since commands would use a full core."""
+    """Wait until a condition on the store is true. Read the store directly, since polling with commands would use a
+    core.
+    """
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):
         assert time.monotonic() < deadline
@@ -123,7 +127,9 @@ def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """List every pid whose command line contains the folder: supervisors and ranks, but not the app."""
+    """Return the pids of all processes whose command line contains the folder: supervisors and ranks, but not
+    the app.
+    """
     pids = []
     for entry in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Simulates a CUDA machine that the test configures."""
+"""Simulates a CUDA machine that a test can configure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NO_FACTS = GpuFacts()
 
 
 class Cards:
-    """A CUDA machine, as its driver would report it."""
+    """A CUDA machine, as torch would report it."""
 
     name = "nvml"
     cuda = True
@@ -34,7 +34,7 @@ class Cards:
 
 
 class Box(Cards):
-    """A machine with two GPUs. The class lets another process import this machine by name."""
+    """A machine with two GPUs. It is a class, so that another process can import it by name."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -71,12 +71,12 @@ class Chromium:
         await self.do("Page.navigate", url=url)
 
     async def value(self, script: str) -> Any:
-        """Evaluate a JavaScript expression in the page and return its value."""
+        """Evaluate a JavaScript expression on the page and return its value."""
         result = await self.do("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return result["result"].get("value")
 
     async def wait_for(self, script: str, seconds: float = 60) -> None:
-        """Wait until a JavaScript expression in the page is true."""
+        """Wait until a JavaScript expression on the page is true."""
         async with asyncio.timeout(seconds):
             while not await self.value(script):
                 await asyncio.sleep(0.1)

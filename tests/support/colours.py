@@ -8,7 +8,7 @@ from rich.color import Color, ColorSystem
 from rich.style import Style
 
 Rgb = tuple[float, float, float]  # linear light, 0 to 1
-# Colour matrices in linear light for an eye without one type of cone, from Machado, Oliveira and Fernandes, "A
+# Colour matrices in linear light for eyes without one type of cone, from Machado, Oliveira and Fernandes, "A
 # physiologically-based model for simulation of color vision deficiency", IEEE Trans. on Visualization and Computer
 # Graphics 15 (2009), table 1.
 BLIND = {
@@ -29,7 +29,7 @@ _XYZ = ((0.4124 / 0.9505, 0.3576 / 0.9505, 0.1805 / 0.9505), (0.2126, 0.7152, 0.
 
 
 def linear(color: Color, of_256: bool = False) -> Rgb:
-    """Return a colour in linear light; with `of_256`, as a 256-colour terminal shows it."""
+    """Return a colour in linear light; with `of_256`, the colour that a 256-colour terminal would show."""
     shown = color.downgrade(ColorSystem.EIGHT_BIT) if of_256 else color
     red, green, blue = (share / 255 for share in shown.get_truecolor())
     return _unbend(red), _unbend(green), _unbend(blue)
@@ -40,7 +40,7 @@ def _unbend(share: float) -> float:
 
 
 def contrast(style: Style, of_256: bool = False) -> float:
-    """Return the contrast of text with its background, from 1 to 21, as defined by WCAG 2."""
+    """Return the contrast ratio of text and its background, from 1 to 21, as defined by WCAG 2."""
     assert style.color
     assert style.bgcolor
     lights = sorted(_times(_XYZ, linear(color, of_256))[1] for color in (style.color, style.bgcolor))

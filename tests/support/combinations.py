@@ -21,7 +21,7 @@ def slow_except(fast: Collection[Any], choices: Iterable[Any]) -> list[Any]:
 
 
 def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return all combinations of the choices, or a few combinations that contain each pair of choices."""
+    """Return all combinations of the choices, or a few combinations that include every pair of choices."""
     numbers = [*itertools.product(*(range(len(one)) for one in choices))]
     if not ALL:
         numbers = [*_with_each_pair(numbers)]
@@ -29,7 +29,7 @@ def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _with_each_pair(numbers: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Repeatedly yield the combination with the most new pairs, until no pair is new."""
+    """Repeatedly yield the combination with the most pairs that have not been yielded yet, until there are none."""
     pairs = {places: {*itertools.combinations(enumerate(places), 2)} for places in numbers}
     missing = set().union(*pairs.values())
     while missing:

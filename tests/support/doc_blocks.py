@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "sh", "console")
 _FENCE = re.compile(r"^```(?P<language>\w*)(?:[ ]+title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
-# A command inside a sentence, such as `sae-tui job ID`.
+# A command within a sentence, such as `sae-tui job ID`.
 _INLINE = re.compile(r"(?<!`)`((?:sae-tui|sae-train|python -m trainer) [^`]+)`(?!`)")
 _BORDERS = {"|", "||", "&&", ";", "&", "(", ")"}
 _INTO = {">", ">>"}
@@ -21,7 +21,7 @@ _SUBSTITUTED = re.compile(r"\$\(([^()]*)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: its location, its language, and the name of the file that it shows."""
+    """A code block: its location, its language, and the name of the file whose content it shows."""
 
     place: str
     language: str
@@ -53,13 +53,13 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def inline_commands() -> list[tuple[str, list[str]]]:
-    """Return every inline command of this project, with its page."""
+    """Return every inline command of this project, with the page that it is on."""
     found = [(page, span) for page in pages() for span in _INLINE.findall(page.read_text())]
     return [(str(page.relative_to(ROOT)), argv) for page, span in found for argv in _simple(span)]
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Return the arguments of each command in a block. In a console block, commands are the lines with a prompt."""
+    """Return the arguments of each command in a block. In a console block, the commands are the lines with a prompt."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -67,7 +67,9 @@ def commands_of(block: Block) -> list[list[str]]:
 
 
 def _simple(line: str) -> Iterator[list[str]]:
-    """Split a shell line into simple commands without operators and assignments; a substitution is a command too."""
+    """Split a shell line into simple commands, without operators and assignments. A command substitution is one of
+    them.
+    """
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     argv: list[str] = []

@@ -1,4 +1,6 @@
-"""Python environments other than that of the tests: real ones that are quick to create, and scripts in their place."""
+"""Python environments other than that of the tests: real ones that are quick to create, and scripts that
+replace them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from trainer.contract.settings.known import known_settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"version": "2.9.0+cpu", "cuda": None, "hip": None, "gpus": 0}
-# This code appends the command line of each Python process in the environment to a file.
+# This code makes each Python process in the environment append its command line to a file.
 _TELLS = """
 import sys
 with open({file!r}, "a") as stream:
@@ -23,7 +25,7 @@ with open({file!r}, "a") as stream:
 
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
-    """Create a virtual environment and return its Python; with `trains` it can import all packages of the tests.
+    """Create a virtual environment and return its Python. With `trains`, it can import all packages of the tests.
 
     The arguments of each Python process are recorded in the file `starts` next to it.
     """
@@ -36,7 +38,7 @@ def make_environment(folder: Path, *, trains: bool = True) -> Path:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """Return what a Python reports about an environment in which everything is installed."""
+    """Return what a Python reports about an environment with everything installed."""
     told = {
         "version": [3, 12, 1],
         "paths": [],
@@ -49,7 +51,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 def stand_in(folder: Path, script: str, name: str = "python") -> Path:
-    """Write a shell script in place of a Python, and return its path."""
+    """Write a shell script that replaces a Python, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -58,7 +60,7 @@ def stand_in(folder: Path, script: str, name: str = "python") -> Path:
 
 
 def answering(folder: Path, told: object = None) -> Path:
-    """Write a script in place of a Python that replies immediately; return its path.
+    """Write a script that replaces a Python and replies immediately; return its path.
 
     The script appends a line to the file `asked` next to it.
     """

@@ -1,4 +1,4 @@
-"""A table of the reads and exchanges of GPU ranks in a step, which is tracked in git so that changes are reviewed.
+"""A table of what GPU ranks read and exchange in a step. It is tracked in git, so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
@@ -40,13 +40,15 @@ SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32
 TOKENS = 4096
 CASES = ("no dead", "auxk")
 COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends (or reads)"
-# Bytes/s that a GPU sends over NVLink, and the minimum seconds of a collective.
+# The bytes/s that a GPU sends over NVLink, and the minimum seconds per collective.
 LINK, LATENCY = 360e9, 15e-6
 _TRAINER = f"{Path(groups.__file__).parents[1]}/"
 
 
 class Mode(NamedTuple):
-    """A parallel mode: the number of ranks with different tokens, of ranks that share latents, and its settings."""
+    """A parallel mode: the number of ranks that divide the tokens, the number of ranks that divide the latents, and
+    settings.
+    """
 
     name: str
     n_data: int
@@ -77,7 +79,7 @@ class CountedRanks(DistributedGroup):
         self._together: Exchange | None = None
 
     def note(self, kind: str, tensor: Tensor, share: float, *, async_op: bool = False) -> _Transfer | None:
-        """Log a collective in which a rank sends this fraction of a tensor."""
+        """Log a collective in which each rank sends this fraction of a tensor."""
         number = len(self._log.ops)
         one = self._together or Exchange(self.name, kind, {}, _asker(), number)
         one.sent[tensor.dtype] = one.sent.get(tensor.dtype, 0) + round(share * tensor.nbytes)
@@ -123,7 +125,9 @@ def _asker() -> str:
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[None]:
-    """Within the context, make the collectives of `torch.distributed` log the amount of data that they would send."""
+    """Within the context, make the collectives of `torch.distributed` only log the amount of data that they
+    would send.
+    """
 
     def rest(group: CountedRanks) -> float:
         return (group.size - 1) / group.size
@@ -167,7 +171,7 @@ def step_of(mode: Mode, shape: str, case: str) -> Step:
         step = recorded_step(job, d_in, dead=case == "auxk", parallel=ranks, log=log)
         rows = torch.empty(_rows_read(mode, shape), d_in, dtype=torch.bfloat16, device="meta")
         RowExchange((rows, rows), TOKENS * mode.n_latents, _readers(mode, shape, log))
-    # Ranks exchange the rows of a batch during the preceding step.
+    # Ranks exchange the rows of a batch during the previous step.
     of_rows = [dataclasses.replace(one, begins=0, ends=len(step.ops)) for one in log.exchanges[len(step.exchanges) :]]
     return dataclasses.replace(step, exchanges=(*of_rows, *step.exchanges))
 
@@ -184,7 +188,7 @@ def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
 
 
 def _rows_read(mode: Mode, shape: str) -> int:
-    """Return the number of stored rows that a rank reads for a step."""
+    """Return the number of stored rows that each rank reads for a step."""
     return len(own_rows(np.arange(TOKENS * mode.n_latents), _readers(mode, shape, OpLog())))
 
 
@@ -194,15 +198,15 @@ def rows(shapes: Iterable[str] = SHAPES) -> Iterator[str]:
     for mode in MODES:
         for shape in shapes:
             for case in CASES:
-                # The numbers for the other combinations follow from these.
+                # The numbers for the other combinations can be derived from these.
                 if mode.ranks == 8 or shape == "A":
                     yield from rows_of(mode, shape, case)
 
 
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
-    """Yield the lines of one mode: one line per group of equal collectives, in order of first use.
+    """Yield the lines of one mode: one line per set of identical collectives, in order of first use.
 
-    The first line is the rank's read from host memory.
+    The first line is what the rank reads from host memory.
     """
     read = round(2 * _rows_read(mode, shape) * SHAPES[shape][1] / 1e6, 3)
     of_read = ("activations/training_data.py IndexedData.read", "host", "read", "bfloat16", 1, read)
@@ -220,7 +224,9 @@ def _mb(one: Exchange) -> float:
 
 
 class Times(NamedTuple):
-    """The seconds of a step, its computation and its transfers, and the sent bytes and collectives of a rank."""
+    """The seconds of a step, of its computation and of its transfers, and how many bytes and collectives a rank
+    sends.
+    """
 
     step_s: float
     computing_s: float
@@ -232,7 +238,8 @@ class Times(NamedTuple):
 def times_of(step: Step, sharing: int) -> Times:
     """Simulate the times of a step: transfers run one at a time, and operations wait for transfers as in the trainer.
 
-    The step is simulated twice and the second time is used, since a step may wait for transfers of the previous step.
+    The step is simulated twice, and the second result is used, since a step may wait for transfers of the previous
+    step.
     """
     line, began = _TimeLine(), 0.0
     computing = [cost(_as_filled(op, sharing)).seconds for op in step.ops]
@@ -247,9 +254,9 @@ def times_of(step: Step, sharing: int) -> Times:
 
 
 class _TimeLine:
-    """The times in seconds at which a GPU ends its operations and transfers so far.
+    """The times in seconds when a GPU finishes the operations and transfers that were added.
 
-    `later` maps the number of each transfer of the previous step to its end time, since an operation of this step may
+    `later` maps the index of each transfer of the previous step to its end time, since an operation of this step may
     wait for that transfer.
     """
 
@@ -259,7 +266,7 @@ class _TimeLine:
         self.later: dict[int, float] = {}
 
     def exchange(self, step: Step, number: int) -> None:
-        """Start the transfers that begin before an operation, and wait for each transfer that the operation needs."""
+        """Start the transfers that precede an operation, and wait for each transfer that the operation needs."""
         for at, one in enumerate(step.exchanges):
             if one.begins == number:
                 self.sent = self.ends_at[at] = max(self.sent, self.computed) + _seconds(one)
@@ -272,7 +279,9 @@ def _seconds(one: Exchange) -> float:
 
 
 def _as_filled(op: Op, sharing: int) -> Op:
-    """Return the operation with only the valid entries: approximately this rank's share of all entries."""
+    """Return the operation restricted to the valid entries, which are approximately this rank's share of all
+    entries.
+    """
     arguments = dict(op.arguments)
     if arguments.get("n_filled") is None:
         return op

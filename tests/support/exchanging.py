@@ -60,7 +60,9 @@ def exchange(group: Group) -> dict[str, Tensor]:
 
 
 def in_parts(world: World) -> dict[str, Tensor]:
-    """Sum over the first and the last rank, and over the last two ranks. Ranks outside a group keep their values."""
+    """Sum over a group of the first and last ranks and over a group of the last two. Ranks outside a group keep their
+    values.
+    """
     sums = {}
     for name, members in (("ends", [0, world.size - 1]), ("last two", [world.size - 2, world.size - 1])):
         sums[name] = torch.tensor([float(world.group.index)])
@@ -86,9 +88,9 @@ def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
     torch.set_num_threads(1)
     shared_memory.SLOT_BYTES = 2**16
     if is_apart and rank:
-        # Ranks on other machines cannot open the shared memory of rank 0.
+        # Simulate ranks on other machines, which cannot open the shared memory of rank 0.
         rendezvous.DOOR += "elsewhere-"
-    # As on a GPU, start several transfers together and let a collective add the parts.
+    # As on a GPU, start several transfers at once and let a collective add the parts.
     setattr(DistributedGroup, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
     # torch 2.6 fails if there is nothing to transfer.
     at_once = lambda ranks, tensors: _coalescing(ranks._group) if tensors else nullcontext()  # noqa: E731

@@ -1,4 +1,4 @@
-"""Small extractions in this process."""
+"""Small extraction jobs in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> ExtractJob:
-    """Return a small job; the keyword arguments may be settings of any section."""
+    """Return a small extraction job; the keyword arguments may be settings of any section."""
     table: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "hooks": ["resid_post.1", "mlp_out.0"]},
         "text": {"path": str(text), "context": 32},
@@ -37,12 +37,12 @@ def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> Ex
 def run(
     job: ExtractJob, stop: threading.Event | None = None, advance: Callable[[int], object] = lambda n: None
 ) -> ExtractionResult:
-    """Run an extraction in this process."""
+    """Run an extraction job in this process."""
     return Extraction(job, CPU, Alone(stop or threading.Event(), advance)).run()
 
 
 def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[ExtractionResult]:
-    """Run an extraction on several ranks, each a thread of this process, and return each rank's result.
+    """Run an extraction job on several ranks, each a thread of this process, and return each rank's result.
 
     The ranks find each other through files in `folder`, which must be new.
     """

@@ -2,7 +2,7 @@
 
 With a CPU build of torch, the tensors report the device "cpu" and only `is_cuda` is true, since autograd needs a driver
 for "cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda`, they report "cuda:0", so that a tensor left on
-the CPU is detected. Code that reads the values of a tensor gets arbitrary numbers.
+the CPU is detected. Code that reads a tensor's values gets arbitrary numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OtherInterpreter(Group):
 
 
 class Unread:
-    """Replaces the reader of requests and reports none. The real reader returns the requests of the previous step."""
+    """Replaces the reader of stop requests and returns none. The real reader returns those of the previous step."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return (False,) * len(total)
@@ -78,7 +78,9 @@ def one_of_ranks(
 
 
 class ToldNumber:
-    """Replaces `HostCopy`, a number that the host reads. By default, the number exceeds every buffer's capacity."""
+    """Replaces `HostCopy`, a number that the host reads from the GPU. By default, it exceeds the capacity of every
+    buffer.
+    """
 
     told = 2**62
 
@@ -93,8 +95,8 @@ class ToldNumber:
 def fake_gpu(above: int | None = None) -> Iterator[None]:
     """Within the context, make all tensors that are created on `DEVICE` behave like GPU tensors.
 
-    `above` is the number of pre-activations per batch that exceed the threshold of an SAE with a sparsity penalty. By
-    default, it exceeds every limit, so only dense products are used.
+    `above` is the number of pre-activations per batch that exceed the threshold of an SAE with a sparsity penalty. The
+    default exceeds every limit, so that only dense products are used.
     """
     with contextlib.ExitStack() as stack:
         if above is not None:
@@ -115,13 +117,13 @@ def _anywhere(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def _half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
-    """Choose half of the candidates, since the real number depends on values, which fake tensors do not have."""
+    """Select half of the candidates, since the real selection depends on values, which fake tensors do not have."""
     places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64, device=mask.device)
     return places.unbind(1) if as_tuple else places
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Recreate a module's tensors on the target device, since fake parameters cannot be moved."""
+    """Recreate a module's tensors on the target device, since fake parameters cannot be moved to another device."""
     for part in module.modules():
         for name, one in part._parameters.items():
             part._parameters[name] = one if one is None else nn.Parameter(_like(one, device))
@@ -142,7 +144,9 @@ def _state_dtype_on_gpus(settings: AdamSettings, _device: str) -> str:
 
 
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
-    """Create a tensor from numbers on the host. Fill it with ones on the device, since a copy would need a driver."""
+    """Create a tensor from numbers on the host. The device tensor is filled with ones, since a copy would need a
+    driver.
+    """
     made = _TENSOR(*args, **others)
     return made if device is None else torch.full(tuple(made.shape), 1, dtype=made.dtype, device=device)
 
@@ -183,7 +187,7 @@ _WITH_CUDA = (
 
 
 def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any] | None = None) -> JobConfig:
-    """Return a job with these settings and defaults for all others."""
+    """Return a job with these settings and the defaults of all others."""
     table = {"data": {"path": "x"}, "sae": sae, "train": {"n_steps": 1000} | train, "parallel": parallel or {}}
     job, problems = parse_job(table)
     assert job is not None, problems

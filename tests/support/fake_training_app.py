@@ -1,10 +1,9 @@
-"""The real app without any import of torch, which would take two core-seconds per start.
+"""The real app, but it never imports torch, which would take two core-seconds per start.
 
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 
-Jobs that the app launches run fake trainings under real supervisors. The doctor reports a CPU build of torch. On
-SIGUSR1 and after a crash, the app writes the stacks of its threads to `stacks.txt` in the folder in which it was
-started.
+Jobs that the app launches run fake training under real supervisors. The doctor reports a CPU build of torch. On SIGUSR1
+and after a crash, the app writes the stack traces of its threads to `stacks.txt` in its initial working directory.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 python far_side.py FOLDER [ARGUMENTS OF ssh]
 
-`FOLDER/1` is the Python program for the first connection, and `FOLDER/2` that for the second. Further connections use
-the last program. Each program can use `say(message)`, `words` (the remote command) and `stay()`, which waits for the
-end of standard input, as `stream` does.
+`FOLDER/1` is the Python program for the first connection, and `FOLDER/2` is the program for the second. Further
+connections use the last program. Each program can use `say(message)`, `words` (the remote command) and `stay()`, which
+waits for the end of standard input, as `stream` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOB = {"id": 7, "name": "theirs", "state": "running", "gpu_ids": [0], "step": 10
 
 
 def far_side(folder: Path, *programs: str) -> list[str]:
-    """Return the argument list that replaces `ssh`. Each connection runs the next of these programs."""
+    """Return the argument list of the command that replaces `ssh`. Each connection runs the next of these programs."""
     folder.mkdir(exist_ok=True)
     for place, program in enumerate(programs, start=1):
         (folder / str(place)).write_text(program)

@@ -1,4 +1,4 @@
-"""A small handwritten file of the max-activating examples of an SAE."""
+"""A small handwritten file with an SAE's max-activating examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
 # The same two latents on text of a byte-level tokenizer: 天 is split into two tokens, and one token includes a space.
 SPREAD = {5: b" \xe5\xa4", 7: b"\xa9", 9: "气".encode()}
-# Tensors that are present only if the language model was available, with one token for each of the two latents.
+# Tensors that exist only if the language model was available, with one token for each of the two latents.
 MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "promoted": ("I32", "i", [2, 1], [7, 5]),
     "promoted_logits": ("F32", "f", [2, 1], [1.5, 0.5]),

@@ -1,7 +1,7 @@
 """Composes screenshots of the app into one SVG with a CSS animation, without scripts and external fonts.
 
-Rows that are the same in several pictures are stored only once, and are visible while one of these pictures is shown.
-A viewer without animation shows one of the pictures.
+Rows that are the same in several pictures are stored once, and are visible whenever one of these pictures is shown. A
+viewer without animation shows one of the pictures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 _SVG = "{http://www.w3.org/2000/svg}"
-# Textual's geometry: the size of a cell in pixels, and the window around the cells.
+# The geometry of Textual's screenshots: the size of a cell in pixels, and the window around the cells.
 _CELL, _LINE, _LEFT, _TOP = 12.2, 24.4, 10, 42
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FONTS = "Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
@@ -49,7 +49,7 @@ def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> s
     styles = Styles()
     columns, rows = _size(pictures[0].svg)
     width, height = columns * _CELL + 2 * _LEFT, rows * _LINE + _TOP + _LEFT
-    # Maps each drawn element to the indices of the pictures that contain it.
+    # Maps each SVG element to the indices of the pictures that contain it.
     seen: dict[str, set[int]] = {}
     for number, picture in enumerate(pictures):
         for part in [*_lines(picture.svg, styles), _caption(picture.caption, width, styles)]:
@@ -77,7 +77,7 @@ def _size(svg: str) -> tuple[int, int]:
 
 
 def _lines(svg: str, styles: Styles) -> list[str]:
-    """Return the elements on each row of a screenshot: rectangles, then texts."""
+    """Return the SVG elements in each row of a screenshot: rectangles, then texts."""
     rules = dict(_RULE.findall(svg))
     by_row: dict[int, list[str]] = {}
     cells = [group for group in ET.fromstring(svg).iter(f"{_SVG}g") if (group.get("class") or "").endswith("matrix")]

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-# A forked rank calls this function with the rank's number before it starts to work.
+# A forked rank calls this function with the rank's number before it starts working.
 Prepare = Callable[[int], object]
 
 RANK = ["trainer.ranks.rank", "trainer.ranks.training_work", "trainer.training.loop", "trainer.reporting.progress"]
@@ -44,7 +44,7 @@ class ForkedRank:
 
     @property
     def stderr(self) -> StringIO:
-        """All output so far."""
+        """All output that the rank has written."""
         self._said.seek(0)
         return StringIO(self._said.read())
 

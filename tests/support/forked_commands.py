@@ -1,6 +1,6 @@
-"""Runs `sae-tui` commands as forks of a process that has all modules loaded, so that each starts in 5 ms.
+"""Runs `sae-tui` commands in forks of a process that has imported all modules, so that each command starts in 5 ms.
 
-Starting Python and loading the modules would take 0.15 core-seconds per command.
+Starting Python and importing the modules would take 0.15 core-seconds per command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 TESTS = Path(__file__).parents[1]
-# Prefixes of variables that may differ between commands. Any other variable may affect how modules are loaded.
+# Prefixes of variables that may differ between commands. Any other variable may affect how modules are imported.
 FREE = ("SAE_TUI_", "PYTEST_")
 
 
@@ -34,7 +34,7 @@ def run_command(
     """Run `python -m sae_tui` with these arguments and return its exit code and output.
 
     The command is forked if its environment equals that of the preloaded process, except for `FREE` variables.
-    Otherwise a new Python is started.
+    Otherwise, a new Python is started.
     """
     if _loading(env) != _loading(os.environ):
         argv = [sys.executable, "-m", "sae_tui", *arguments]
@@ -106,7 +106,7 @@ class Request(socketserver.BaseRequestHandler):
     """A request to run a command."""
 
     def handle(self) -> None:
-        """Run the command in a child process, so that its exit code is known however it ends."""
+        """Run the command in a child process, so that its exit code is known no matter how it exits."""
         size, outputs, _, _ = socket.recv_fds(self.request, 4, 2)
         request = json.loads(self.request.makefile("rb").read(int.from_bytes(size, "big")))
         pid = os.fork()
@@ -120,7 +120,7 @@ class Request(socketserver.BaseRequestHandler):
 
 
 def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], cwd: str) -> None:
-    """Make this process equivalent to `python -m sae_tui` in this folder, as far as the command can observe."""
+    """Make this process equivalent to `python -m sae_tui` in this folder, as far as the command can tell."""
     from sae_tui import __main__, cli
 
     for descriptor, output in enumerate(outputs, start=1):
@@ -145,7 +145,7 @@ def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], c
 
 
 def serve(path: str) -> None:
-    """Load the modules that commands use, and fork a process for every request until this process is killed."""
+    """Import the modules that commands use, and fork a process for every request until this process is killed."""
     import sae_tui.__main__
     import sae_tui.cli_commands
 

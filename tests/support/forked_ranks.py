@@ -1,6 +1,7 @@
 """Runs several attempts in sequence, each with ranks forked from this process, which has torch loaded.
 
-Usage: `forked_ranks.py SPEC.json...`. The variable WRITTEN_DOWN of the ranks names a file next to the spec.
+Usage: `forked_ranks.py SPEC.json...`. In the ranks, the environment variable WRITTEN_DOWN names a file next to the
+spec.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runs the trainer's command line on CPU ranks whose first exchange hangs, as if direct GPU transfers were lost.
+"""Runs the trainer's command line on CPU ranks whose first exchange hangs, as if direct GPU transfers lost data.
 
     python -m support.hanging_ranks join JOB.toml --out FOLDER
 
 The ranks exchange tensors over gloo and open their connections like GPU ranks. The ranks listed in
-`SAE_TUI_TEST_HANGS` hang after the last exchange in which connections are opened, unless transfers go through host
-memory. The other ranks have then finished this exchange and wait for the hanging ranks. If `SAE_TUI_TEST_HUNG_FILE` is
-set, the ranks hang in a later step instead, and create this file.
+`SAE_TUI_TEST_HANGS` hang after the last exchange that opens connections, unless transfers go through host memory. The
+other ranks have then finished this exchange and wait for the hanging ranks. If `SAE_TUI_TEST_HUNG_FILE` is set, the
+ranks hang in a later step instead, and create this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A local server with the part of the Hugging Face hub's API that the client library needs to upload and download."""
+"""A local server with the subset of the Hugging Face hub's API that the client library needs for uploads and
+downloads.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ COMMIT = "5" * 40
 
 
 class Hub:
-    """Accepts uploads like the hub. `files` has the uploaded files by repository and name; `asked` lists all requests.
+    """Accepts uploads like the hub. `files` maps repository and name to each uploaded file; `asked` lists all requests.
 
-    A request whose path contains `fails_at` is answered with status 500 and a text that contains the token.
+    A request whose path contains `fails_at` gets a response with status 500 and a body that contains the token.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class Hub:
         self._thread.join()
 
     def environment(self, home: str) -> dict[str, str]:
-        """Return the variables that make the client use this server, logged in."""
+        """Return the environment variables that make the client use this server and log in."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": home,

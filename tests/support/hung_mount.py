@@ -1,4 +1,4 @@
-"""A file system that never responds. As with a hung GPU, a process that reads a file there cannot be killed."""
+"""A file system that never responds. As with a hung GPU, a process that reads a file on it cannot be killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def hung_mount(folder: Path) -> Iterator[threading.Event]:
-    """Mount the file system at a new folder; yield an event that is set once a process waits. Unmounting ends the wait.
+    """Mount the file system at a new folder; yield an event that is set once a process is waiting. Unmounting ends the
+    wait.
 
-    The waiting process is in state D, in which signals do not interrupt it. The test is skipped if mounting is not
-    possible.
+    The waiting process is in state D, so signals do not interrupt it. The test is skipped if mounting is not possible.
     """
     folder.mkdir()
     try:
@@ -42,7 +42,7 @@ def hung_mount(folder: Path) -> Iterator[threading.Event]:
 
 
 def _read_requests(device: int, asked: threading.Event) -> None:
-    """Answer only the kernel's init request, until the file system is unmounted."""
+    """Respond only to the kernel's init request, until the file system is unmounted."""
     while True:
         try:
             request = os.read(device, 1 << 17)

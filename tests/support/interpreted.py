@@ -1,4 +1,4 @@
-"""Runs tests of Triton kernels in another process, since TRITON_INTERPRET must be set before Triton is imported."""
+"""Runs tests of Triton kernels in a separate process, since TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, amon
 
 
 def _run(environment: dict[str, str], cases: str, among: str) -> tuple[int, str]:
-    """Return pytest's exit code and output for a file of cases; 5 is the code for no cases."""
+    """Return pytest's exit code and output for a file of cases. Exit code 5 means that no case was selected."""
     assert "triton" not in sys.modules
     os.environ.update(environment)
     os.chdir(ROOT)

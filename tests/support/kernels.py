@@ -1,4 +1,4 @@
-"""Replaces Triton kernels in tests on any device."""
+"""Replaces Triton kernels in tests, on any device."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def use_kernels(given: Mapping[Kernels, Any]) -> Iterator[None]:
 
 
 def all_kernels() -> dict[Kernels, Any]:
-    """Return all modules of Triton kernels, without trying them out."""
+    """Return all modules of Triton kernels, without running their self-tests."""
     return {one: importlib.import_module(one.module) for one in KERNELS.values() if one != COMPILED_UPDATES}

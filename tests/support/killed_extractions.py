@@ -1,9 +1,9 @@
-"""Extractions that are killed and restarted, in processes forked from this one, which has transformers loaded.
+"""Extraction jobs that are killed and restarted, in processes forked from this one, which has imported transformers.
 
-`killed_extractions.py JOB.toml DIR SEED N` runs one extraction undisturbed, to DIR/whole, and then N extractions, each
-in its own folder. Each of the N is killed at an interpreter event, such as opening or replacing a file, then restarted
-and killed after a random time, and then restarted and run to the end. One more run, in DIR/interrupted, gets SIGINT
-after its first shard. Prints the exit codes of each run as JSON; a negative code is a signal.
+`killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
+folder. Each of the N is killed at an interpreter event, such as opening or replacing a file. It is then restarted and
+killed after a random time, and finally restarted and run to completion. One more job, in DIR/interrupted, gets SIGINT
+after its first shard. Prints the exit codes of each job as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.extraction.language_model import LanguageModel
 
 
 def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
-    """Extract in a forked process, and return its exit code, which is negative if the process was killed."""
+    """Run the job in a forked process, and return its exit code, which is negative if the process was killed."""
     if not (pid := os.fork()):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with (output.parent / f"{output.name}.errors").open("a") as errors:
@@ -38,7 +38,7 @@ def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
 
 
 def interrupt_at_first_shard() -> None:
-    """Send SIGINT to this process once its first shard is written, long before the last shard."""
+    """Send SIGINT to this process once its first shard has been written, long before the last shard."""
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.rename" and str(arguments[1]).endswith("shard-00000.safetensors"):
@@ -48,7 +48,7 @@ def interrupt_at_first_shard() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that kills this process at the event with this number, among the events in the folder."""
+    """Return a function that kills this process at the event with this index, counting only events in the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -66,7 +66,7 @@ def kill_after(seconds: float) -> Callable[[], object]:
 
 
 def events_of(job: str, output: Path) -> int:
-    """Extract undisturbed and return the number of interpreter events that concern the folder."""
+    """Run the job undisturbed, and return the number of interpreter events that involve the folder."""
     counted = output.parent / "events"
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -80,7 +80,7 @@ def events_of(job: str, output: Path) -> int:
 
 if __name__ == "__main__":
     job, root, choose, n = sys.argv[1], Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4])
-    # nohup makes processes ignore SIGINT, and children inherit that.
+    # nohup makes processes ignore SIGINT, and children inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     # Import the modules of this model here, since each forked process would need two seconds to do so.

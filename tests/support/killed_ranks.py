@@ -1,9 +1,10 @@
-"""Extractions by several ranks, one of them killed, in processes forked from this one, which has all modules loaded.
+"""Extraction jobs on several ranks, one of which is killed. Ranks are forked from this process, which has imported all
+modules.
 
-`killed_ranks.py JOB.toml DIR SEED N SIZE` runs one extraction undisturbed, to DIR/whole, and then N extractions, each
-in its own folder. In each of the N, a rank is killed at an interpreter event, such as opening or replacing a file, and
-the other ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third
-start runs to the end. Prints the exit codes of the ranks at each start as JSON; a negative code is a signal.
+`killed_ranks.py JOB.toml DIR SEED N SIZE` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
+folder. In each of the N, a rank is killed at an interpreter event, such as opening or replacing a file, and the other
+ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third start runs to
+completion. Prints the exit codes of the ranks for each start as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def nothing() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that kills this process at the event with this number, among the events in the folder."""
+    """Return a function that kills this process at the event with this index, counting only events in the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:

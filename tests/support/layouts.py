@@ -42,7 +42,7 @@ TRANSCODER = NEWEST | {"d_out": D_IN, "apply_b_dec_to_input": False}
 
 
 class Reference(NamedTuple):
-    """Computes the SAE of another tool in float64, as that tool defines it. `weights` uses the tensor names of SAELens.
+    """Computes another tool's SAE in float64, as that tool defines it. `weights` uses SAELens's tensor names.
 
     With `subtracts`, the encoder reads x − b_dec. With `by_norm`, latents are scaled by the norms of their decoder
     rows. Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.
@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         x_hat = values @ decoder + own["b_dec"]
         if "W_skip" in own:
             x_hat = x_hat + rows @ own["W_skip"].T
-        # With `by_norm`, activations are returned in the units of the unscaled rows.
+        # With `by_norm`, activations are returned for unscaled decoder rows.
         return acts / (self.row_scale if self.by_norm else 1.0), x_hat / self.row_scale, clear
 
     def _encoded(self, product: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def _clear(distances: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """How a tool stores an SAE: `write` fills a folder and returns the reference.
+    """How a tool stores an SAE. `write` writes the files to a folder and returns the reference.
 
     `origin` is the metadata in the files, `place` is the path of the SAE below the folder, and `flags` are the options
     that a user adds. `oracle` names the loader of the other tool for these files.
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
 
 def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) -> dict[str, Tensor]:
-    """Return random weights under SAELens' names."""
+    """Return random weights with SAELens's tensor names."""
     drawn = {"W_enc": torch.randn(D_IN, D_SAE), "W_dec": torch.randn(D_SAE, d_out), "b_dec": torch.randn(d_out)}
     drawn["W_dec"] *= 0.5 + torch.rand(D_SAE, 1)
     if kind == "gated":
@@ -114,7 +114,7 @@ def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) ->
     else:
         drawn["b_enc"] = 0.3 * torch.randn(D_SAE)
     if kind == "jumprelu":
-        # A negative threshold has the same effect as a threshold of 0.
+        # A negative threshold has the same effect as 0.
         drawn["threshold"] = torch.rand(D_SAE) * 3 - 0.5
     return drawn | ({"W_skip": torch.randn(d_out, D_IN)} if skip else {})
 
@@ -130,7 +130,7 @@ def save(file: Path, stored: dict[str, Tensor]) -> None:
 
 
 def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **facts: Any) -> Any:
-    """Return a function that writes a SAELens SAE; `extra` contains additional tensors."""
+    """Return a function that writes an SAE as SAELens does; `extra` contains additional tensors."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind, skip=str(config.get("architecture")).endswith("skip_transcoder"))
@@ -150,7 +150,7 @@ def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None =
 
 
 def halved(kind: str, dtype: torch.dtype) -> Any:
-    """Return a function that writes a SAELens SAE with tensors in 16 bits."""
+    """Return a function that writes an SAE as SAELens does, with 16-bit tensors."""
 
     def write(folder: Path) -> Reference:
         drawn = {name: tensor.to(dtype) for name, tensor in tensors(kind).items()}
@@ -297,7 +297,9 @@ SAELENS = {
 def sparsify(
     config: dict[str, Any], folder_name: str = "layers.3", *, subtracts: bool = True, bom: bool = False
 ) -> Any:
-    """Return a function that writes a sparsify SAE to `folder_name`, and its run's settings to the parent folder."""
+    """Return a function that writes a sparsify SAE to `folder_name`, and the settings of its run to the parent
+    folder.
+    """
 
     def write(folder: Path) -> Reference:
         drawn = tensors("topk", skip=bool(config.get("skip_connection")))
@@ -343,7 +345,7 @@ SPARSIFY = {
         "sparsify",
         "layers.3.mlp",
     ),
-    # Before sparsify marked transcoders, the encoder of a transcoder also read x − b_dec.
+    # In versions of sparsify that did not mark transcoders, the encoder of a transcoder also read x − b_dec.
     "2024: skip transcoder without a mark": Layout(
         "sparsify",
         sparsify({"num_latents": D_SAE, "skip_connection": True}, "layers.3.mlp"),
@@ -368,7 +370,7 @@ def dictionary(
     file: str = "ae.pt",
     **facts: Any,
 ) -> Any:
-    """Return a function that writes a dictionary_learning SAE; `names` maps its tensor names to names of SAELens."""
+    """Return a function that writes a dictionary_learning SAE; `names` maps its tensor names to SAELens's names."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind)
@@ -575,7 +577,7 @@ SCOPE = {
 
 
 def traced(kind: str, *, skip: bool = False) -> Any:
-    """Return a function that writes two layers of a circuit-tracer transcoder set."""
+    """Return a function that writes a circuit-tracer transcoder set of two layers."""
 
     def write(folder: Path) -> Reference:
         for layer in (2, 3):

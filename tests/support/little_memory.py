@@ -1,4 +1,4 @@
-"""Collects the errors that a matrix product raises if there is too little memory, each from a separate process."""
+"""Collects the errors that a matrix product raises if there is not enough memory, each in a separate process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ STEP_BYTES, N_STEPS = 2**16, 24
 
 
 def errors() -> list[tuple[str, bool]]:
-    """Return the errors with increasing memory, as pairs: message, and whether it is recognised as out of memory."""
-    # Select the same code path on CPUs with newer instruction sets too.
+    """Return the errors for increasing memory limits, as pairs: the message, and whether it is recognised as out of
+    memory.
+    """
+    # Force the same code path on CPUs with newer instruction sets.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     return [error for step in range(N_STEPS) for error in _error(step * STEP_BYTES)]
 

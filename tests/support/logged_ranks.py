@@ -1,4 +1,4 @@
-"""Rank processes that exchange over gloo, as on several machines, and log each rank's collective calls."""
+"""Rank processes that communicate over gloo, as on several machines, and log their collective calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
 D_IN, N_STEPS = 12, 2
-# The time limit in seconds for a rank whose peers make a different call or no call.
+# The seconds after which a rank gives up if its peers make a different call or none.
 PATIENCE_S = 60
 # Functions of `torch.distributed` that `trainer.parallel.group` imports by name.
 BOUND = ("_reduce_scatter", "_all_gather")
@@ -41,7 +41,7 @@ _packs = group.packs
 
 
 class Case(NamedTuple):
-    """A training on several ranks with these settings. With `path` "gpu", tensors report that they are on a GPU."""
+    """A training run on several ranks with these settings. With `path` "gpu", tensors report that they are on a GPU."""
 
     size: int
     path: str
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
     @property
     def of_all(self) -> tuple[Any, ...]:
-        """The values that must be the same on all ranks of the group."""
+        """The parts of the call that must be the same on all ranks of the group."""
         return self[:3]
 
 
@@ -79,11 +79,11 @@ def calls_of_ranks(cases: Sequence[Case], folder: Path) -> list[list[list[Call]]
 
 def _calls_of_rank(rank: int, cases: Sequence[Case], folder: Path) -> list[list[Call]]:
     torch.set_num_threads(1)
-    # Triton's kernels need a real GPU, and a failure would be reported.
+    # Triton's kernels need a real GPU, and their failure would be reported.
     sys.modules["triton"] = None  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     calls: list[list[Call]] = [[] for _ in cases]
-    # Exchange as if each rank ran on its own machine, and treat tensors of more than a hundred values as large.
+    # Behave as if each rank ran on its own machine, and treat tensors of more than a hundred values as large.
     with mock.patch.object(process_group, "among_neighbours", _nothing), mock.patch.object(group, "SMALL", 100):
         for size in sorted({case.size for case in cases if case.size > rank}, reverse=True):
             world = join(CPU, rank, size, folder / f"{size} ranks", patience=timedelta(seconds=PATIENCE_S))
@@ -128,7 +128,7 @@ class _Stored(IndexedSource):
 
 @contextlib.contextmanager
 def _noting(calls: list[Call]) -> Iterator[None]:
-    """Within the context, log all calls of functions of `torch.distributed` on any group."""
+    """Within the context, log all calls to `torch.distributed` functions on any group."""
     with contextlib.ExitStack() as stack:
 
         @contextlib.contextmanager
@@ -171,7 +171,7 @@ def _noted(function: Callable[..., Any], signature: inspect.Signature, calls: li
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(_call_of(function.__name__, signature.bind(*args, **kwargs).arguments))
-        # If tensors reported that they are on a GPU, the call would need a GPU driver.
+        # If tensors reported here that they are on a GPU, the call would need a GPU driver.
         with mock.patch.object(Tensor, "is_cuda", False):
             return function(*args, **kwargs)
 

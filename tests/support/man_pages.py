@@ -29,7 +29,7 @@ def man_pages() -> dict[Path, str]:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    # Before `sae-train` existed, the manual page of `python -m trainer` had this name.
+    # Before `sae-train` existed, this was the name of the manual page for `python -m trainer`.
     also = f".so man1/{PROGRAM}.1\n"
     return {FOLDER / "sae-tui.1": of_app, FOLDER / f"{PROGRAM}.1": of_trainer, FOLDER / "sae-tui-trainer.1": also}
 
@@ -41,12 +41,12 @@ def _page(parser: SafeParser, name: str, summary: str) -> str:
     page.add_section("examples", "=", _as_written(examples.removeprefix("examples:\n")))
     page.add_section("exit status", "=", "\n".join(f".TP\n.B {one:d}\n{_roff(one.meaning)}" for one in Exit))
     header, rest = str(page).split("\n", 1)
-    # Align left, since justified lines would stretch the spaces between long words.
+    # Left-align the text, since justification would stretch the spaces between long words.
     return f"{header}\n.ad l\n{rest}"
 
 
 def _as_written(text: str) -> str:
-    """Return text that keeps its line breaks and spaces."""
+    """Return the text formatted so that line breaks and spaces are kept."""
     return f".nf\n{_roff(text).rstrip()}\n.fi"
 
 

@@ -1,4 +1,4 @@
-"""Child processes that are killed at every disk call."""
+"""Kills child processes at each of their disk calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.P
 def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
     """Call `before`, then `act` in a child that is killed at its nth disk call, for n = 1, 2, ...
 
-    `before` and `act` get n as a string. Return the number of killed children; the child after them runs to the end.
-    This process must have only one thread, since it forks.
+    `before` and `act` get n as a string. Return the number of killed children; the last child runs to completion. This
+    process must have only one thread, since it forks.
     """
     for moment in range(1, 100):
         before(str(moment))

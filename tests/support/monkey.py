@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
 
-With the same seed, the same keys are sent in the same packets, but the timing of the app depends on the machine.
+The same seed sends the same keys in the same packets, but the timing of the app depends on the machine.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ WORDS = [
 ]
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
-# Terminal input other than keys, such as mouse reports and replies of the terminal. The test adds random bytes.
+# Terminal input other than keys, such as mouse reports and terminal replies. The test adds random bytes.
 BYTES = [
     b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
     b"\xe2",
 ]  # fmt: skip
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")
-# Only the confirmation of a deletion contains this word.
+# This word appears only in the confirmation of a deletion.
 DELETION_ASKED = b"SAEs?"
 TRACEBACK = b"Traceback (most recent call last):\r\n"
 QUIET_S = 0.25
@@ -74,9 +74,9 @@ QUIET_S = 0.25
 
 @dataclass
 class Result:
-    """The outcome of one seed.
+    """The result of one seed.
 
-    `faults` are sentences. `answers_s` are the seconds from pressing `?` until the help is on the screen.
+    `faults` are sentences. `answers_s` are the seconds from pressing `?` until the help is shown.
     """
 
     seed: int
@@ -122,7 +122,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _bytes_of(key: str) -> bytes | None:
-    """Return the bytes that a terminal sends for a key, given Textual's name of the key, or None."""
+    """Return the bytes that a terminal sends for a key, given Textual's name of the key, or None if there are none."""
     sequences = [s for s, keys in ANSI_SEQUENCES_KEYS.items() if isinstance(keys, tuple) and keys[0] == key]
     if sequences:
         return min(sequences, key=len).encode("latin-1")
@@ -170,7 +170,7 @@ class Monkey:
     # the box
 
     def _fill(self) -> None:
-        """Record a job in every state. Each unfinished job gets a supervisor process that only sleeps."""
+        """Record one job in each state. Each unfinished job gets a supervisor process that only sleeps."""
         leased = iter(range(3))
         for state in JobState:
             fields: dict[str, object] = {}
@@ -252,7 +252,7 @@ class Monkey:
         self._check()
 
     def _choose_key(self) -> bytes:
-        """Choose a key: mostly a bound one, often one that confirms or leaves a dialog."""
+        """Choose a key: usually a bound key, and often one that confirms or closes a dialog."""
         self.result.keys += 1
         kind = self._random.random()
         if kind < 0.55:
@@ -284,12 +284,12 @@ class Monkey:
             at = self.terminal.raw.find(DELETION_ASKED, at + 1)
 
     def _note_question(self, drawn: bytes) -> None:
-        """Record the ids of the jobs that a question about deletion names, or their number.
+        """Record the ids of the jobs that a deletion question names, or the number of jobs.
 
         `drawn` is the output up to the end of the question.
         """
-        # The cells next to a narrow dialog are drawn between the dialog's lines, but the job's number is in the first
-        # line. A partial redraw may leave out this line.
+        # The cells next to a narrow dialog are drawn between the dialog's lines, but the job's id is in the first line.
+        # A partial redraw may leave out this line.
         question = plain(drawn).rpartition("Delete")[2]
         if one := re.match(r"job(\d+)\(", question):
             self._asked.add(int(one[1]))
@@ -298,10 +298,10 @@ class Monkey:
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
-        """Fail if there was a traceback, an exit that no key requested, or a deletion without a question."""
+        """Fail if there was a traceback, an exit that no key requested, or a deletion that was not confirmed."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        # A traceback in the log of a job, shown on the screen, does not have these line breaks.
+        # A traceback from the log of a job, shown on the screen, does not have these line breaks.
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the remaining output
@@ -317,7 +317,7 @@ class Monkey:
             unasked = gone - self._asked
             asked = self._n_asked >= len(unasked)
             self._fail_if(not asked, f"jobs {sorted(gone)} were deleted, and no question was seen")
-            # Several jobs are deleted one after the other.
+            # Several jobs are deleted one after another.
             self._n_asked -= len(unasked)
             self._asked -= gone
         self._known = now
@@ -326,11 +326,11 @@ class Monkey:
             self._start()
 
     def _check_exit(self) -> None:
-        """Require exit code 0 and the initial terminal mode after `q`."""
+        """Check that after `q`, the exit code is 0 and the terminal has its initial mode."""
         self.terminal.read_until_quiet(0.05, 5)
         raw, code = self.terminal.raw, self.terminal.process.returncode
         left = raw.rfind(b"\x1b[?1049l")
-        # After the app has left the terminal, ctrl+c interrupts the rest of the process, as for any command. ctrl+z
+        # After the app has restored the terminal, ctrl+c interrupts the exiting process, as for any command. ctrl+z
         # makes the terminal discard characters that it has not echoed yet, so the ^C may be missing.
         interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
         ends_well = (0, Exit.INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
@@ -341,7 +341,9 @@ class Monkey:
         self.terminal.close()
 
     def _leave_all(self) -> None:
-        """Leave every open screen. Wait after each Escape, since Escape and a following byte would be one key."""
+        """Close every open screen. Wait after each Escape, since Escape followed by another byte would be read as one
+        key.
+        """
         for _ in range(6):
             with suppress(OSError):  # the app has just ended
                 self.terminal.send(b"\x1b")
@@ -350,7 +352,7 @@ class Monkey:
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        """Wait until all keys have been processed. The app then neither uses a core nor waits for a core."""
+        """Wait until all keys have been processed, that is, until the app neither uses a core nor waits for one."""
         deadline, before = time.monotonic() + 180, -1.0
         while self.terminal.process.poll() is None:
             spent, state = busy_seconds(self.terminal.process.pid)
@@ -361,7 +363,7 @@ class Monkey:
             self._read(QUIET_S)
 
     def _look(self) -> None:
-        """Require that `?` opens the help from the dashboard at the original window size, then close the help."""
+        """Check that `?` opens the help from the dashboard at the original window size, then close the help."""
         self.terminal.resize(*self.result.size)
         self._wait_until_idle()
         self._leave_all()
@@ -373,10 +375,10 @@ class Monkey:
         self._check()
 
     def _opens_help(self) -> bool:
-        """Return whether `?` opens the help; it may not if an earlier `q` has just closed the app."""
+        """Return whether `?` opens the help. It may not open if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
-        # More dialogs may be open than Escape was pressed.
+        # There may be more open dialogs than presses of Escape.
         for _ in range(3):
             self._leave_all()
         if self.terminal.process.poll() is None:
@@ -424,7 +426,9 @@ class Monkey:
             process.wait()
 
     def _stacks(self) -> str:
-        """Return the stacks of the app's threads, taken during the crash if a signal such as SIGSEGV ended it."""
+        """Return the stack traces of the app's threads, recorded during the crash if a signal such as SIGSEGV ended the
+        app.
+        """
         stacks = self._folder / "stacks.txt"
         if self.terminal.process.poll() is not None:
             return stacks.read_text() if stacks.exists() else ""
@@ -434,16 +438,16 @@ class Monkey:
         return f"state {state}\n{stacks.read_text()}"
 
     def _screen(self) -> str:
-        """Return the text of the screen that has been drawn so far at the current window size."""
+        """Return the text that has been drawn on the screen at the current window size."""
         screen = pyte.Screen(*self.result.size)
         pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
         return "\n".join(screen.display)
 
 
 def busy_seconds(pid: int) -> tuple[float, str]:
-    """Return the core-seconds that a process has used, and its state: R while it runs or waits for a core.
+    """Return the core-seconds that a process has used, and its state, which is R while it runs or waits for a core.
 
-    The seconds in which its main thread waited for a core are included, since it gets little time on a busy machine.
+    The seconds that its main thread waited for a core are included, since it gets little CPU time on a busy machine.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,6 @@
-"""Ranks that share one GPU and exchange tensors through host memory, since NCCL does not support two ranks on a GPU."""
+"""Ranks that share one GPU and exchange tensors through host memory, since NCCL does not support two ranks on
+one GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class QuietWaiting(HostWaiting):
-    """Excludes the copies of an exchange from PyTorch's warnings about synchronisation with the GPU."""
+    """Suppresses PyTorch's warnings about synchronisation with the GPU for the copies of an exchange."""
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
@@ -37,7 +39,9 @@ class QuietWaiting(HostWaiting):
 
 
 class ByHost(SharedRanks):
-    """Exchanges GPU tensors through shared memory, with a copy to the host, since PyTorch cannot add across devices."""
+    """Exchanges GPU tensors through shared memory. They are copied to the host, since PyTorch cannot add across
+    devices.
+    """
 
     def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):

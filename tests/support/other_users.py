@@ -1,4 +1,4 @@
-"""Text by another user that tries to control the terminal, and checks of the output."""
+"""Text from another user that tries to control the terminal, and checks of the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Iterable
 
-# Characters that control a terminal, or that reverse, hide or cut off the neighbouring text.
+# Characters that control a terminal, or that reverse, hide or truncate the neighbouring text.
 PIECES = (
     "\x1b[7331m", "\x1b]52;c;UFdORUQ=\x07", "\x1b]2;owned\x1b\\", "\x1b]8;;http://evil\x1b\\", "\x1bPq#0\x1b\\",
     "\x1b_Gi=1\x1b\\", "\x1bc", "\x1b[2J", "\x1b[9999;1H", "\x1b[21t", "\x1b[6n", "\x1bZ", "\x9b7331m", "\x9d2;own\x9c",
@@ -27,7 +27,9 @@ _OWN = re.compile(
 
 
 class Texts:
-    """Creates a text for each label, from characters that identify the text, markup, and `PIECES` in random order."""
+    """Creates a string for each label. It consists of characters that identify the label, markup, and shuffled
+    `PIECES`.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -38,7 +40,7 @@ class Texts:
         return set(self._cores)
 
     def core(self, label: str) -> str:
-        """Return the three characters that identify the text of a label, since they occur nowhere else."""
+        """Return the three characters that identify the string of a label, since they occur nowhere else."""
         number = len(self._cores)
         return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
 
@@ -47,7 +49,7 @@ class Texts:
         return self.core(label) + MARKUP + "".join(order.sample(list(pieces), len(list(pieces))))
 
     def short(self, label: str) -> str:
-        """Return a text for a field of few characters, such as the name of a GPU."""
+        """Return a string for a short field, such as the name of a GPU."""
         return self.text(label)[:40]
 
     def line(self, label: str) -> str:
@@ -59,22 +61,22 @@ class Texts:
         return self.text(label).replace("\r", "")
 
     def file(self, label: str) -> str:
-        """Return text for file names and words of command lines, with bytes that are not UTF-8."""
+        """Return text for file names and command-line arguments, with bytes that are not UTF-8."""
         return self.text(label, pieces=[*PIECES[::2], *BYTES]).replace("/", "")
 
     def seen(self, shown: str) -> set[str]:
-        """Return the labels whose text is shown."""
+        """Return the labels whose strings are shown."""
         return {label for label, core in self._cores.items() if core in shown}
 
 
 def taken_for_markup(shown: str) -> list[str]:
-    """Return the texts whose markup was interpreted, and so is not shown although there was enough space."""
+    """Return the strings whose markup was interpreted, so that it is not shown although there was enough space."""
     return re.findall("Ж..�.{0,8}", shown)
 
 
 def leaked(raw: bytes) -> list[str]:
     """Return the control sequences that the app does not send itself, with the surrounding text."""
-    # Output that was not read completely may end within a character or a sequence.
+    # Output that was not read completely may end in the middle of a character or a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
     return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]

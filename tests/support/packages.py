@@ -1,4 +1,4 @@
-"""Builds packages of this source tree, and removes variables that affect pip and Python from an environment."""
+"""Builds packages from this source tree, and removes variables that affect pip and Python from an environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def build(source: Path, out: Path, *options: str) -> None:
-    """Build packages with the installed build tools."""
+    """Build the packages with the installed build tools."""
     argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(source)]
     subprocess.run(argv, check=True, capture_output=True, timeout=240)
 

@@ -1,8 +1,8 @@
-"""Draws every screen in every size and theme, each as an SVG, and writes a page that shows all of them.
+"""Renders every screen in every size and theme as an SVG, and writes a page that shows all of them.
 
 python -m support.pictures FOLDER [--only WORD] [--theme NAME] [--size 120x40], with PYTHONPATH=tests; `make pictures`.
 
-Writes PNGs too if `rsvg-convert` or cairosvg is installed. `support.tour` makes the README's animation.
+Also writes PNGs if `rsvg-convert` or cairosvg is installed. `support.tour` makes the README's animation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sae_tui.theme import THEMES, ThemeName
 from trainer.contract.paths import DataDir
 
 SIZES = ("80x24", "120x40", "200x60")
-# The width of a cell on the page in pixels. Text is readable at this size, and three screenshots fit into a row.
+# The width of a cell in pixels on the page. Text is readable at this size, and three screenshots fit into a row.
 _CELL = 4
 _STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block;margin:6px;vertical-align:top}"
 
@@ -59,10 +59,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def draw(number: int, folder: Path, sizes: Sequence[str], themes: Sequence[ThemeName]) -> None:
-    """Draw a scene in every size and theme, one SVG each."""
+    """Render a scene in every size and theme, each to an SVG."""
     with pytest.MonkeyPatch.context() as patch:
         same_everywhere(patch)
-        # Fix the clock, so that the times on the screen are the same every day.
+        # Fix the clock, so that the times on the screen never change.
         patch.setattr(time, "time", lambda: NOW + 100)
         asyncio.run(_draw(SCENES[number], folder, sizes, themes))
 
@@ -86,7 +86,7 @@ async def _draw(scene: Scene, folder: Path, sizes: Sequence[str], themes: Sequen
 
 
 def file_of(scene: Scene, size: str, theme: str) -> str:
-    """Return the file name for a picture of a scene."""
+    """Return the file name of a scene's picture."""
     words = scene.name.replace(",", "").replace(" ", "-").lower()
     return f"{words}-{size}-{theme}.svg"
 

@@ -102,7 +102,9 @@ def files(path: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Print the rate and the common markers of each path, with --lines every hit, with --limit only higher rates."""
+    """Print the rate and the common markers of each path; with --lines, also every hit; with --limit, only higher
+    rates.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lines", action="store_true", help="print every hit with its line")

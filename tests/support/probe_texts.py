@@ -27,5 +27,5 @@ def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Pa
 
 
 def two_classes(n: int, first: str = "the cat sat", second: str = "a dog ran") -> list[tuple[str, object]]:
-    """Return `n` texts of each of two classes in alternating order. The two classes use different words."""
+    """Return `n` texts of each of two classes, in alternating order. The two classes use different words."""
     return [row for number in range(n) for row in ((f"{first} {number}", "0"), (f"{second} {number}", "1"))]

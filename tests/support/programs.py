@@ -1,4 +1,5 @@
-"""Selects and orders the programs of a kernel launch in Triton's interpreter, which by default runs all in order.
+"""Chooses which programs of a kernel launch Triton's interpreter runs, and in which order. By default, it runs all in
+order.
 
 A GPU runs the programs in any order. `support.interpreted` makes pytest load this module.
 """
@@ -20,15 +21,15 @@ from triton import language
 from triton.runtime import interpreter
 
 Program = tuple[int, ...]
-# Modules of Triton's language that the interpreter has replaced in this process, which compiles no kernel.
+# Triton's language modules that the interpreter has replaced in this process, which compiles no kernels.
 _PREPARED: set[frozenset[str]] = set()
 
 
 class Programs:
-    """Runs the programs of each launch in random order; with `only_last`, only the last ones along the first axis.
+    """Runs the programs of each launch in random order; with `only_last`, only the last programs along the first axis.
 
-    Grids of the same size get the same order until `seed` changes. A repeated computation is thus bit-identical even if
-    several programs add to the same element.
+    Grids of the same size get the same order until `seed` changes. A repeated computation is therefore bit-identical
+    even if several programs add to the same element.
     """
 
     def __init__(self, seed: str) -> None:
@@ -80,7 +81,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 _PREPARED.add(known)
                 scope = prepare(function)
                 if scope is not None:
-                    # Without this, the end of a launch restores the modules.
+                    # Without this, each launch would restore the modules when it ends.
                     scope._changes.clear()
                 # Triton 3.2 calls `int` on an array of one element, which NumPy 2.4 rejects.
                 language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
@@ -97,7 +98,7 @@ def _known_of_language(function: Any) -> frozenset[str]:
 
 
 class _Mask(language.tensor):  # type: ignore[misc]
-    """A mask that is applied even if its only element is false."""
+    """A mask that is applied even if it has a single element, which is false."""
 
     def __bool__(self) -> bool:
         return True
@@ -106,8 +107,8 @@ class _Mask(language.tensor):  # type: ignore[misc]
 def _mend_triton_3_2() -> None:
     """Correct three bugs of the interpreter in Triton 3.2.
 
-    The interpreter has no boolean type, ignores a mask whose only element is false, and stores sums, which NumPy
-    computes in int64, in int32 memory.
+    The interpreter has no boolean type, ignores a mask whose only element is false, and stores sums in int32 memory
+    although NumPy computes them in int64.
     """
     builder, store = interpreter.InterpreterBuilder, language.semantic._store_legacy
     store_numbers = builder.create_masked_store

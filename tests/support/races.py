@@ -23,7 +23,9 @@ HERE = threading.local()
 
 
 class Queue:
-    """A queue of GPU operations; `seen` has its time, and the time of each other queue that it has waited for."""
+    """A queue of GPU operations. `seen` contains its own time, and the time up to which it has waited for each other
+    queue.
+    """
 
     def __init__(self, index: int) -> None:
         self.index, self.seen = index, {index: 0}
@@ -33,7 +35,7 @@ class Queue:
 
 
 class Moment:
-    """Replaces a GPU event: marks the end of the operations that are in this thread's queue so far."""
+    """Replaces a GPU event: marks the end of the operations that are already in this thread's queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = dict(HERE.queue.seen)
@@ -68,7 +70,7 @@ class Memory(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Records a thread's reads and writes in a table that all threads share, and each race in `races`."""
+    """Records a thread's reads and writes in a table shared by all threads, and each race in `races`."""
 
     def __init__(self, queue: Queue, table: dict[int, Memory], races: list[str], lock: threading.Lock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +102,7 @@ class Watch(TorchDispatchMode):
 
 
 def races_in(size: int, work: Callable[[Threads], object]) -> list[str]:
-    """Return the races, as text, between the queues of `size` threads that call `work`.
+    """Return descriptions of the races between the queues of `size` threads that call `work`.
 
     The test must patch `Moment` into the modules under test.
     """

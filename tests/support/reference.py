@@ -53,9 +53,9 @@ _TITLES = {
     "Form": "Forms",
     "Card": "Report card",
 }
-# The subjects of keys that are listed first.
+# The subjects that come first in the list of keys.
 _FIRST_KEYS = ("Everywhere", "Jobs", "Job", "Launch", "GPUs")
-# Matches text like `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
+# Matches a string like `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
 _BOUNDED = re.compile(
     r"(?P<type>an integer|a number)(?: (?P<low>of at least|above) (?P<least>[-\d.]+))?"
     r"(?: and (?P<high>of at most|below) (?P<most>[-\d.]+))?(?P<auto> or \"auto\")?(?: \((?P<unit>[^)]+)\))?"
@@ -96,7 +96,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a single table cell: without line breaks, and with bars escaped."""
+    """Return text as a single table cell: without line breaks, and with bars escaped."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
 
 
@@ -131,7 +131,7 @@ def _takes(section: str, setting: Setting) -> str:
 
 
 def _range(wanted: str) -> str:
-    """Shorten `a number of at least 0 and of at most 86400 (s)` to `0–86,400 s`; return other text unchanged."""
+    """Shorten `a number of at least 0 and of at most 86400 (s)` to `0–86,400 s`; return any other text unchanged."""
     found = _BOUNDED.fullmatch(wanted)
     if not found:
         return wanted.replace(" of at least 1 character(s)", "").replace(" and of at most ", ", at most ")
@@ -233,7 +233,7 @@ def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str
 
 
 def _console(lines: Iterable[str]) -> str:
-    """Return commands as a code block; the text after two spaces in a line becomes a comment."""
+    """Return commands as a code block. The text after two spaces in a line becomes a comment."""
     commented = (re.sub(r"\s{2,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
     return "```bash\n" + "\n".join(commented) + "\n```"
 
@@ -334,7 +334,7 @@ def _answers() -> str:
 
 
 def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[list[list[str]]]:
-    """Yield the fields of each object that JSON output can consist of, alone or as an element of a list."""
+    """Yield the fields of each object that JSON output can be, or can contain as an element of a list."""
     shown = _resolved(shown, schema)
     if "properties" in shown:
         fields = shown["properties"].items()
@@ -345,7 +345,7 @@ def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[li
 
 
 def _resolved(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the definition to which a schema reference points."""
+    """Return the definition that a schema reference points to."""
     while "$ref" in shown:
         shown = schema["$defs"][shown["$ref"].rpartition("/")[2]]
     return shown

@@ -1,8 +1,9 @@
-"""Models the time of a step on a GPU from its operations, with constants fitted to an H200.
+"""Models the time of a GPU step from its operations, with constants fitted to an H200.
 
-The time of an operation is the longest of three times: its bytes at the memory bandwidth, its FLOPs at the peak rate,
-and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than modelled. Steps of
-smaller SAEs took up to 30 % longer, since each of hundreds of small operations takes slightly longer than a launch.
+The time of an operation is the maximum of three times: its bytes divided by the memory bandwidth, its FLOPs divided by
+the peak rate, and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than
+modelled. Steps of smaller SAEs took up to 30 % longer, since each of hundreds of small operations takes slightly longer
+than a launch.
 """
 
 from __future__ import annotations
@@ -22,34 +23,36 @@ L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# The GPU seconds between the starts of two kernels, and the host seconds to launch a kernel, on an H200 in a virtual
-# machine with slow cores. A fast host launches a kernel in a fifth of this time.
+# The seconds between the starts of two kernels on the GPU, and the seconds in which the host launches a kernel, on an
+# H200 in a virtual machine with slow cores. A fast host takes a fifth of this time.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
-# The host seconds to replay a step that was captured as a CUDA graph.
+# The seconds in which the host replays a step that was captured as a CUDA graph.
 HOST_RECORDED = 0.4e-3
-# The slowdown of torch for operands of different shapes or types, since it reads them element by element.
+# The factor by which torch is slower for operands of different shapes or types, since it reads them element by element.
 _UNEVEN = 2
 # The seconds per instruction of a thread in kernels that search rows, which are limited by instructions, not by bytes.
-# Measured: 11,550 instructions in each of 128 threads per row took 0.327 ms, and 5,280 instructions took 0.145 ms. The
-# other constants are numbers of instructions in the code for sm_90: per number read, per candidate, and per candidate
-# in each round of the search for a bound.
+# Measured with 128 threads per row: 11,550 instructions per thread took 0.327 ms, and 5,280 instructions took 0.145 ms.
+# The other constants are numbers of instructions in the code for sm_90: per value read, per candidate, and per
+# candidate in each iteration of the search for a threshold.
 _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
-# The number of rounds of the search for a bound: over the maxima of the groups, over the numbers of the chosen groups,
-# and over AuxK's rows with more than k positive numbers. For an SAE trained in bf16 on data/sample, the first two
-# searches took 8.4 and 2.6 rounds on average, and at most 10 and 8. For normal noise, each took 10, and at most 15.
+# The number of iterations of the search for a threshold: over the maxima of the groups, over the values in the selected
+# groups, and over AuxK's rows with more than k positive values. For an SAE trained in bf16 on data/sample, the first
+# two searches took 8.4 and 2.6 iterations on average, and at most 10 and 8. For normal noise, each took 10 on average,
+# and at most 15.
 _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
-# The seconds of one round of programs that share a search, and the seconds of Adam per weight of a small tensor.
+# The seconds per wave of programs that split one search, and the seconds of Adam per weight of a small tensor.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
-# The seconds of torch.topk per value, by the bytes of a value. torch.topk passes over the matrix two to eight times.
+# The seconds that torch.topk takes per value, by the size of a value in bytes. torch.topk passes over the matrix two to
+# eight times.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
-# The bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A
+# The bytes/s that one program reads, and the seconds that its threads take to add up counts and write the result. A
 # multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
-# since each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are
-# 6 * 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
-# bytes. The remaining 270 instructions take 0.6 us, and there are 15 barriers. The seconds do not include the search of
-# up to 31 rounds of about 1 us that follows if more latents are dead than AuxK uses.
+# since each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are 6 *
+# 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
+# bytes. The remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses,
+# a search of up to 31 iterations of about 1 us follows, which is not included here.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs that a gathering kernel needs to fill a GPU, and the bytes/s that fewer programs achieve.
+# The number of programs that a gather kernel needs to saturate a GPU, and the bytes/s that fewer programs achieve.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -63,7 +66,7 @@ class Cost(NamedTuple):
 
 
 class Modelled(NamedTuple):
-    """The cost of a step: its operations, kernel launches, seconds, and bytes if each operand is moved once."""
+    """The cost of a step: its operations, kernel launches and seconds, and its bytes if each operand is moved once."""
 
     n_ops: int
     launches: int
@@ -78,7 +81,7 @@ class Modelled(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step, which are the maximum of the GPU's and the host's seconds."""
+        """The seconds of a step: the maximum of the GPU's and the host's time."""
         return max(self.gpu_s, self.host_s)
 
 
@@ -93,16 +96,16 @@ def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
 def floor_s(d_in: int, d_sae: int, n_tokens: int) -> float:
     """Return the minimum seconds of a step of a TopK SAE with 16-bit products and Adam in fp32.
 
-    The minimum consists of one dense product and of moving 36 bytes per weight: 24 to read and write the weight and two
-    moments, 8 to write and read the gradient, and 4 to write and read the 16-bit copy. Rows of active latents are not
-    included.
+    The minimum consists of one dense product and moving 36 bytes per weight: 24 to read and write the weight and two
+    moments, 8 to write and read the gradient, and 4 to write and read the 16-bit copy. Gathering the rows of active
+    latents is not included.
     """
     product = 2 * n_tokens * d_in * d_sae / PEAK[torch.bfloat16]
     return product + 36 * 2 * d_in * d_sae / BANDWIDTH
 
 
 def cost(op: Op) -> Cost:
-    """Return the cost of an operation of torch or of a Triton kernel."""
+    """Return the cost of a torch operation or of a Triton kernel."""
     if op.is_kernel:
         return _KERNELS.get(op.name, _row_kernel)(op)
     return _OPS.get(op.name, _pass)(op)
@@ -150,7 +153,7 @@ def _selection(op: Op) -> Cost:
     size, row = values.dtype.itemsize, values.shape[-1]
     seconds = _SELECTION[size] * values.numel + 20 * LAUNCH
     if values.numel == row and row > 4 * _LARGE:
-        # For a single row, many blocks count the digits, and one block adds the counts.
+        # For a single row, many blocks count the digits, and one block adds up the counts.
         seconds += size * row / 16384 * 0.1e-6
     return Cost({2: 15, 4: 21, 8: 33}[size], seconds, "top-k")
 
@@ -164,7 +167,7 @@ def _sort(op: Op) -> Cost:
 
 
 def _gathered(op: Op) -> Cost:
-    """Return the cost of indexing a matrix, which reads sectors of 32 bytes but uses only a part of each sector."""
+    """Return the cost of indexing a matrix. Indexing reads sectors of 32 bytes but uses only a part of each sector."""
     out = _bytes(op.writes)
     return Cost(1, max((4 * out + _bytes(op.reads[1:])) / BANDWIDTH, LAUNCH), "gather")
 
@@ -184,7 +187,7 @@ def _index_put(op: Op) -> Cost:
 
 
 def _fused_adam(op: Op) -> Cost:
-    """Return the cost of fused Adam, which reads and writes weight, gradient and two moments.
+    """Return the cost of fused Adam, which reads and writes the weight, the gradient and two moments.
 
     The gradient is written because Adam scales it. One program updates up to 65,536 weights of a tensor.
     """
@@ -208,9 +211,9 @@ def _gather_kernel(op: Op) -> Cost:
 
 
 def _latent_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that gathers rows for each latent, and reads or writes each latent's own row once."""
+    """Return the cost of a kernel that gathers rows for each latent, and reads or writes the latent's own row once."""
     if op.argument("latents") is not None:
-        # The kernel only processes the few latents whose entries do not fit into the first block.
+        # This kernel processes only the few latents whose entries do not fit into the first block.
         return Cost(1, 8e-6, "gathering kernel")
     dense, multiplies = op.argument("dense"), op.argument("rows") is not None
     n_entries, width = op.argument("n_entries"), dense.shape[1]
@@ -226,7 +229,9 @@ def _row_kernel(op: Op) -> Cost:
 
 
 def _selecting_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel in which each program searches a row: limited by bytes or by instructions."""
+    """Return the cost of a kernel whose programs each search a row: the larger of memory-bandwidth time and instruction
+    time.
+    """
     n_rows, n_columns = op.argument("bits").shape
     moved = op.bytes
     if op.name in _OF_WHOLE_ROWS:
@@ -242,25 +247,27 @@ def _selecting_kernel(op: Op) -> Cost:
 
 
 def _counting_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that adds to scattered elements, like scatter_add of torch."""
+    """Return the cost of a kernel that adds to scattered elements, like torch's scatter_add."""
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, 2 * LAUNCH), "scatter")
 
 
 def _sharing_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel whose programs share a search: limited by bytes or by rounds of programs."""
+    """Return the cost of a kernel whose programs split one search: the larger of memory-bandwidth time and the time of
+    all waves of programs.
+    """
     rounds = math.ceil(op.grid[0] / (PROCESSORS * 6))
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, rounds * _ROUND), "selecting kernel")
 
 
 def _candidates_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel in which each program reads the complete input."""
+    """Return the cost of a kernel whose programs each read the entire input."""
     return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The fraction of rows that kernels over complete rows must search. With noise around 0, half of the rows have more than
-# k positive numbers. Kernels that mark or gather numbers also search rows with fewer positive numbers.
+# The fraction of rows that kernels over whole rows must search. With noise around 0, half of the rows have more than k
+# positive values. Kernels that mark or gather values also search rows with fewer positive values.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
-# If their operands differ in shape or type, torch computes these element-wise operations with a slow kernel.
+# torch computes these element-wise operations with a slow kernel if their operands differ in shape or type.
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,

@@ -53,7 +53,9 @@ def new_sae(kind: type[Sae], d_in: int = D_IN, d_sae: int = D_SAE, d_out: int | 
 
 
 def random_sae(kind: type[Sae], *shape: int, **settings: Any) -> Any:
-    """Create a float64 SAE with random weights and unit decoder rows. Latents that do not fire die after 100 tokens."""
+    """Create a float64 SAE with random weights and unit decoder rows. A latent is dead if it has not fired for 100
+    tokens.
+    """
     sae = new_sae(kind, *shape, dead_after_tokens=100, **settings).double()
     torch.manual_seed(1)
     for parameter in sae.parameters():
@@ -87,7 +89,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **toleran
 
 
 def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) -> Any:
-    """Create an instance of SAELens' training class with the weights of `sae`, in float64."""
+    """Create an instance of SAELens's training class with the weights of `sae`, in float64."""
     config = config_class(d_in=sae.d_in, d_sae=sae.d_sae, dtype="float64", device="cpu", **settings)
     twin = peer_class(config)
     twin.load_state_dict({**twin.state_dict(), **{name: value.detach() for name, value in sae.named_parameters()}})
@@ -95,7 +97,7 @@ def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) ->
 
 
 def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, Tensor]:
-    """Return SAELens' loss terms, which are means over tokens."""
+    """Return SAELens's loss terms, which are means over tokens."""
     from sae_lens.saes.sae import TrainStepInput  # type: ignore[import-untyped]
 
     weights = {"l0": 1.0, "l1": 1.0}
@@ -124,7 +126,7 @@ def made(
 
 
 def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
-    """Set the threshold so that about 8 latents per token exceed it, and rounding cannot change which latents do."""
+    """Set the threshold so that about 8 latents per token exceed it, and so that rounding cannot change which ones."""
     if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
         return
     centred = x - sae.input_bias
@@ -146,7 +148,7 @@ def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
 
     The module also imports the packages in `unused`, which may be missing since this test does not need them.
     """
-    # Append the folder, so that packages of the virtual environment have priority.
+    # Append the folder, so that packages of the virtual environment take precedence.
     monkeypatch.setattr(sys, "path", [*sys.path, str(PEERS)])
     for name in unused:
         try:

@@ -18,7 +18,9 @@ from trainer.sharing.saelens import export_sae
 
 
 def kill_saves(folder: Path) -> int:
-    """Kill a run's fourth save at each of its disk calls, always in a new folder; return the number of these calls."""
+    """Kill a run's fourth save at each of its disk calls, each time in a new folder; return the number of these
+    calls.
+    """
     tensors = {"/sae.W_enc": torch.ones(300, 300)}
 
     def save(moment: str, step: int, fvu: float) -> None:
@@ -46,9 +48,9 @@ def kill_exports(folder: Path) -> int:
 
 
 def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
-    """Save a small and then a large checkpoint. A `limit` or `uid` other than 0 sets a file size limit or the user.
+    """Save a small and then a large checkpoint. A nonzero `limit` or `uid` sets a file size limit or the user.
 
-    Return the reason why the second save failed, and the content of the folder afterwards.
+    Return why the second save failed, and the content of the folder afterwards.
     """
     if uid:
         # Use relative paths, since the other user may not have access to the parent folders.

@@ -1,6 +1,6 @@
 """Every screen of the app with fixed data, for snapshots, pictures and tests of screens.
 
-A scene records its jobs, sets up its GPUs, and opens its screen with the keys that a user types.
+A scene records its jobs, sets up its GPUs, and opens its screen by pressing the keys that a user would press.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def lively_monitor(
 ) -> StillMonitor:
     """Return a monitor with 90 s of history.
 
-    The `busy` GPUs have processes with consecutive pids, starting with `pid`. They start after `since` seconds.
+    The `busy` GPUs have processes with consecutive pids, starting from `pid`. The processes start after `since`
+    seconds.
     """
     clock = [NOW]
     ours = {uuid_of(index): (pid + place, 3 * GIB) for place, index in enumerate(busy)}
@@ -119,7 +120,7 @@ def same_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """A screen of the app, with its stored data, its GPUs and the keys that open it."""
+    """A screen of the app: its stored data, its GPUs and the keys that open it."""
 
     name: str
     record: Callable[[DataDir], object]
@@ -129,7 +130,7 @@ class Scene:
     busy: Sequence[int] = (0, 1)
 
     def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
-        """Record the scene's data in an empty folder, and return an app whose values do not change with time."""
+        """Record the scene's data in an empty folder, and return an app whose values do not change over time."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
         monitor = lively_monitor(self.gpus, faults, busy=self.busy, pid=_PID, since=_SINCE_S)
@@ -167,7 +168,7 @@ def nothing(data: DataDir) -> None:
 
 
 def _set_some(data: DataDir) -> None:
-    """Write a settings file with two valid settings that are not the defaults, and an invalid setting."""
+    """Write a settings file with two valid settings that differ from the defaults, and an invalid setting."""
     data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
 
 
@@ -177,7 +178,7 @@ def _record_two(data: DataDir) -> None:
 
 
 def _record_evaluated(data: DataDir) -> None:
-    """Record a finished job with its report card and its features."""
+    """Record a finished job with a report card and features."""
     job_id = record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, fvu=0.142, l0=32.0)
     record_metrics(data, job_id)
     put_card(data.sae(job_id))
@@ -227,7 +228,7 @@ def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[An
 
 
 async def _open(pilot: Pilot[Any], key: str) -> None:
-    """Type a key that opens a screen; if it opens a job, wait until the job is loaded."""
+    """Press a key that opens a screen. If it opens a job, wait until the job is loaded."""
     app: Any = pilot.app
     before = app.screen
     await pilot.press(key)

@@ -1,4 +1,4 @@
-"""Prints every view and output of a simulated GPU's sensor as JSON: `python -m support.sensor_views NAME`."""
+"""Prints every view and output that shows a simulated GPU's sensor, as JSON: `python -m support.sensor_views NAME`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class _Metrics(Collector):
 
 
 def views(name: str) -> dict[str, str]:
-    """Return the text of each view of an idle simulated GPU, and the lines about the sensor in each JSON output."""
+    """Return the text of each view of an idle simulated GPU, and the lines of each JSON output that are about the
+    sensor.
+    """
     source = Simulated(1, clock=lambda: 0.0)
     sample = source.sample(0, processes=True)
     sent = decode(msgspec.json.encode(RemoteGpus((remote_gpu(sample, "free", "dim"),))))

@@ -30,7 +30,7 @@ WARM_UP, N_TIMED = 10, 20
 
 
 def memory(world: World, steps: RepeatedStep, used: Callable[[], int]) -> dict[str, Any]:
-    """Return the bytes in use on this GPU outside PyTorch: after steps, after an all-to-all, and after a save."""
+    """Return the bytes used on this GPU outside PyTorch: after steps, after an all-to-all, and after a save."""
     found = {}
     steps.take(2)
     found["after steps"] = used()
@@ -72,7 +72,7 @@ def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
 
 @torch.no_grad()
 def since_fired(sae: Any) -> None:
-    """Make 3 % of this rank's latents dead: they cannot fire, and have not fired for 10⁹ tokens."""
+    """Make 3 % of this rank's latents dead, so that they cannot fire and have not fired for 10⁹ tokens."""
     some = slice(0, max(1, 3 * len(sae.b_enc) // 100))
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9
@@ -80,7 +80,7 @@ def since_fired(sae: Any) -> None:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes in use on a GPU that PyTorch has not reserved: CUDA's context, NCCL, other processes."""
+    """Return the bytes used on a GPU that PyTorch has not reserved: CUDA's context, NCCL, other processes."""
     if device.type != "cuda":
         return 0
     torch.zeros(1, device=device)

@@ -1,4 +1,6 @@
-"""Helpers for tests of shards: random rows, tables with a column of rows, and the error for a folder of shards."""
+"""Helpers for tests of shards: random rows, tables with a column of rows, and the error that a folder of shards
+causes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 
 def rows(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    """Return normally distributed numbers, which are always the same for the same shape."""
+    """Return normally distributed numbers, which depend only on the shape."""
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 

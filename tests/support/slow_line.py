@@ -1,4 +1,4 @@
-"""Forwards a connection with delay and limited bandwidth in both directions; tests use it as ssh's ProxyCommand.
+"""Forwards a connection with a delay and limited bandwidth in both directions; tests use it as ssh's ProxyCommand.
 
 python slow_line.py PORT DELAY_S BYTES_S
 """
@@ -16,7 +16,7 @@ _CHUNK = 2048
 
 
 def carry(read: Callable[[int], bytes], write: Callable[[bytes], object], delay_s: float, bytes_s: float) -> None:
-    """Forward data until the input ends. Delay each piece by `delay_s`; forward at most `bytes_s` bytes per second."""
+    """Forward data until the input ends. Delay each chunk by `delay_s`; forward at most `bytes_s` bytes per second."""
     while piece := read(_CHUNK):
         time.sleep(delay_s + len(piece) / bytes_s)
         write(piece)

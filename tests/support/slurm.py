@@ -37,7 +37,7 @@ class Cluster:
     def start(self) -> None:
         host = socket.gethostname().partition(".")[0]
         ports = free_ports(1 + len(NODES))
-        # munged requires that every user can access its socket.
+        # munged requires its socket to be accessible to every user.
         self.folder.chmod(0o755)
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir()
@@ -56,7 +56,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop the jobs, then the daemons in reverse order of their start."""
-        # Without this, a job step would wait forever for the controller, which is ended next.
+        # Without this, a job step would wait forever for the controller, which is stopped next.
         with contextlib.suppress(TimeoutError):
             self.cancel_all()
         for daemon in reversed(self._daemons):
@@ -103,7 +103,7 @@ class Cluster:
         (self.folder / name).write_bytes(content)
 
     def _fake_gpu(self, index: int) -> Path:
-        """Create a null device in place of a GPU, since SLURM requires that the device file exists."""
+        """Create a null device in place of a GPU, since SLURM requires the device file to exist."""
         path = self.folder / f"nvidia{index}"
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         return path

@@ -1,4 +1,5 @@
-"""The real app with two injected faults: SIGUSR1 makes a library write to file descriptor 2, ctrl+f12 crashes the app.
+"""The real app with two injected faults: SIGUSR1 makes a library write to file descriptor 2, and ctrl+f12 crashes the
+app.
 
 python spoilt_app.py [ARGUMENTS OF sae-tui]
 """

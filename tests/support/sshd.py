@@ -64,7 +64,7 @@ class Sshd:
         )
 
     def know(self, key: Path | None) -> None:
-        """Make this key, or no key, the server's known host key for the client from now on."""
+        """From now on, make this key, or no key, the host key that the client knows for the server."""
         kind, text, *_ = key.read_text().split() if key else ("", "")
         (self.folder / "known").write_text(f"[127.0.0.1]:{self.port} {kind} {text}\n" if key else "")
 
@@ -85,7 +85,7 @@ class Sshd:
             os.kill(pid, signal.SIGSTOP)
 
     def cut(self) -> None:
-        """Cut all connections; new connections are accepted."""
+        """Cut all connections; new connections are still accepted."""
         for pid in _children(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

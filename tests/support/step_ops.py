@@ -1,4 +1,4 @@
-"""Records every operation of a GPU step: the tensors that it reads and writes, and the line that requests it."""
+"""Records every operation of a GPU step: the tensors that it reads and writes, and the line of code that calls it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes in memory. Dimensions in which the tensor is expanded are not multiplied."""
+        """The number of bytes in memory. Expanded dimensions are not multiplied."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
@@ -65,13 +65,13 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of torch or a launch of a Triton kernel; `at` is the line of the trainer's code that requests it."""
+    """A torch operation or a launch of a Triton kernel; `at` is the line of the trainer's code that calls it."""
 
     name: str
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     at: str
-    # Only for a Triton kernel: the kernel, the number of programs, and the arguments by name, with tensors as operands.
+    # For Triton kernels only: the kernel, the number of programs, and the arguments by name, with tensors as operands.
     kernel: Any = None
     grid: tuple[int, ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -87,7 +87,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """The bytes read and written if each operand is moved once; with `some_rows`, only these rows are included."""
+        """The bytes read and written if each operand is moved once; with `some_rows`, only of these rows."""
         named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
         if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
@@ -101,10 +101,10 @@ class Op:
 
 @dataclass
 class Exchange:
-    """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the function that requests it.
+    """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the function that calls it.
 
-    The collective starts before operation number `begins` of its step. Operations from number `ends` on wait for the
-    collective; if `ends_later` is set, these are operations of the next step.
+    The collective starts before the operation with index `begins` of its step. Operations from index `ends` on wait for
+    the collective; if `ends_later` is set, these are operations of the next step.
     """
 
     group: str
@@ -138,7 +138,7 @@ class Step:
 
 
 class OpLog(TorchDispatchMode):
-    """Records the torch operations that run, and the kernels that would be launched."""
+    """Records the torch operations that are run, and the kernels that would be launched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -169,10 +169,10 @@ class OpLog(TorchDispatchMode):
 
     @contextlib.contextmanager
     def questions(self) -> Iterator[None]:
-        """Within the context, record reads of a tensor's values that a fake tensor answers without an operation.
+        """Within the context, record reads of a tensor's values that a fake tensor serves without an operation.
 
-        Reads of numbers that the step copied to the host are recorded too, as are tensors that the host creates on a
-        device from numbers.
+        Also record reads of numbers that the step copied to the host, and tensors that the host creates on a device
+        from numbers.
         """
 
         def noted(name: str) -> Any:
@@ -217,7 +217,7 @@ def recorded_step(
     """Return the operations of a late step of a job on one GPU or, with `parallel`, on one of several ranks.
 
     The groups of `parallel` may write to `log`. With `dead`, latents may be dead. For an SAE with a sparsity penalty, k
-    latents per token exceed the threshold. With `dense`, more latents do, so only dense products are used.
+    latents per token exceed the threshold. With `dense`, more latents exceed it, so only dense products are used.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
@@ -263,7 +263,7 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
     called = dict(zip(kernel.arg_names, args, strict=False)) | named
     arguments = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in called.items()}
     tensors = [(name, one) for name, one in arguments.items() if isinstance(one, Operand)]
-    # The prefix of the name shows whether an argument is written, or both read and written.
+    # The prefix of its name shows whether an argument is written, or both read and written.
     writes = tuple(one for name, one in tensors if name.startswith(("out", "inout")))
     reads = tuple(one for name, one in tensors if not name.startswith("out"))
     shape = tuple(map(int, grid(named) if callable(grid) else (grid if isinstance(grid, tuple) else (grid,))))

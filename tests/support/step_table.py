@@ -1,4 +1,4 @@
-"""A table of the GPU operations in a step of each architecture, which is tracked in git so that changes are reviewed.
+"""A table of the GPU operations in a step of each architecture. It is tracked in git, so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.step_table > tests/trainer/ops_of_a_step.csv
 """
@@ -19,7 +19,7 @@ COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launche
 
 
 class Way(NamedTuple):
-    """A variant of a step: its training settings, and the number of ranks that share the latents."""
+    """A variant of a step: its training settings, and the number of ranks that divide the latents."""
 
     train: dict[str, Any]
     n_ranks: int = 1

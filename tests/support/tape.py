@@ -1,4 +1,4 @@
-"""Replaces a CUDA graph on a CPU: repeats operations and kernels on the same memory without the Python code."""
+"""Replaces a CUDA graph on a CPU: repeats operations and kernels on the same memory without running the Python code."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ class TapeOnCpu(TorchDispatchMode):
 def _again(func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
     found = func(*args, **named)
     for before, now in zip(tree_leaves(result), tree_leaves(found), strict=True):
-        # A view, and a tensor that was changed in place, has the same memory as before and needs no copy.
+        # A view, or a tensor that was changed in place, uses the same memory as before and needs no copy.
         if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
             before.copy_(now)

@@ -40,9 +40,9 @@ class Terminal:
         """Start the command in a pty.
 
         `colours` is the value of COLORTERM; "" leaves it unset, as ssh does, so that the terminal has 256 colours.
-        Without `emulated`, the screen is not emulated and only the output `raw` is kept, since the emulation takes more
-        CPU time than the app itself. With `controlling`, the pty is a controlling terminal: ctrl+c and ctrl+z send
-        signals unless the program disables this, and closing the pty sends SIGHUP.
+        Without `emulated`, only the output `raw` is kept and the screen is not emulated, since emulation takes more CPU
+        time than the app itself. With `controlling`, the pty is a controlling terminal: ctrl+c and ctrl+z send signals
+        unless the program disables this, and closing the pty sends SIGHUP.
         """
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen) if emulated else None
@@ -90,13 +90,13 @@ class Terminal:
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
 
     def press(self, *keys: str, gap_s: float = 0.15) -> None:
-        """Send keys one after another as if a person typed them, and read the output in between."""
+        """Send keys one at a time, as if a person typed them, and read the output in between."""
         for key in keys:
             self.send(key)
             self.read(gap_s)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size of the terminal and send its program SIGWINCH."""
+        """Change the size of the terminal and send SIGWINCH to its program."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
         # The kernel sends SIGWINCH only to processes that have this terminal as their controlling terminal.
@@ -106,7 +106,7 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> None:
-        """Feed the screen with the program's output for this many seconds."""
+        """Feed the program's output to the screen for this many seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if not self._pump(left):
@@ -130,7 +130,9 @@ class Terminal:
         return self.text
 
     def wait_for_exit(self, seconds: float = 20) -> int:
-        """Wait for the exit and return the exit code. Keep reading, since unread output can block the program."""
+        """Wait until the program exits, and return its exit code. Keep reading, since unread output can block the
+        program.
+        """
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"the program does not exit; the screen:\n{self.text}"
@@ -140,7 +142,7 @@ class Terminal:
         return self.process.returncode
 
     def detach(self) -> int:
-        """Return the file descriptor of the test's end of the pty, which the caller must close."""
+        """Return the file descriptor of the test's end of the pty. The caller must close it."""
         self._closed = True
         return self._master
 
@@ -156,7 +158,7 @@ class Terminal:
             self.process.wait()
 
     def usage(self) -> tuple[float, int]:
-        """Return the program's CPU seconds so far and its peak memory in bytes."""
+        """Return the CPU seconds that the program has used, and its peak memory in bytes."""
         with open(f"/proc/{self.process.pid}/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()
         ticks = int(fields[11]) + int(fields[12])

@@ -1,7 +1,8 @@
-"""Records an animation of the app: chooses GPUs, launches and watches a training, and compares it with another one.
+"""Records an animation of the app: selects GPUs, launches and watches a training job, and compares it with a second
+one.
 
 `make pictures` runs `PYTHONPATH=tests python -m support.tour FILE.svg [--keep FOLDER]`. The GPUs are simulated, but the
-two trainings are real: each takes about half a minute on two cores.
+two training jobs are real: each takes about half a minute on two cores.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Camera:
         self.pictures.append(Picture(self.app.export_screenshot(), seconds, caption))
 
     async def press(self, *keys: str, caption: str, seconds: float = 0.6, ready: Callable[[], object] = bool) -> None:
-        """Press keys one after the other and take a picture after each; before the last picture, wait for `ready`."""
+        """Press keys one after another and take a picture after each; before the last picture, wait for `ready`."""
         for key in keys:
             await self.pilot.press(key)
             if key == keys[-1] and ready is not bool:
@@ -61,18 +62,18 @@ class Camera:
             await self.take(caption, seconds)
 
     async def go_to(self, path: str, caption: str) -> None:
-        """Move down in the form until the cursor is in the field of a setting."""
+        """Move down in the form until the cursor is in the setting's field."""
         while self.field() != path:
             await self.pilot.press("down")
             await self.take(caption, 0.2)
 
     def field(self) -> str:
-        """Return the setting of the field with the cursor."""
+        """Return the setting whose field has the cursor."""
         rows = [node for node in self.app.focused.ancestors if isinstance(node, SettingRow)]
         return rows[0].field.path if rows else ""
 
     async def type(self, text: str, caption: str) -> None:
-        """Replace the content of the focused field, with a picture for every third letter."""
+        """Replace the content of the focused field, and take a picture after every third letter."""
         await self.pilot.press("ctrl+u")
         for place, letter in enumerate(text, 1):
             await self.pilot.press({"-": "minus"}.get(letter, letter))
@@ -154,7 +155,7 @@ async def again(camera: Camera) -> None:
 
 
 async def compare(camera: Camera) -> None:
-    """Show the curves of both trainings in one plot."""
+    """Show the curves of both runs in one plot."""
     if not shows(camera, "dashboard"):
         await camera.press("escape", caption="back", seconds=0.5)
     await camera.press("space", "down", "space", caption="space: mark", seconds=0.6)
@@ -203,7 +204,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def keep(folder: Path, pictures: Sequence[Picture]) -> None:
-    """Write each picture to a file, as it appears in the animation."""
+    """Write each picture to a file, exactly as it appears in the animation."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(len(pictures)):
         file = folder / f"{number:03}.svg"

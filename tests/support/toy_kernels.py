@@ -1,4 +1,4 @@
-"""An example of a module of Triton kernels."""
+"""An example of a Triton kernel module."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -21,7 +21,7 @@ def double(x: Tensor) -> Tensor:
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
+    """Run the kernel once. Raise Triton's error if it fails, and `RuntimeError` if its results are wrong."""
     x = torch.arange(100.0, device=device)
     if not torch.equal(double(x), x + x):
         raise RuntimeError("the kernel gives wrong results")
@@ -29,6 +29,6 @@ def try_out(device: torch.device) -> None:
 
 @triton.jit
 def _double(out, x, n, PART: tl.constexpr):
-    """Write twice the numbers of x to `out`."""
+    """Write 2x to `out`."""
     at = tl.program_id(0) * PART + tl.arange(0, PART)
     tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)

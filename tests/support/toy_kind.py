@@ -1,4 +1,5 @@
-"""An example of a new kind of job, which runs a command: settings, plan, the work of a rank and the texts of the form.
+"""An example of a new kind of job, which runs a command: its settings, its plan, the work of a rank and the form's
+texts.
 
 python -P toy_kind.py DATA_DIR JOB_ID        a job's supervisor with this kind registered
 python -P toy_kind.py rank SPEC              a rank with this kind registered

@@ -34,7 +34,7 @@ class ToySettings(StreamSettings, frozen=True, kw_only=True):
 
 
 class ToyStream(StreamSource):
-    """A stream of rows from a known dictionary. Part r of n consists of the rows r, r + n, r + 2n and so on."""
+    """A stream of rows from a known dictionary. Part r of n consists of rows r, r + n, r + 2n and so on."""
 
     def __init__(self, **values: Any) -> None:
         self._settings = settings = ToySettings(**values)

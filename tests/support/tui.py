@@ -1,4 +1,4 @@
-"""Helpers for tests of the app: a monitor with fixed values, and jobs recorded as by supervisors and trainers."""
+"""Helpers for tests of the app: a monitor with fixed values, and jobs recorded as supervisors and trainers would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOW = 1_700_000_000.0
 
 
 class StillMonitor:
-    """Replaces `Monitor`, and samples its source only when the test requests a sample."""
+    """Replaces `Monitor`, and reads its source only when the test requests a sample."""
 
     source_name = "simulated"
     interval_s = 1.0
@@ -130,7 +130,7 @@ def record_job(
 
 
 def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
-    """Write the curves of a successful training as rank 0 would."""
+    """Write the curves of a successful run as rank 0 would."""
     paths = data.run(job_id)
     paths.create()
     put_store(paths.metrics_db, "metrics")

@@ -1,4 +1,4 @@
-"""Matrices that are larger than the memory, for tests that read and write only small parts of them."""
+"""Matrices larger than the memory, for tests that read and write only small parts of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # A tensor with at least this number of elements is large.
 _LARGE = 2**20
-# With this flag, Linux accepts a mapping that is larger than the memory. Python 3.11 has no name for the flag.
+# With this flag, Linux allows a mapping larger than the memory. Python 3.11 has no name for the flag.
 _MAP_NORESERVE = 0x4000
 
 
 class VirtualMemory(TorchDispatchMode):
     """Fills empty tensors with 0. Large tensors use memory only for the pages that are written.
 
-    Unused memory of the same size is in front of each tensor, so that an index that is negative because of an overflow
+    Each tensor is preceded by unused memory of the same size, so that an index that is negative because of an overflow
     does not crash the process.
     """
 

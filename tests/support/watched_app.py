@@ -19,7 +19,7 @@ from sae_tui.doctor import torch_build
 
 
 def name_other_users(user: str, host: str) -> None:
-    """Replace the names of all users and of this machine by these names."""
+    """Replace the names of all users and of this machine with these names."""
     getpwuid = pwd.getpwuid
     pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *getpwuid(uid)[1:]))
     socket.gethostname = lambda: host

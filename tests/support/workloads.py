@@ -25,14 +25,18 @@ def workload(
 
 
 def look_of(job: JobConfig, data: DataShape, machine: Machine, past: Sequence[Job] = ()) -> Outlook:
-    """Return the outlook of a job on data of this shape; `past` are earlier jobs, whose measured memory is used."""
+    """Return the outlook of a job on data of this shape; `past` contains earlier jobs, whose measured memory is
+    used.
+    """
     proposal = TrainingProposal(job, machine, used_before(past))
     proposal.work = proposal.layout.on_data(data)
     return proposal.outlook
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:
-    """Return the data section of a training from a language model that does not exist, with a text in `folder`."""
+    """Return the data section of a training job that reads a nonexistent language model, with a text file in
+    `folder`.
+    """
     text = folder / "text.txt"
     text.write_text("a cat sat")
     return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}

@@ -1,4 +1,4 @@
-"""A module for PYTHONPATH that records, in the file $WRITTEN_DOWN, which modules of a program unpickle data."""
+"""A module for PYTHONPATH that records which modules of a program unpickle data, in the file $WRITTEN_DOWN."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ def told(real: Any) -> Any:
     return instead
 
 
-# Replace the functions before any module can import them. The audit event also detects classes and functions in
-# pickled data that is loaded in another way.
+# Replace the functions before any module can import them. The audit event also detects classes and functions in pickled
+# data that is loaded in other ways.
 pickle.Unpickler, pickle.load, pickle.loads = Unpickler, told(pickle.load), told(pickle.loads)  # type: ignore[misc]
 sys.addaudithook(lambda event, _: write_down() if event == "pickle.find_class" else None)
