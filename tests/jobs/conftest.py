@@ -57,7 +57,7 @@ def write_shard(folder: Path, n_tokens: int = 4096, d_in: int = 8) -> Path:
 
 
 class Box:
-    """A data folder, with methods for the actions of its user."""
+    """A data folder, with methods for a user's actions."""
 
     wait_for = staticmethod(wait_for)
 
@@ -76,7 +76,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launch a job with fake ranks. The job's name determines their behaviour; `place` contains queue options."""
+        """Launch a job with fake ranks, whose behaviour depends on the job's name; `place` contains queue options."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         self.make_store()
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
@@ -125,7 +125,7 @@ class Box:
         return self.job(job_id)
 
     def wait_steps(self, job_id: int, rank_count: int = 1) -> Job:
-        """Wait until the job has taken a step, and require that all its ranks are alive."""
+        """Wait until the job has taken a step, and check that all its ranks are alive."""
         wait_for(lambda: self.job(job_id).step > 0, f"steps of job {job_id}")
         assert len(self.living(job_id)) == rank_count
         return self.job(job_id)
@@ -156,7 +156,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def locked_store(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Lock the store from another process, as during a write, and yield that process."""
+    """Lock the store from another process, as a write does, and yield that process."""
     command = [sys.executable, "-c", LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"
@@ -168,7 +168,7 @@ def locked_store(path: Path) -> Iterator[subprocess.Popen[str]]:
 def _locked_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., contextlib.AbstractContextManager[subprocess.Popen[str]]]:
-    """Limit every wait for the lock to 50 ms, and return `locked_store`."""
+    """Limit every wait for the store's lock to 50 ms, and return `locked_store`."""
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
     return locked_store
 
@@ -180,7 +180,7 @@ def _wait_for() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with three fakes of NVIDIA's library: `new`, `old` and `none`."""
+    """Build a folder with three fake versions of NVIDIA's library: `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

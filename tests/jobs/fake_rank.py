@@ -1,9 +1,9 @@
-"""Replaces a training rank: writes the same files and has the same exit codes. The job's name controls its behaviour.
+"""Replaces a training rank: writes the same files and exits with the same codes. The job's name controls its behaviour.
 
-The name consists of words. `crash=1@5` kills rank 1 at its step 5, and `crash=1@5#2` only in attempt 2. The same syntax
-works for `fail` (raises an error), `oom`, `hang` (halts the process, so that its peers wait) and `idle` (waits for
-SIGTERM). `save=5` saves a checkpoint every 5 steps, `mute` stores no metrics, and `judge` never finishes the report
-card after training.
+The name is a list of commands. `crash=1@5` kills rank 1 at step 5, and `crash=1@5#2` does so only in attempt 2. The
+same syntax works for `fail` (raises an error), `oom`, `hang` (halts the process, so that its peers wait) and `idle`
+(waits for SIGTERM). `save=5` saves a checkpoint every 5 steps, `mute` stores no metrics, and `judge` never finishes the
+report card after training.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ _REASONS = {
 
 
 def _events_at(words, step, attempt):
-    """Return the events that the job's name requests for this step and attempt, as pairs (kind, rank)."""
+    """Return the events that the job's name specifies for this step and attempt, as pairs (kind, rank)."""
     matches = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
     return [(m[1], int(m[2])) for m in matches if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
 
@@ -111,14 +111,14 @@ def _save(run_dir, rank, step):
 def _last_word(spec, rank, run_dir, error):
     path = run_dir / f"attempt{spec['attempt']}" / f"rank{rank}.exit.json"
     path.write_text(json.dumps({"error": error, "traceback": "..."}))
-    # Real ranks take a while to shut down after an error, so their peers may end earlier.
+    # Real ranks take a while to shut down after an error, so their peers may exit first.
     time.sleep(0.3 if error.startswith("RuntimeError") else 0)
 
 
 def _asked_to_stop(spec):
     import sqlite3
 
-    # A deleted store contains no requests.
+    # If the store was deleted, there are no requests.
     with (
         contextlib.suppress(sqlite3.OperationalError),
         contextlib.closing(sqlite3.connect(f"file:{spec['control_db']}?mode=ro", uri=True, timeout=5)) as db,

@@ -10,7 +10,7 @@ from sae_tui.jobs.supervisor.supervise import main
 
 
 def plant_a_mistake() -> None:
-    """Make the code of the supervisor raise an error after the ranks have taken some steps."""
+    """Make the supervisor's code raise an error after the ranks have taken a few steps."""
     from sae_tui.jobs.supervisor import attempt, follow_run
 
     class Buggy(follow_run.Watch):

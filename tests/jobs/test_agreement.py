@@ -1,4 +1,4 @@
-"""Tests that review, checks, queue, doctor and ranks agree on the mode and memory of a job and whether it can run."""
+"""Tests that review, checks, queue, doctor and ranks agree on a job's mode and memory, and on whether it can run."""
 
 from __future__ import annotations
 
@@ -82,24 +82,24 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     look = look_of(job, shape, here)
     problems = [problem for problem in check(job, here) if re.search(r" GiB |needs ", problem.message)]
 
-    # The review and its memory bar.
+    # Check the review and its memory bar.
     review = job_form.review(
         job_form.Draft(job_form.flatten(to_table(job)), {}, job.launch.gpus), asked.choices, data, [], cuda=asked.cuda
     )
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary
     assert f"needs {gibibytes(look.needs_bytes)}" in review.summary
-    # If the GPUs are real but torch has no CUDA, the review reports only this problem.
+    # If the GPUs are real but torch has no CUDA support, the review reports only this problem.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
-    # The doctor, for the same number of these GPUs.
+    # Check the doctor, for the same number of these GPUs.
     rows = job_rows(job, shape, asked.samples, MeasuredHardware(), cuda=asked.cuda)
     (row,) = [row for row in rows if row.chosen and row.n_gpus == ranks] if ranks != 3 else [None]
     if row:
         assert (row.mode, row.memory_bytes) == (look.mode, look.needs_bytes)
         assert (row.fits, row.fits_now) == (not look.excess, not look.lack)
 
-    # The checks of a job and its launch.
+    # Check the job and its launch.
     smallest, fullest = min(total for total, _ in asked.gpus), min(free for _, free in asked.gpus)
     assert bool(look.excess) == (look.needs_bytes > smallest)
     assert bool(look.lack) == (look.needs_bytes > fullest)
@@ -119,7 +119,7 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # The ranks, on GPUs with exactly the free memory that the job waited for.
+    # Check the ranks, on GPUs with exactly the free memory that the job waited for.
     own = settle(
         Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
     )

@@ -1,4 +1,4 @@
-"""Tests for small JSON files with arbitrary bytes, and for TOML files that far exceed the limits."""
+"""Tests for small JSON files with arbitrary content, and for TOML files that far exceed the limits."""
 
 from __future__ import annotations
 

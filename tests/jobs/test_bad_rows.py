@@ -1,4 +1,4 @@
-"""Tests for rows of `control.db` with unexpected values, as from a broken disk, another version or another user."""
+"""Tests for rows of `control.db` with unexpected values, caused by a broken disk, another version or another user."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JOB_FILE, _ = parse_job({"data": {"path": "x"}, "sae": {"d_sae": 16, "k": 4}})
 
 
 def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
-    """Write an invalid value into a row; `NO_TEXT` stands for text that is not UTF-8."""
+    """Write an invalid value to a row; `NO_TEXT` stands for text that is not UTF-8."""
     mark, value = ("CAST(x'ff' AS TEXT)", ()) if value is NO_TEXT else ("?", (value,))
     key = "id" if table == "jobs" else "job_id"
     with contextlib.closing(sqlite3.connect(data.control_db)) as db:
@@ -88,14 +88,14 @@ def no_supervisor(*_: object) -> None:
     """Do nothing instead of starting a supervisor."""
 
 
-# The parser is created once, because creating it takes ten times as long as a command.
+# The parser is created only once, because creating it takes ten times as long as running a command.
 PARSER = cli.make_parser(no_supervisor)
 
 
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
-    """Record a finished job, a queued job, and a job with a run folder, whose row the test corrupts."""
-    # The replaced function starts a process whenever a store is opened, which happens thousands of times in this test.
+    """Record a finished job, a queued job, and a job with a run folder. The test corrupts the row of the last job."""
+    # The original function starts a process whenever a store is opened, which happens thousands of times in this test.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
     finished = box.record(
@@ -111,7 +111,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
 
 
 def use_everything(box, waiting: int, bad: int) -> None:
-    """Use the list of jobs like the app, the commands and waiting supervisors."""
+    """Use the list of jobs as the app, the commands and waiting supervisors do."""
     data = box.data
     flags = ["--data-dir", str(data.root)]
 
@@ -198,7 +198,7 @@ def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jo
         db.backup(pristine)
 
     @settings(
-        # The number of examples in addition to the explicit ones; `make explore` runs 2,000.
+        # The number of examples besides the explicit ones; `make explore` runs 2,000.
         max_examples=settings().max_examples,
         database=None,
         phases=[Phase.explicit, Phase.generate],
@@ -257,7 +257,7 @@ def test_a_job_that_comes_after_an_unreadable_one_waits_for_it(box, three_jobs):
 
 
 def command(box, *words: str) -> None:
-    """Run a command as a user would; require success and output without terminal control characters."""
+    """Run a command as a user would; check that it succeeds and that its output has no terminal control characters."""
     argv = [sys.executable, "-m", "sae_tui", *words, "--data-dir", str(box.data.root)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "\x1b" in done.stdout + done.stderr) == (0, False), done.stderr

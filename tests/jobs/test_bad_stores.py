@@ -1,4 +1,4 @@
-"""Tests that invalid values in `metrics.db` and `gpu.db`, or invalid files, do not affect anything else."""
+"""Tests that invalid values in `metrics.db` and `gpu.db`, or invalid stores, do not affect anything else."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def two_runs(box, monkeypatch) -> tuple[int, int]:
 
 
 def look_at(box, good: int, bad: int) -> None:
-    """Use the metrics of both jobs like the app and the commands."""
+    """Use the metrics of both jobs as the app and the commands do."""
     flags = ["--data-dir", str(box.data.root)]
     for command in ("jobs", "jobs --json", f"job {bad}", f"compare {bad} {good}", f"compare {bad} {good} --json"):
         assert cli._run(PARSER.parse_args([*command.split(), *flags])) == 0
@@ -141,7 +141,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
         shutil.copy(pristine, file)
         put(file, rows)
         look_at(box, good, bad)
-        # Use the run like its supervisor, and like a rank or supervisor that resumes it.
+        # Use the run as its supervisor does, and as a rank or supervisor that resumes it would.
         run = LiveRun(box.data.run(bad))
         run.poll()
         box.control.update(bad, **run.fields())
@@ -191,7 +191,7 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
-            # If there are means over minutes, even from 1970, they replace the later samples.
+            # If there are per-minute means, even from 1970, they replace the later samples.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.total_power_w or 0:.0f}"

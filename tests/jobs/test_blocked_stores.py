@@ -1,4 +1,4 @@
-"""Tests for a list of jobs that cannot be written because another process locks it or the disk is full."""
+"""Tests for a store of jobs that cannot be written because another process has locked it or the disk is full."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.jobs.conftest import FAKE_SUPERVISOR
 from trainer.contract.errors import UserError
 from trainer.contract.store.states import JobState
 
-# Replaces systemd-run, which requires systemd: logs its arguments and runs the command, or fails.
+# Replaces systemd-run, which needs systemd. Logs its arguments, and runs the command or fails.
 SYSTEMD_RUN = """#!/bin/sh
 echo "$@" >> "{log}"
 {refuses}

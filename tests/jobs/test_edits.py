@@ -1,4 +1,4 @@
-"""Tests for changes that users can make to a job."""
+"""Tests for the changes that users can make to a job."""
 
 from __future__ import annotations
 

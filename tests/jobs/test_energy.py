@@ -1,4 +1,4 @@
-"""Tests for the energy of a job in words and numbers: price, CO₂, and how much was measured."""
+"""Tests for how a job's energy is shown: price, CO₂, and how much of it was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the Python of another environment: what it reports, and when sae-tui must not run it."""
+"""Tests for the Python of another environment: what it reports, and when sae-tui must refuse to run it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_environment_is_read_again_if_it_or_a_package_folder_has_changed(tmp_
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Rewriting the fake Python was also a change, but the environment was not queried at that time.
+    # Rewriting the fake Python was a change too, but the environment was not queried at that time.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 

@@ -26,7 +26,7 @@ ENDLESS = "steps=100000"
 
 
 def in_line(box, **fields) -> int:
-    """Record a queued job that this process supervises."""
+    """Record a queued job that is supervised by this process."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     fields = {"gpu_ids": (0,), "gpu_uuids": ("GPU-0",), "gpus_wanted": 1} | identity | fields
@@ -157,7 +157,7 @@ def test_a_queued_job_whose_run_folder_is_deleted_fails(box):
     assert (job.state, job.error) == (JobState.FAILED, "its run folder was deleted")
 
 
-# In these tests, the store is deleted while a job waits.
+# In the following tests, the store is deleted while a job waits.
 
 
 def delete_store(box) -> None:

@@ -1,4 +1,4 @@
-"""Tests for known causes of failures: messages of PyTorch, NCCL, Triton and the kernel as users have reported them."""
+"""Tests for known causes of failures, with messages of PyTorch, NCCL, Triton and the Linux kernel from user reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ UNHANDLED = f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details),
 SYSTEM = f"{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details): "
 REMOTE = f"{NCCL}remote process exited or there was a network error, NCCL version 2.21.5: "
 
-# Each entry: source of the report, message, kind of cause, whether a retry is allowed, and a word from the remedy.
+# Each entry contains the source of the report, the message, the kind of cause, whether a retry is allowed, and a word
+# from the remedy.
 REPORTED = [
     ("", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "gpu-memory", False, "batch_size"),
     ("", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "gpu-memory", False, "GPUs"),

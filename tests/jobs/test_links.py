@@ -1,4 +1,6 @@
-"""Tests that links are never followed if another member of the group replaces files or folders by them."""
+"""Tests that symbolic links are never followed if another member of the group puts them in place of files or
+folders.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from trainer.contract.trust import open_own
 
 KEY = "an ssh key\n"
 
-# Writes all files that a supervisor, a rank and the app write, with the same functions.
+# Writes all files that a supervisor, a rank and the app write, by calling the same functions.
 WRITES = """
 import os, sys, time
 from pathlib import Path
@@ -86,7 +88,7 @@ for name, write in writes.items():
 
 @pytest.fixture
 def shared(place: Path) -> Path:  # noqa: F811
-    """Create a data folder that belongs to Ann and is shared with a group, with a run that has started."""
+    """Create a data folder that belongs to Ann and is shared with a group. It contains a run that has started."""
     folder = place / "shared"
     for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
         (folder / made).mkdir()
@@ -138,7 +140,7 @@ def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User
             shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # Put links in place of files that are replaced on a write, and of files that lines are appended to.
+        # Put links in place of files that are replaced when they are written, and of files that lines are appended to.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
@@ -178,7 +180,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace a folder by a link to a folder of private files; return the folder of private files."""
+    """Replace a folder with a link to a folder of private files; return the folder of private files."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -319,7 +321,7 @@ def test_links_next_to_a_job_file_are_followed_but_links_in_a_run_are_not(
 
 
 def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:
-    """Replace a store by a link to a private file, by a pipe or by a folder."""
+    """Replace a store with a link to a private file, with a pipe or with a folder."""
     store.unlink(missing_ok=True)
     if kind == "link":
         store.symlink_to(elsewhere)

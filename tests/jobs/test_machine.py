@@ -1,4 +1,4 @@
-"""Tests for jobs of a machine that was renamed, and for jobs of other machines that share the data folder."""
+"""Tests for the jobs of a machine that was renamed, and of other machines that share the data folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     assert waits(views[job_id]).startswith("its host gpu7 has been silent for 1 h 00 min; if gpu7 is gone")
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
-    # JSON output and the app on another host show the same.
+    # JSON output and the app on another host show the same information.
     assert [_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
     assert waits(far_job(views[job_id])) == waits(views[job_id])
     one = JobReader(box.data, job_id)
@@ -149,7 +149,7 @@ def test_a_job_is_not_resumed_on_gpus_of_another_host(box):
     assert box.job(job_id).state == JobState.FINISHED
 
 
-def test_a_supervisor_gives_signs_of_life_and_records_a_new_host_name(box):
+def test_a_supervisor_sends_heartbeats_and_records_a_new_host_name(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     job = box.job(job_id)

@@ -1,4 +1,4 @@
-"""Tests for jobs and the trash from another PID namespace, such as a container with the name of the host."""
+"""Tests for access to jobs and the trash from another PID namespace, such as a container with the host's name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not may_unshare(), reason="this process cannot c
 
 
 def seen_elsewhere(box) -> str:
-    """Reconcile jobs, empty the trash and run a repair in another PID namespace, and return the outcome."""
+    """Reconcile jobs, empty the trash and run a repair in another PID namespace; return the results."""
     command = [*ELSEWHERE, sys.executable, "-c", LOOKS, str(box.data.root)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Tests that files whose content is executed are read only if no other user may write to them."""
+"""Tests that files whose content is executed are read only if no other user can write to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.trust import open_own
 
 @pytest.fixture
 def by_slurm(box) -> Path:
-    """Write the job file of job 1 with options for sbatch, and make it writable by the group."""
+    """Write the job file of job 1 with sbatch options, and make it writable by the group."""
     job = box.config("steps=3", backend="slurm", sbatch_options=["--export=ALL,BASH_ENV=/tmp/evil"])
     assert box.record(state=JobState.STOPPED, backend="slurm", config=dump_job(job)) == 1
     box.data.run(1).create()

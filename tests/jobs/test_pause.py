@@ -1,4 +1,4 @@
-"""Tests for jobs that are paused and return to the queue, and for jobs that are resumed after their end."""
+"""Tests for jobs that are paused and return to the queue, and for jobs that are resumed after they have ended."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_release_cancels_a_pause_that_the_supervisor_has_not_seen(box):
 
 
 def test_a_stop_that_arrives_just_after_the_ranks_paused_is_not_lost(box):
-    # The supervisor checks for requests once more before it queues the job again.
+    # The supervisor checks for requests once more before it puts the job back in the queue.
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
@@ -343,7 +343,7 @@ def test_a_launch_that_is_killed_before_it_writes_its_files_leaves_no_job(box):
 def test_a_job_without_files_or_supervisor_can_be_cloned_and_resumed(box):
     cut_off(box, "_start")
     (job,) = box.control.jobs()
-    shutil.rmtree(box.data.run(job.id).root)  # as earlier versions might have left the job
+    shutil.rmtree(box.data.run(job.id).root)  # the state in which an earlier version could leave a job
     box.control.update(job.id, queued=time.time() - 3600)
     reconcile(box.data)
     assert (box.job(job.id).state, box.job(job.id).error) == (JobState.LOST, "its supervisor never started")
@@ -379,7 +379,7 @@ def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
     assert prepare(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
     again = prepare(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
     assert (again.gpus, again.world_size, again.device) == (((0, "GPU-0"),), 1, "cuda")
-    # The current state of these GPUs is unknown, so the job reserves as much memory as before.
+    # The current state of these GPUs is unknown, so the job reserves the same amount of memory as before.
     assert again.had_bytes == job.card_memory_bytes
 
 

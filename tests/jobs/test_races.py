@@ -1,4 +1,4 @@
-"""Tests with many launchers in separate processes, which request the same GPUs at the same time."""
+"""Tests with many launchers in separate processes that request the same GPUs at the same time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = "simulated:5"
 
 
 class Racer:
-    """A process that tries to start a job on command."""
+    """A process that tries to start a job when told to."""
 
     def __init__(self, data: DataDir) -> None:
         command = [sys.executable, RACER, str(data.root)]
@@ -62,7 +62,7 @@ def racers(box):
 
 
 def race(box, racers: list[Racer], job_ids: list[int]) -> list[list[str]]:
-    """Let the racers start their jobs simultaneously; return the GPUs that each racer holds at the end."""
+    """Let the racers start their jobs simultaneously; return the GPUs that each racer has at the end."""
     for racer, job_id in zip(racers, job_ids, strict=True):
         racer.told(job_id)
     got = [word.split(",") if (word := racer.hears()) != "-" else [] for racer in racers]
@@ -124,7 +124,7 @@ def gpus_seen(*indices: int) -> tuple[GpuSample, ...]:
 
 @pytest.fixture
 def two_users(tmp_path, monkeypatch):
-    """Create two data folders on one machine, with a common folder for locks of real GPUs."""
+    """Create two data folders on one machine, with a common folder for the locks of real GPUs."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     # Inject samples, because this machine may have no GPU driver.
     monkeypatch.setattr(GpuReader, "samples", lambda *_: gpus_seen(0, 1))
@@ -148,7 +148,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_user_holds():
-    """Return a function that starts a process which holds GPU locks, like the supervisor of another user."""
+    """Return a function that starts a process that holds GPU locks, like another user's supervisor."""
     started = []
 
     def hold(folder: Path, *uuids: str) -> subprocess.Popen[str]:

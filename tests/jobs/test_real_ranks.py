@@ -1,4 +1,4 @@
-"""Tests for jobs with real training processes. There are only a few, because each process must import torch."""
+"""Tests for jobs with real training processes. There are only a few, because each process has to import torch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def holding(paths) -> subprocess.Popen:
 
 @pytest.fixture
 def orphan(box):
-    """Start a rank of job 1 that has lost its supervisor."""
+    """Start a rank of job 1, whose supervisor has disappeared."""
     box.data.run(1).create()
     process = holding(box.data.run(1))
     yield ProcessRef.of(process.pid)
@@ -153,7 +153,7 @@ def a_minute_later(box) -> None:
 
 
 def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orphan):
-    # A user who may write to the jobs list can name any process there.
+    # A user who can write to the list of jobs can put any pid there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, other_user)
     for _ in range(3):
@@ -172,7 +172,8 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
 
 
 def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
-    # Otherwise another user could replace the lock file, so that an editor is killed that has a file of the run open.
+    # Otherwise, another user could replace the lock file, so that an editor that has a file of the run open would be
+    # killed.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
     paths.lock_file.mkdir()

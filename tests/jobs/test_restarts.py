@@ -1,4 +1,4 @@
-"""Tests for jobs whose ranks crash or hang: whether and how often they are restarted, and what is reported."""
+"""Tests for jobs whose ranks crash or hang: whether and how often the jobs are restarted, and what is reported."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_fails_with_that_reason(box):
 
 @pytest.fixture
 def impatient(monkeypatch) -> dict[str, float]:
-    """Return settings that end a stalled job after a few seconds."""
+    """Return settings for ending a stalled job after a few seconds."""
     monkeypatch.setenv("FAKE_KILL_AFTER_S", "0.5")
     return {"stalled_after_s": 0.5, "end_stalled_after_s": 5.0}
 

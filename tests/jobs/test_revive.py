@@ -1,4 +1,4 @@
-"""Tests for queued jobs that have lost their supervisors, for example because the machine was restarted."""
+"""Tests for queued jobs whose supervisors are gone, for example because the machine was restarted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_any_command_starts_a_missing_supervisor(box):
 
 
 def waits_alone(box, **fields) -> int:
-    """Record a queued job whose supervisor ended when the machine was restarted."""
+    """Record a queued job whose supervisor was ended by a reboot."""
     gone = {"boot_id": "before-the-restart", "supervisor_pid": 1, "supervisor_start": 1}
     job_id = box.record(**gone | fields)
     box.data.run(job_id).create()

@@ -1,4 +1,4 @@
-"""Tests that the trainer reads the headers of formats that the app cannot read, again only if the files change."""
+"""Tests that the trainer reads headers that the app cannot read, and reads them again only if the files change."""
 
 from __future__ import annotations
 

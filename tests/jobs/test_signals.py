@@ -1,4 +1,4 @@
-"""Tests for signals that the parent process has blocked or ignored, as daemons and notebook servers do."""
+"""Tests with signals that the parent process blocks or ignores, as daemons and notebook servers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests that a stream of activations is selected, reviewed and checked like other data, although it has no length."""
+"""Tests that a stream of activations can be selected, reviewed and checked like other data, although it has no
+length.
+"""
 
 from __future__ import annotations
 

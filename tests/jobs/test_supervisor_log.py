@@ -1,4 +1,4 @@
-"""Tests that a supervisor whose store fails logs the error once and tries again."""
+"""Tests that a supervisor logs an error of its store only once and retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests with two real users of a machine who share a data folder or have separate data folders."""
+"""Tests with two real users of a machine who share a data folder or use separate ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class User:
             "SAE_TUI_DATA_DIR": str(self.data),
             "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
         }
-        # These users may read all files, since Python may be in root's home folder, but write only to their own files.
+        # These users can read all files, since Python may be in root's home folder, but can write only to their own
+        # files.
         may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -75,7 +76,7 @@ class User:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Create a folder that both users can access; pytest makes its own folders private at every start."""
+    """Create a folder that both users can access. pytest's folders cannot be used, since pytest makes them private."""
     with tempfile.TemporaryDirectory(prefix="users-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         write_shard(Path(folder) / "acts")
@@ -102,7 +103,7 @@ def test_users_of_a_shared_folder_see_each_others_jobs_and_wait_for_their_gpus(p
         wait_for(lambda: bob.json("job", second)["waits_for"], "a reason to wait")
         assert f"GPU 0 is held by job {first}" in bob.json("job", second)["waits_for"]
         assert bob.json("job", first)["user"] != bob.json("job", second)["user"]
-        # Bob can read the output of Ann's job and request its stop.
+        # Bob can read the output of Ann's job and ask it to stop.
         assert bob.json("logs", first)["lines"]
         bob.run("stop", first)
         wait_for(lambda: bob.state(first) == "stopped", "the first job to stop", 60)

@@ -1,4 +1,6 @@
-"""Tests for the process that evaluates a job: only one evaluation runs at a time, and every outcome is recorded."""
+"""Tests for the process that evaluates a job: a job has only one evaluation at a time, and every outcome is
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# The real process, with a shell script in place of the trainer. The trainer's arguments become $0, $1 and so on.
+# The real process, except that a shell script replaces the trainer. The trainer's arguments become $0, $1 and so on.
 FAKE = """
 import sys
 from sae_tui.jobs.evaluation.follow import main
@@ -132,7 +134,7 @@ def test_a_job_has_one_evaluation_at_a_time_and_it_ends_with_its_process(box: Bo
     ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    # `kill -9` during a write leaves such a temporary file.
+    # `kill -9` during a write leaves a temporary file like this.
     file = box.data.evaluations / f"{job_id}.json"
     shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
     for _ in range(2):
@@ -189,7 +191,7 @@ def test_an_evaluation_ends_with_its_trainer_even_if_a_child_still_runs(box: Box
 
 @pytest.fixture
 def process_settings() -> Iterator[None]:
-    """Restore the process settings that an evaluation changes."""
+    """Restore the process-wide settings that an evaluation changes."""
     mask, handler = os.umask(0o077), signal.getsignal(signal.SIGHUP)
     os.umask(mask)
     yield
@@ -219,7 +221,7 @@ def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id
 
 
 def seen(box: Box, job_id: int) -> Going | None:
-    """Return the evaluation of a job that the list of jobs shows, or None."""
+    """Return a job's evaluation as shown in the list of jobs, or None."""
     reader = JobsReader(box.data)
     reader.poll()
     reader.close()
@@ -241,7 +243,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
         request.stop(box.data, job_id)
-    # The request to stop the previous evaluation does not stop the next one.
+    # The request that stopped the previous evaluation does not stop the next one.
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]
@@ -250,7 +252,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
     assert message == f"job {job_id} will be evaluated once a GPU is free; this continues if you quit"
-    # The job ran on the CPU, so its evaluation gets no GPU.
+    # The job ran on the CPU, so its evaluation needs no GPU.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now
@@ -328,7 +330,7 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     (folder / "cfg.json").touch()
     box.control.transition(job_id, JobState.STOPPED)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
-    # Every finished run has a report card, but the report card does not record whether the data has tokens.
+    # Every finished run has a report card, but report cards do not record whether the data has tokens.
     write_card(folder)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
     rows.mkdir()

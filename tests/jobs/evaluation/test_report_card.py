@@ -1,4 +1,4 @@
-"""Tests for reading the stored report card of a run."""
+"""Tests for reading a run's stored report card."""
 
 from __future__ import annotations
 

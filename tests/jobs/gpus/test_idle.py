@@ -1,4 +1,4 @@
-"""Tests for GPUs that a job holds but does not use, according to the stored history."""
+"""Tests for GPUs that a job has reserved but does not use, according to the stored history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 def history(box, utilizations: list[int | None]) -> None:
-    """Store the maximum utilisation of each of the last minutes, in chronological order."""
+    """Store the maximum utilisation of each of the most recent minutes, in chronological order."""
     box.data.create()
     newest = int(time.time() // 60)
     rows = [

@@ -1,4 +1,4 @@
-"""Tests for GPU locks on a machine where other users can put files into the lock folder."""
+"""Tests for GPU locks on a machine where other users can create files in the lock folder."""
 
 from __future__ import annotations
 

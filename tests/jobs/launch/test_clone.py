@@ -1,4 +1,4 @@
-"""Tests for creating a new job from the settings of an old one."""
+"""Tests for creating a new job from the settings of an existing one."""
 
 from __future__ import annotations
 

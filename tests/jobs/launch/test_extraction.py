@@ -1,4 +1,4 @@
-"""Tests for the memory and time that an extraction needs, estimated before the launch."""
+"""Tests for estimating the memory and time that an extraction job needs, before its launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.settings.job_file import parse_as
 
 @pytest.fixture
 def job(tmp_path: Path) -> ExtractJob:
-    """Return an extraction from a model with ten million parameters, according to its files."""
+    """Return an extraction job whose model has ten million parameters, according to its files."""
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").touch()

@@ -1,4 +1,4 @@
-"""Tests that stored activations are inspected in a separate process, and again only if their files change."""
+"""Tests that stored activations are inspected in a separate process, and inspected again only if their files change."""
 
 from __future__ import annotations
 

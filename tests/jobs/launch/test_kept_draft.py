@@ -53,7 +53,7 @@ def test_a_form_keeps_one_draft_for_its_kind_of_job(tmp_path: Path) -> None:
     assert left() == ["train", "extract"]
     form.note_filled(tmp_path / "preset.toml", "extract")
     form.follow(extraction, is_changed=False)
-    # The draft of the training was replaced; the draft of the extraction belongs to another form.
+    # The draft of the training job was replaced; the draft of the extraction job belongs to another form.
     assert left() == ["extract"]
     form.note_filled(kept_draft.file_of(data, "extract"), "extract")
     form.follow(extraction, is_changed=False)

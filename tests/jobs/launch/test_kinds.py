@@ -1,4 +1,4 @@
-"""The registry of kinds of job: one file and one entry define a kind."""
+"""Tests for the registry of job kinds: one file and one entry define a kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.ranks.rank import RankWork
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> CommandJob:
-    """Register the example of a kind of job, and return a job of this kind."""
+    """Register the example of a job kind, and return a job of this kind."""
     monkeypatch.setitem(KINDS, "command", toy_kind.ENTRY)
     return CommandJob(command=CommandSettings(line=["true"], times=3), launch=Launch(gpus="cpu"), name="make")
 

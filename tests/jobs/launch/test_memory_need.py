@@ -1,4 +1,4 @@
-"""Tests for the memory that a job needs, the memory that similar jobs used, and whether it is free."""
+"""Tests for how much memory a job needs, how much similar jobs used, and whether enough memory is free."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> PeakMemory | N
 
 
 def on_gpus(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
-    """Return the forecast for a job on GPUs of 24 GiB; `free` gives their free bytes."""
+    """Return the forecast for a job on GPUs with 24 GiB each; `free` contains their free bytes."""
     gpus = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(gpus, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return look_of(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)

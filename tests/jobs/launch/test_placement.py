@@ -1,4 +1,4 @@
-"""Tests for the GPUs that are available or recommended, and for the resolution of `launch.gpus`."""
+"""Tests for which GPUs are available or recommended, and for how `launch.gpus` is resolved."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SLICE = GpuChoice(1, "MIG-1", "H200 MIG 3g.71gb", 24 * GIB, 10 * GIB, "available
 
 
 def place(job, choices, *, source_cuda: bool, **options) -> Placement:
-    """Place a job on these GPUs of this machine."""
+    """Assign a job to these GPUs of this machine."""
     proposal = propose_here(job, choices, DataDir(Path("/nowhere")), cuda=source_cuda)
     return placement.place(proposal, choices, **options)
 
@@ -351,7 +351,7 @@ DATA = DataShape(8, None, 100_000)
 
 
 def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) -> str:
-    """Return the summary of a job on `gpus` GPUs. With 0, the job keeps the device of its settings."""
+    """Return the summary of a job on `gpus` GPUs. With 0, the job keeps the device in its settings."""
     choices = choices or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(choices, DataDir(Path("/nowhere")), cuda=True)

@@ -1,4 +1,4 @@
-"""Tests for determining the build of the installed PyTorch without importing it."""
+"""Tests for determining which build of PyTorch is installed, without importing it."""
 
 from __future__ import annotations
 

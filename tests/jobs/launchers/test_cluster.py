@@ -1,6 +1,6 @@
-"""Tests for a SLURM job whose controller is busy or unreachable, or no longer knows the job.
+"""Tests for a SLURM job whose controller is busy or unreachable, or has forgotten the job.
 
-The controller is a shell script.
+A shell script replaces the controller.
 """
 
 from __future__ import annotations

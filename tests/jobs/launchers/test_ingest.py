@@ -1,4 +1,4 @@
-"""Tests for the copy of a remote rank's progress into the store of the run."""
+"""Tests for copying a remote rank's progress into the store of the run."""
 
 from __future__ import annotations
 

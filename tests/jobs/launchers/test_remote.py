@@ -1,4 +1,4 @@
-"""Tests for the state of a rank on another host, which is determined from its files."""
+"""Tests for determining the state of a rank on another host from its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def rank(paths: RunPaths, number: int, *, at: float, **ending: int) -> RemoteRank:
-    """Return a rank whose mark file was last written at time `at`."""
+    """Return a rank whose marker file was last written at time `at`."""
     file = paths.rank_mark(1, number)
     write_mark(file, RankMark("n1", ProcessRef(1, 1, "boot"), **ending))
     os.utime(file, (at, at))

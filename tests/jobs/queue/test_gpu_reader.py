@@ -1,4 +1,4 @@
-"""Tests for how queued jobs read the GPUs, with the real reader process and a fake of NVIDIA's library."""
+"""Tests for how queued jobs read the GPUs, with the real reader process and a fake version of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 ANSWER = """import sys; print('[{"index":0,"uuid":"GPU-1","name":"X","timestamp":1.0}]')"""
-# The UUIDs that the fake library gives to its first GPUs.
+# The UUIDs of the fake library's first GPUs.
 UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:012x}" for index in range(4))
 
 
@@ -40,7 +40,7 @@ def on_driver(monkeypatch, drivers, tmp_path):
 
 
 def in_line(box, **fields) -> QueueEntry:
-    """Record a queued job that this process supervises, and return its queue entry."""
+    """Record a queued job that is supervised by this process, and return its queue entry."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     usual = {"gpu_source": "nvml", "gpus_wanted": 1, "any_gpus": True}
@@ -132,7 +132,9 @@ def flock(box):
 
 
 def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
-    """A thread that hangs in the driver keeps the reader alive. New readers are started at increasing intervals."""
+    """A thread that hangs in the driver keeps the reader process alive. New readers are started at increasing
+    intervals.
+    """
     box.data.create()
     started = []
 

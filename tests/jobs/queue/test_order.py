@@ -98,7 +98,7 @@ def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Queue
 
 
 def could_have(one: Job, where: QueueGpu) -> bool:
-    """Return whether the rules, regardless of any plan, allow a job to use a GPU now."""
+    """Return whether the rules allow a job to use a GPU now, regardless of any plan."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
     if where.other_user and not one.shares_gpus:
@@ -187,7 +187,7 @@ def test_equal_jobs_start_in_order_of_priority_and_age(case):
 
 
 def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tuple[Job, QueueGpu]]) -> float:
-    """Return the time until the large job can start if all jobs end as expected; try every choice of GPUs."""
+    """Return the time until the large job can start if all jobs end as expected, considering every choice of GPUs."""
     free_in = {where.uuid: where.frees_in_s if where.leases else 0.0 for where in board}
     for one, taken in started:
         free_in[taken.uuid] = max(free_in[taken.uuid], math.inf if one.expected_s is None else one.expected_s)
@@ -199,7 +199,7 @@ def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tup
 @given(boards_and_lines())
 def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
     board, line = case
-    # With exclusive jobs and usable GPUs, the availability of a GPU depends only on time.
+    # If jobs are exclusive and GPUs usable, the availability of a GPU depends only on the time.
     board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", other_user="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
@@ -218,7 +218,7 @@ def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
-    # The job requests all GPUs that it could use, and some of them are usually leased.
+    # The job requests all GPUs that it could use, some of which are usually leased.
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
     decisions = turns(line, board, NOW)
@@ -295,7 +295,7 @@ def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
 class Cluster:
     """Simulates a machine: jobs arrive and end, and the queue is planned after every change.
 
-    Jobs run for `late` times their expected duration, and report their remaining time unless `silent` is set.
+    Jobs run for `late` times their expected duration. They report their remaining time unless `silent` is set.
     """
 
     def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:
@@ -410,7 +410,7 @@ def test_a_second_vendors_driver_does_not_change_the_visible_gpus_of_a_job(monke
         monkeypatch.setitem(VENDORS, name, here)
     board = [gpu(index, vendor="nvml") for index in (1, 2, 3)]
     (turn,) = turns([job(1, visible_devices="1", gpus_wanted=1)], board, NOW).values()
-    # Each vendor numbers its own GPUs. Index 1 of this vendor is GPU 2 of the machine.
+    # GPU indices start at 0 for each vendor. This vendor's GPU 1 is the machine's GPU 2.
     assert [taken.index for taken in turn.gpus] == [2]
     (turn,) = turns([job(1, visible_devices="2", gpus_wanted=1)], board, NOW).values()
     assert [taken.index for taken in turn.gpus] == [3]

@@ -77,7 +77,7 @@ def test_an_older_job_that_waits_for_another_gpu_does_not_block_a_younger_one(bo
 
 @pytest.fixture
 def halted(monkeypatch):
-    """Start a process in place of a supervisor, and halt it with SIGSTOP."""
+    """Start a process that stands in for a supervisor, and halt it with SIGSTOP."""
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
     monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
     supervisor = subprocess.Popen(["sleep", "60"])
@@ -114,13 +114,13 @@ def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_called_silent(box,
     second = line(box, queued(box))
     assert not second.try_start()
     assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
-    # The supervisor is halted now, so its last sign of life is old.
+    # The supervisor is halted now, so its last heartbeat is old.
     os.utime(sign, (1, 1))
     assert second.try_start()
     assert [event.kind for event in box.control.events(first)] == ["silent"]
 
 
-def test_a_job_that_starts_before_a_halted_one_reports_it_despite_a_recent_sign(box, halted):
+def test_a_job_that_starts_before_a_halted_one_reports_it_despite_a_recent_heartbeat(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_a_job_that_starts_before_a_halted_one_reports_it_despite_a_recent_sign(
     second.locks.release()
 
 
-def test_a_started_job_reports_a_hanging_one_once_its_last_sign_is_old(box, halted):
+def test_a_started_job_reports_a_hanging_one_once_its_last_heartbeat_is_old(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks)
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)

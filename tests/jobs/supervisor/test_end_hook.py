@@ -1,4 +1,4 @@
-"""Tests for the user's command at the end of a job."""
+"""Tests for the user's command that runs when a job ends."""
 
 from __future__ import annotations
 

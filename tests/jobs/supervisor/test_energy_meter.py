@@ -1,4 +1,4 @@
-"""Tests for the energy of a job, which is computed from the GPU samples that are stored while the job runs."""
+"""Tests for computing a job's energy from the GPU samples that are stored while the job runs."""
 
 from __future__ import annotations
 

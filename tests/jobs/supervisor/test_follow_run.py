@@ -1,4 +1,4 @@
-"""Tests for how a supervisor that watches a running job reacts to requests, a locked store and missing progress."""
+"""Tests for how the supervisor of a running job reacts to requests, a locked store and a lack of progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def watching(box):
-    """Return a function that creates a `Watch` with its own store connection, for a job in the given state."""
+    """Return a function that creates a `Watch`, with its own store connection, for a job in the given state."""
     with contextlib.ExitStack() as stack:
 
         def begin(state: JobState) -> Watch:

@@ -1,4 +1,4 @@
-"""Tests for upgrades of the package while a job waits."""
+"""Tests for upgrading the package while a job waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a copy of the packages; all programs that are started afterwards use it."""
+    """Install a copy of the packages, which all programs that are started afterwards use."""
     folder = tmp_path / "installed"
     for name in ("sae_tui", "trainer"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("data"))

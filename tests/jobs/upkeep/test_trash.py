@@ -1,4 +1,4 @@
-"""Tests for deleting and restoring jobs, also if the process is killed during the deletion."""
+"""Tests for deleting and restoring jobs, including when the process is killed during a deletion."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_moved_leave_the_job_unchanged(box):
 
 
 def put_in_the_way(box) -> Path:
-    """Move the folder of all runs, put a file in its place, and return the new location of the folder."""
+    """Move the folder of all runs, put a file in its place, and return the folder's new path."""
     runs = box.data.root / "runs"
     moved = runs.rename(runs.with_name("kept"))
     runs.write_text("")
@@ -127,7 +127,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
     assert str(error.value).startswith(f"{run} cannot be moved back to {back}: ")
     assert "\n" not in str(error.value)
     assert run.is_dir()
-    # Everything else is restored, and only these files remain in the trash.
+    # All other files are restored, and only these remain in the trash.
     assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
     with pytest.raises(trash.FilesLeft, match=str(run)):
         trash.empty(box.data, [job_id])
@@ -140,7 +140,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
 
 def test_a_failed_deletion_that_cannot_be_undone_reports_both_in_one_sentence(box, monkeypatch):
     other, job_id = ended(box), ended(box)
-    # Put a folder in place of the marker file of a complete deletion, so that the file cannot be written.
+    # Put a folder in place of the file that marks a complete deletion, so that the file cannot be written.
     (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
     original = trash.write_whole
 
@@ -243,8 +243,8 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 @pytest.mark.parametrize("step", range(6))
 def test_an_interrupted_deletion_leaves_all_of_the_job_or_nothing(box, step):
-    # The functions that write, move or delete are called five times. The process is killed at call number `step`,
-    # counted from 0; with 5, it is not killed.
+    # The functions that write, move or delete are called five times. The process is killed at the call with index
+    # `step`; with 5, it is not killed.
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
     done = subprocess.run(command)

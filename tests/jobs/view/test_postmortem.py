@@ -1,4 +1,4 @@
-"""Tests for the report about a failed job, which is made from the files of its ranks."""
+"""Tests for the report about a failed job, which is based on the files that its ranks wrote."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_not_its_reported_ones
     write_own(data.run(job_id).job_file, job.config)
 
     def promised(n_told: int) -> tuple[str, str]:
-        """Return the messages of the failure report and of the resumed extraction."""
+        """Return the messages of the failure report and of the resumed extraction job."""
         one = msgspec.structs.replace(job, step=n_told)
         told = examine(data, one)
         assert told

@@ -1,4 +1,4 @@
-"""Tests for the job data that screens and commands read, also if files are missing or invalid."""
+"""Tests for the job data that screens and commands read, including when files are missing or invalid."""
 
 from __future__ import annotations
 
