@@ -1,7 +1,7 @@
-"""Orders the tests: slow tests start first, and tests that wait run in parallel with tests that compute.
+"""Orders the tests, so that slow tests start first and tests that wait run in parallel with tests that compute.
 
-The examples of property tests have no deadline, and torch uses one thread, because tests run in parallel. Each run uses
-the same examples, so that only changes of the code cause failures. `make explore` tries many new examples.
+Property tests have no deadline, and torch uses one thread, because tests run in parallel. Each run uses the same
+examples, so that only code changes cause failures. `make explore` tries many new examples.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hypothesis import settings
 from sae_tui.gpu.once import THREAD_NAME
 from trainer.contract import paths
 
-# Use one thread, since threads spin while they wait for each other and several test processes share the cores.
+# Use one thread, since several test processes share the cores, and threads spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under `nohup`, programs that tests start would inherit that SIGHUP is ignored. A handler is not inherited.
+# Under `nohup`, programs that tests start would inherit an ignored SIGHUP. A handler is not inherited.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# The tests that three processes run first: an app with typed keys and a real model, jobs that are killed and awaited,
-# and trainings. In the order of the files, the first two groups would run one after the other, and the cores would be
-# idle during the second group.
+# The tests that each of three processes runs first: the app with keys and a real model; jobs that are killed; training
+# runs. In file order, the first two groups would run one after the other, and the cores would be idle during the second
+# group.
 FIRST = (
     ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
     ("tests/faults/", "tests/slurm/", "tests/jobs/"),
@@ -39,7 +39,7 @@ FIRST = (
 
 @pytest.fixture(autouse=True)
 def _hung_drivers() -> Iterator[None]:
-    """Prevent a deliberately hung driver from making later calls of `main` exit with `os._exit`."""
+    """Prevent a deliberately hung driver from making later calls to `main` exit with `os._exit`."""
     yield
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
@@ -48,13 +48,13 @@ def _hung_drivers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kept_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the folders in which other tests of this process have forbidden links."""
+    """Forget the folders where other tests in this process have forbidden symbolic links."""
     monkeypatch.setattr(paths, "_KEPT", set())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of each group in `FIRST` to the start of the tests of one process."""
+    """Move each group of tests in `FIRST` to the start of one process's tests."""
     n_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     heads: list[list[pytest.Item]] = [[] for _ in range(n_processes)]
     others: list[pytest.Item] = []
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all modules and tests from garbage collection, which makes a test 5 % faster."""
+    """Exclude all modules and tests from garbage collection, which makes tests 5 % faster."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Tests for actions on jobs, in which a class answers the questions of the app."""
+"""Tests for actions on jobs, with a class that answers the app's questions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.store.states import JobState
 
 
 class Person:
-    """Replaces the app: answers every question, runs work immediately, and records questions and messages."""
+    """Replaces the app: answers every question, runs work immediately, and records the questions and messages."""
 
     def __init__(self) -> None:
         self.answer, self.takes_other = True, False

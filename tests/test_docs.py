@@ -1,4 +1,6 @@
-"""Tests that README and docs agree with the code: commands, job files, settings, links, the generated reference."""
+"""Tests that the README and the docs agree with the code: commands, job files, settings, links, the generated
+reference.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git"
           "source", "ssh", "wandb"}  # fmt: skip
 # Example values for the placeholders in commands within sentences.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
-# Commands that change at most a name, tag or note, so that a test can run them, and flags that make them run forever.
+# Commands that a test can run since they change at most a name, tag or note, and flags that make them run forever.
 LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
          "tag", "validate"}  # fmt: skip
 GOES_ON = {"--watch", "-f", "--follow"}
@@ -63,7 +65,7 @@ def test_commands_in_running_text_are_accepted_by_their_parser() -> None:
 
 
 def as_named(argv: list[str]) -> list[str]:
-    """Add `--help` to a command that consists of only a name or a flag without a value."""
+    """Add `--help` to a command that consists only of a name, or of a flag without a value."""
     n_words = 4 if argv[0] == "python" else 2
     bare = argv[:-1] if argv[-1] == "--json" else argv
     if len(bare) > n_words:
@@ -94,7 +96,9 @@ def objection(argv: list[str]) -> str:
 
 
 def written_files() -> set[str]:
-    """Return the names of the files that a reader of the docs writes, and of the placeholder for another program."""
+    """Return the names of the files that a reader of the docs writes, and the name of the placeholder for another
+    program.
+    """
     return {block.title for block in blocks("python")} | {"train.py"}
 
 
@@ -117,7 +121,7 @@ def test_every_toml_block_is_a_valid_job_file_or_settings_file(tmp_path: Path) -
             (tmp_path / block.title).write_text(block.text)
             problems = load_settings(tmp_path / block.title)[1]
         else:
-            # A partial job file gets a data section.
+            # Add a data section to a partial job file.
             table = tomllib.loads(block.text)
             whole = {"data": {"path": "rows"}} if "data" not in table and "kind" not in table else {}
             problems = parse_any(whole | table)[1]
@@ -169,7 +173,7 @@ def can_be_run(argv: list[str]) -> bool:
 
 
 def record_jobs(data: DataDir) -> None:
-    """Record finished jobs, each with a report card, for all job ids in the documentation."""
+    """For all job ids in the documentation, record finished jobs with report cards."""
     data.create()
     for number in range(1, 14):
         job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2)
@@ -178,7 +182,7 @@ def record_jobs(data: DataDir) -> None:
 
 
 GUIDES = ROOT / "docs" / "contributing"
-# Patterns of code that depends on the kind of a job.
+# Patterns that match code that depends on a job's kind.
 _CLASSES = r"\b(?:ExtractJob|JobConfig|Outlook|ExtractionOutlook)\b"
 BY_CLASS = re.compile(rf"isinstance\([^()]*(?:\([^()]*\))?[^()]*{_CLASSES}|\bis {_CLASSES}")
 BY_NAME = re.compile(r"\bextracts\(|\b(?:ExtractJob|JobConfig)\.kind\b|\bis ExtractJob\b")
@@ -230,7 +234,7 @@ def asking(pattern: re.Pattern[str]) -> set[str]:
 
 
 def test_only_the_files_of_a_kind_ask_for_the_class_of_a_job() -> None:
-    # Both modules use the table of a job file, not a job.
+    # Both modules use the parsed TOML table of a job file, not a job.
     by_table = {"sae_tui/jobs/output.py", "sae_tui/jobs/launch/resume.py"}
     assert asking(BY_CLASS) - OWN_FILES - by_table == set()
 
@@ -273,7 +277,7 @@ def test_the_animation_is_small_and_self_contained() -> None:
     film = (ROOT / "docs" / "tour.svg").read_text()
     assert len(film.encode()) < LARGEST_BYTES
     assert re.findall(r"<script|<image|<foreignObject|@import|@font-face|href|url\(|on\w+=", film) == []
-    # Without animation, one of its pictures is visible.
+    # Without animation, one of the pictures is visible.
     assert {"visibility:visible", "visibility:hidden"} <= set(re.findall(r"visibility:\w+", film))
     assert 'visibility="visible"' in film
     assert "prefers-reduced-motion" in film

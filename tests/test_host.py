@@ -1,4 +1,4 @@
-"""Tests for the measurements of CPU, memory, disk and network, and for their texts."""
+"""Tests for measuring CPU, memory, disk and network usage, and for how the values are shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_reading_agrees_with_the_operating_system() -> None:
     assert load.memory_total_bytes == psutil.virtual_memory().total
     assert abs((load.memory_used_bytes or 0) - (load.memory_total_bytes - psutil.virtual_memory().available)) < 1 << 30
     assert load.load == pytest.approx(os.getloadavg()[0], abs=2)
-    # A rate is known only if there is a previous reading.
+    # A rate is known only after a previous reading.
     assert (load.cpu_percent, load.disk_bytes_s, load.network_bytes_s) == (None, None, None)
 
 
@@ -39,7 +39,7 @@ def test_rates_cover_the_time_since_the_last_reading_at_most_once_per_second(mon
     second = machine.load()
     assert (second.disk_bytes_s, second.network_bytes_s) == (2_000.0, None)
     assert 0 <= (second.cpu_percent or 0) <= 100
-    # If a counter restarts, for example after a disk was removed, the rate must not be negative.
+    # If a counter is reset, for example because a disk was removed, the rate must not be negative.
     clock[0], moved[0] = 104.0, (0, 107)
     assert (machine.load().disk_bytes_s, machine.load().network_bytes_s) == (0.0, 50.0)
 

@@ -1,4 +1,4 @@
-"""Tests in new processes which modules an import loads; import-linter checks the import statements."""
+"""Tests, in new processes, which modules an import loads; import-linter checks the import statements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(json.dumps(found))
 
 
 def modules_below(package: str) -> Iterator[str]:
-    """Yield the package and every module in it except `__main__`, without importing anything."""
+    """Yield the names of the package and of every module in it except `__main__`, without importing anything."""
     folder = ROOT.joinpath(*package.split("."))
     if folder.is_dir():
         yield package

@@ -1,4 +1,4 @@
-"""Tests with other packages and files named trainer that could be imported instead of sae-tui's package."""
+"""Tests with other packages and files named `trainer`, which could be imported instead of sae-tui's package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from trainer.contract import exits
 
-# The arguments with which Python starts sae-train like its console script.
+# The arguments that make Python start sae-train as its console script would.
 SAE_TRAIN = ["-c", "import sys; from sae_tui.own_trainer import sae_train; sys.exit(sae_train())"]
 
 

@@ -1,4 +1,4 @@
-"""Tests for the check of words in `make check`, with files that it must accept or reject."""
+"""Tests for the word check in `make check`, with files that it must accept or reject."""
 
 from pathlib import Path
 

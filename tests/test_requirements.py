@@ -1,4 +1,4 @@
-"""Tests that all packages that `make` installs, except torch, are pinned by hash."""
+"""Tests that all packages installed by `make`, except torch, are pinned by hash."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def locked(name: str) -> dict[str, str]:
-    """Return a dict that maps each package in a lock file to its entry with version and hashes."""
+    """Return a dict that maps each package in a lock file to its entry, which contains the version and hashes."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
-    # The environment markers of a package depend on the packages that require it, so they are removed.
+    # The environment markers of a package depend on which packages require it, so they are removed.
     return {entry.partition("==")[0]: re.sub(" ;.*", " \\\\", entry.strip()) for entry in entries if entry[0] != "#"}
 
 

@@ -1,4 +1,4 @@
-"""Tests for the times at which an alert begins and ends, given values over time."""
+"""Tests for when an alert starts and ends, given values over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAD, BETWEEN, GOOD, UNKNOWN = 95, 85, 70, None
 
 
 def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[tuple[int, bool]]:
-    """Return the times in seconds at which an alert begins (True) or ends (False), given (time, value) pairs."""
+    """Return when, in seconds, an alert starts (True) or ends (False), given (time, value) pairs."""
     state = Hysteresis(RULE, is_raised=is_raised)
     return [(now, state.is_raised) for now, value in values if state.changes(value, now)]
 

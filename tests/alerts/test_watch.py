@@ -1,4 +1,4 @@
-"""Tests for alerts about GPUs and the disk, which are raised from given samples, and for how alerts are stored."""
+"""Tests for the alerts about GPUs and the disk that given samples raise, and for how alerts are stored."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Days:
         self.alerts = Alerts(settings, stored, clock=lambda: self.now, wall=lambda: BEGIN + self.now)
 
     def last(self, seconds: int, look: AlertReadings) -> list[str]:
-        """Check these readings once per second for `seconds` seconds, and return the messages."""
+        """Pass these readings once per second for `seconds` seconds, and return the messages."""
         said = []
         for _ in range(seconds):
             said += [sentence_of(alert) for alert in self.alerts.turn(look)]
@@ -179,7 +179,7 @@ def test_the_alert_of_a_removed_gpu_ends():
 
 
 def lost(*indices: int, of: int = 64) -> AlertReadings:
-    """Return readings of `of` GPUs, of which those at `indices` are lost."""
+    """Return readings of `of` GPUs; the GPUs at `indices` are lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return gpus(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of commands, which run real processes with a separate data folder."""
+"""Fixtures for tests that run commands as real processes, with a separate data folder."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Shell:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build fakes of NVIDIA's library in the folders `new`, `old` and `none`."""
+    """Build fake versions of NVIDIA's library in the folders `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

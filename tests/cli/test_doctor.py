@@ -1,4 +1,4 @@
-"""Tests for the command `doctor`."""
+"""Tests for the `doctor` command."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_without_gpus_the_doctor_says_that_jobs_run_on_the_cpu(quick_torch) -> N
 
 
 def test_access_of_other_users_is_reported_first(quick_torch) -> None:
-    # All users may enter this folder, unlike the temporary folder of a test.
+    # All users can enter this folder, unlike a test's temporary folder.
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder) / "demo")
         data.create()

@@ -196,13 +196,13 @@ def test_waiting_for_several_jobs_exits_with_the_worst_code(shell):
 
 
 def wait_for_state_of_all(shell, count: int) -> None:
-    """Wait until the supervisors of `count` jobs have put their jobs into the queue."""
+    """Wait until the supervisors of `count` jobs have queued their jobs."""
     waiting = ["queued"] * count
     wait_for_store(shell.data, lambda control: [job.state for job in control.jobs() if job.waits_for] == waiting)
 
 
 def pauses(pid: int) -> int:
-    """Return the number of voluntary context switches of a process."""
+    """Return a process's number of voluntary context switches."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
@@ -214,7 +214,7 @@ def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
         assert waiting.poll() is None
-    # Stop the process, so that it does not notice that the job is stopped before the job is deleted.
+    # Halt the process, so that it does not notice that the job has stopped before the job is deleted.
     waiting.send_signal(signal.SIGSTOP)
     shell.run("stop", 1)
     wait_for_state(shell, 1, "stopped")

@@ -1,4 +1,4 @@
-"""Tests for commands that run an extraction as a job, with real processes and a tiny model."""
+"""Tests for commands that run extraction jobs, with real processes and a tiny model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.store.job_store import Control
 
-# Extracting this number of rows takes several seconds. A shard is written about every 0.1 s.
+# Extracting this many rows takes several seconds. A shard is written about every 0.1 s.
 N_ROWS = 40_000
 
 
 @pytest.fixture
 def job(shell: Shell) -> ExtractJob:
-    """Write the extraction's job file, model and text."""
+    """Write the job file, the model and the text of an extraction job."""
     text = shell.folder / "corpus.txt"
     text.write_text("\n\n".join(sentences(4000)))
     model = make_model(shell.folder / "gpt2", "gpt2")
@@ -137,5 +137,5 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     assert f"mlp_out.0 contains {n_rows:,} rows, but job 1 promised 100,000,000; give that job more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
-    # The check now uses the number of existing rows instead of the number that was requested.
+    # The check now uses the number of existing rows instead of the requested number.
     assert f"holds {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

@@ -1,4 +1,4 @@
-"""Tests for `sae-tui features`, which shows the tokens on which the latents of an SAE fire."""
+"""Tests for `sae-tui features`, which shows the tokens that an SAE's latents fire on."""
 
 from __future__ import annotations
 

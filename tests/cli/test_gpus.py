@@ -88,7 +88,7 @@ def test_recommend_skips_an_unhealthy_gpu_and_explains_the_shortfall(shell):
 
 
 def test_recommend_skips_gpus_that_are_too_small(shell):
-    # The job needs 11 GiB of pre-activations, too much for the RTX 3080.
+    # The job needs 11 GiB for pre-activations, too much for the RTX 3080.
     big = ("--set", "train.batch_size=3800", "--set", "sae.d_sae=1500000", "--set", "parallel.mode=ddp")
     answer = shell.json("recommend", shell.job_file, "--count", 3, *big)
     assert answer["gpus"] == [0, 1]
@@ -108,11 +108,11 @@ def test_a_machine_without_gpus_is_reported_and_no_error(shell, command):
     assert shell.json("gpus", "--gpu-source", "none") == []
 
 
-# A driver in place of NVIDIA's
+# With a fake NVIDIA driver
 
 
 def on_nvml(shell, drivers, command, *arguments, code=0, driver="new", **variables):
-    """Run a command with a fake of NVML. CUDA_VISIBLE_DEVICES in `variables` is passed on unchanged."""
+    """Run a command with a fake version of NVML. CUDA_VISIBLE_DEVICES in `variables` is passed on unchanged."""
     own = {name: variables.pop(name) for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
     env = environment(drivers, driver, **variables) | own
     return shell.run(command, *arguments, "--gpu-source", "nvml", code=code, **env)
@@ -200,7 +200,7 @@ def test_commands_work_in_a_locale_without_a_degree_sign(shell):
 
 
 def test_a_running_command_has_closed_the_driver(shell, drivers, tmp_path):
-    """Require that the driver is closed. Otherwise GPUs could not be reset while `launch --wait` waits."""
+    """Check that the driver is closed. Otherwise, GPUs could not be reset while `launch --wait` waits."""
     on_nvml(shell, drivers, "gpus", "--json", GPUS=2, OPEN=tmp_path / "open")
     (file,) = tmp_path.glob("open.*")
     assert file.read_text() == "0\n"

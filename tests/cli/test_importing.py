@@ -1,4 +1,4 @@
-"""Tests for `sae-tui import`, which makes a job from the SAE of another tool, with real processes."""
+"""Tests for `sae-tui import`, which creates a job from another tool's SAE, with real processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: She
     assert len(next(line for line in text.splitlines() if line.startswith("report card FVU")).split()) == 7
     assert "job 2 resumes from step 0" in shell.run("resume", 2, "--set", "train.n_steps=3", "--wait").stdout
     assert shell.json("job", 2)["step"] == 3
-    # The training continued from the imported weights, not from random weights.
+    # Training continued from the imported weights, not from random weights.
     assert shell.json("compare", 1, 2)["runs"][1]["fvu"] < 2 * mine["card_fvu"]
 
 
@@ -70,7 +70,7 @@ def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) 
         (foreign, shell.folder / "nothing", "data.path: there is nothing at"),
     ):
         *progress, line = shell.errors("import", folder, "--data", data, code=1)
-        # A busy machine may print progress, one line per 10 s, before the error.
+        # On a busy machine, progress may be printed before the error, one line per 10 s.
         assert [one for one in progress if not one.startswith("importing: ")] == []
         assert line.startswith(f"sae-tui: error: {sentence}")
     assert [job["id"] for job in shell.json("jobs")] == [1]
@@ -81,7 +81,7 @@ def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) 
 def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     shell: Shell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Simulate another process that created the folder after the job's id was chosen.
+    # Simulate another process that creates the folder after the job's id was chosen.
     monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
     (shell.data.sae(2) / "precious").mkdir(parents=True)
     with pytest.raises(UserError, match="the SAE could not be copied into"):

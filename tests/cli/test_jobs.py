@@ -166,7 +166,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # The measurement and the estimate include the memory of PyTorch in the process of a rank.
+    # The measurement and the estimate include PyTorch's memory in the process of a rank.
     measured = job["peak_memory_bytes"]
     assert measured > 100 * 2**20
     assert job["estimated_memory_bytes"] > 100 * 2**20
@@ -473,7 +473,7 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-# GPUs in use by others
+# GPUs used by others
 
 
 def test_a_job_waits_for_a_gpu_in_use_unless_it_may_share_it(shell):
@@ -536,7 +536,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
         assert "--allow-code" in second
     assert not ran.exists()
     assert not shell.data.control_db.exists()
-    # Overriding another setting gives no consent, and consent for a setting allows only that setting.
+    # Overriding another setting gives no consent, and consent to a setting applies only to that setting.
     one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
     assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
     assert ran.exists()
@@ -585,7 +585,7 @@ def test_watching_jobs_prints_a_line_per_change_and_ends_without_a_reader(shell)
     while job["state"] != "finished":
         before, (job,) = job, json.loads(process.stdout.readline())
         assert job != before
-    # Nothing changes any more, so the process must notice the closed pipe without writing a line.
+    # No job changes any more, so the process must notice the closed pipe without writing a line.
     process.stdout.close()
     assert process.wait(60) == Exit.UNREAD
     assert process.stderr.read() == ""

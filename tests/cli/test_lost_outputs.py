@@ -1,4 +1,4 @@
-"""Tests for commands of both programs whose outputs are closed, full, or pipes without a reader."""
+"""Tests for commands of both programs whose output is closed, a full disk, or a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {"trainer": "", "sae_tui": "sae-tui: error: "}
 
 
 def opened(kind: str) -> int:
-    """Open the descriptor of an output that accepts no data."""
+    """Open a file descriptor that accepts no output."""
     if kind == "full":
         return os.open("/dev/full", os.O_WRONLY)
     reading, writing = os.pipe()
@@ -26,7 +26,7 @@ def opened(kind: str) -> int:
 
 
 def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, str]:
-    """Run a program with lost outputs; return its exit code and what it wrote to the remaining outputs."""
+    """Run a program whose outputs are partly lost; return its exit code and what it wrote to the remaining outputs."""
     outputs = {name: opened(kind) for name, kind in lost.items() if kind != "closed"}
     gone = [number for number, name in ((1, "stdout"), (2, "stderr")) if lost.get(name) == "closed"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -1,4 +1,4 @@
-"""Tests for `metrics`, which writes the history of each GPU or of all GPUs while it reads the store."""
+"""Tests for `metrics`, which prints the history of each GPU or of all GPUs while it reads the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# getrusage cannot be used, since its peak includes the test process from which this process was forked.
+# getrusage cannot be used, since its peak includes the test process that this process was forked from.
 MEASURED = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, percent: int = 50, watts=100.0) -> None:
-    """Store one sample per second, like the app."""
+    """Store one sample per second, as the app does."""
     shell.data.create()
     host, uuid = socket.gethostname(), uuid or uuid_of(index)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -47,7 +47,7 @@ def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, p
 
 @pytest.fixture
 def minute() -> float:
-    """Return the time at which the minute ten minutes ago started."""
+    """Return the start time of the minute that began ten minutes ago."""
     return time.time() // 60 * 60 - 600
 
 

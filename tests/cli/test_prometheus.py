@@ -1,4 +1,4 @@
-"""Tests for the Prometheus metrics, which are read with the parser of prometheus-client."""
+"""Tests for the Prometheus metrics, which are parsed with prometheus-client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text_of(metrics: Iterable[Metric]) -> str:
 
 
 def read(text: str) -> Values:
-    """Return a dict that maps each name with its labels to a value; require that each combination occurs once."""
+    """Return a dict that maps each name with its labels to a value; check that each combination occurs only once."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values = {(one.name, tuple(sorted(one.labels.items()))): one.value for one in samples}
     assert len(values) == len(samples)

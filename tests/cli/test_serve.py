@@ -1,4 +1,4 @@
-"""Tests for the output of `sae-tui serve`; the pages that it serves are tested in tests/web."""
+"""Tests for the output of `sae-tui serve`; its pages are tested in tests/web."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for `sae-tui skill`: the commands of its guide, run in order, produce an exported SAE."""
+"""Tests that running the commands of `sae-tui skill`'s guide in order produces an exported SAE."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_commands_of_the_guide_lead_to_an_exported_sae(shell) -> None:
 
 
 def commands_of(guide: str) -> list[str]:
-    """Return the commands in the shell blocks; a here-document is part of its command."""
+    """Return the commands in the shell blocks; a here-document belongs to its command."""
     text = "\n".join(re.findall(r"^```sh\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL))
     commands, lines = [], iter(text.splitlines())
     for line in lines:

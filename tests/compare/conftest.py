@@ -31,7 +31,7 @@ def data(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def pair(data: DataDir) -> tuple[int, int]:
-    """Record a plain run and a sweep over k, and return their ids."""
+    """Record a single run and a sweep over k, and return their ids."""
     plain = record_job(data, "plain", JobState.FINISHED, config=job_file(k=16), fvu=0.2, l0=16.0)
     sweep = record_job(data, "sweep", JobState.RUNNING, config=job_file(k=[8, 32]))
     write(

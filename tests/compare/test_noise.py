@@ -1,4 +1,4 @@
-"""Tests that a run gets a star only if its advantage exceeds the errors over texts and the noise of seeds."""
+"""Tests that a run gets a star only if its advantage exceeds the standard errors over texts and the noise of seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums of an SAE whose error varies between texts, in the same way as that of the other SAEs."""
+    """Return the sums of an SAE whose error varies between texts, in the same way for all SAEs."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -94,7 +94,7 @@ def test_a_difference_below_one_percent_is_treated_as_noise_of_the_seed() -> Non
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which another seed can cause (compare 3 seeds to measure it)" in line.why
     assert line_of(run(1, 0.1000, 1e-6), run(2, 0.1011, 1e-6)).best == {0}
-    # The result is the same if no error is known.
+    # The result is the same if no standard error is known.
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
 
 
@@ -105,7 +105,7 @@ def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
     line = line_of(*far, run(9, 0.108, 1e-7, **{"sae.k": 16}))
     assert line.same == {0, 1, 2, 3}
     assert line.why.endswith("2 × the spread between seeds, for two runs")
-    # Two seeds are too few, and so are three runs with different settings.
+    # Two seeds are not enough, and neither are three runs with different settings.
     assert line_of(*close[:2], run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     unlike = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32 + seed}) for seed in range(3)]
     assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}

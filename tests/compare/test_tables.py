@@ -125,7 +125,7 @@ def test_a_star_shows_the_number_of_tokens_if_runs_differ_in_it() -> None:
     lines = words(run(1, 0.10, 300_000), run(2, 0.25, 60_000), run(3, 0.3, 0))
     assert lines["held-out FVU"] == ["0.1 ★ (300.0k tokens)", "0.25", "0.3"]
     assert lines["tokens/s"] == ["1000 ★", "500", "333"]
-    # A run ends with a complete step, so two token counts are rarely exactly equal.
+    # A run ends after a complete step, so two token counts are rarely exactly equal.
     assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 
@@ -172,7 +172,7 @@ def test_training_settings_of_an_imported_sae_are_no_difference() -> None:
     lines = {line.title: line.words() for line in differences([theirs, *mine])}
     assert lines["train.n_steps"] == ["–", "2", "3"]
     assert "ran as" not in lines
-    # An imported SAE whose training was continued is compared like any other SAE.
+    # An imported SAE that was trained further is compared like any other SAE.
     trained = sae(1, settings(1), state=JobState.FINISHED, started=1.0, device="cuda")
     assert [line.title for line in differences([trained, mine[0]])] == list(settings(1))
 

@@ -1,4 +1,4 @@
-"""Fixtures for a sandbox in which tests inject faults with real files, programs, limits and mounts."""
+"""Fixtures for a sandbox where tests inject faults with real files, programs, limits and mounts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sandbox:
         target.write_text(content)
 
     def program(self, name: str, script: str) -> None:
-        """Write an executable to a folder on the PATH."""
+        """Write an executable file to a folder on the PATH."""
         path = self.programs / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
@@ -56,7 +56,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 @pytest.fixture
 def in_process(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that runs one check of the doctor in another process with its own limits or mounts."""
+    """Return a function that runs one of the doctor's checks in another process, with its own limits or mounts."""
 
     def run(
         check: str,
@@ -96,7 +96,7 @@ print(msgspec.json.encode(list({function}(box))).decode())
 
 @pytest.fixture
 def mounts() -> None:
-    """Skip the test if this process cannot create a mount namespace and mount in it."""
+    """Skip the test if this process cannot create a mount namespace and mount file systems in it."""
     program = shutil.which("unshare")
     if program is None or subprocess.run([program, "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs user namespaces")

@@ -32,7 +32,7 @@ def measured(device: str, precision: str, bus: float, *counts: int) -> MeasuredH
 
 
 def advice(*arguments, **options):
-    """Return the finding about the source of the speeds and the finding with the recommendation."""
+    """Return the finding about where the speeds come from and the finding with the recommendation."""
     findings = job_report(*arguments, **options).findings
     assert [finding.subject for finding in findings] == ["speeds", "job"]
     return findings

@@ -23,7 +23,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """GPUs; the last GPU runs a process of another user."""
+    """GPUs, the last of which runs another user's process."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -34,7 +34,7 @@ class Used(Cards):
 
 
 class Cut(Cards):
-    """Two GPUs followed by MIG slices."""
+    """Two undivided GPUs, followed by MIG slices."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -43,7 +43,9 @@ class Cut(Cards):
 
 @pytest.fixture
 def probing(sandbox, tmp_path, monkeypatch):
-    """Return a function that creates a machine whose trainer prints given measurements and records its arguments."""
+    """Return a function that creates a machine whose trainer prints the given measurements and records its
+    arguments.
+    """
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)
@@ -154,7 +156,7 @@ def test_without_peer_access_the_bus_is_measured_through_host_memory(probing) ->
     speeds = read_box(box.data.box_file)
     assert speeds.peers_fail
     assert speeds.speeds("NVIDIA H100", "bf16", 3).is_measured
-    # The check also detects and stores that direct reads work again.
+    # The check also detects that direct reads work again, and records it.
     tuple(check_bus(probing(Cards(2), f"print({json.dumps(FOUND)!r})")))
     assert not read_box(box.data.box_file).peers_fail
 

@@ -1,4 +1,4 @@
-"""Tests for the doctor's findings on the environments of app and trainer."""
+"""Tests for the doctor's findings about the environments of the app and the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the user service that resumes the queue after a reboot of the machine."""
+"""Tests for the user service that resumes the queue after a reboot."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ FOUND = {"device": "NVIDIA H100", "ok": True, "checks": 214, "failed": [], "seco
 
 @pytest.fixture
 def tested(sandbox, tmp_path, monkeypatch):
-    """Return a function that creates a machine whose trainer prints a given result and records its arguments."""
+    """Return a function that creates a machine whose trainer prints the given result and records its arguments."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_a_leased_gpu_is_not_tested(tested, tmp_path) -> None:
 
 
 class Mixed(Cards):
-    """One NVIDIA GPU and one AMD GPU, as reported by a source with several vendors."""
+    """One NVIDIA GPU and one AMD GPU, as a source with several vendors reports them."""
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return replace(super().sample(index, processes=processes), vendor=("nvml", "amdsmi")[index])

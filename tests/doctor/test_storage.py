@@ -34,7 +34,7 @@ def test_an_unwritable_folder_is_an_error(sandbox) -> None:
 
 @pytest.fixture
 def mounted(in_process, sandbox, mounts):
-    """Return a function that runs a check with a file system mounted at the data folder, and returns its finding."""
+    """Return a function that mounts a file system at the data folder, runs a check, and returns its finding."""
 
     def find(check: str, options: str):
         sandbox.data.root.mkdir()

@@ -1,4 +1,4 @@
-"""Tests for builds of torch that this machine does not have, as fake packages. One test uses the real torch."""
+"""Tests for torch builds that this machine does not have, which fake packages replace. One test uses the real torch."""
 
 from __future__ import annotations
 

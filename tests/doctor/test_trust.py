@@ -1,4 +1,4 @@
-"""Tests for findings about the access that other users have to a data folder."""
+"""Tests for findings about other users' access to a data folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 
 @pytest.fixture
 def box(sandbox) -> Iterator[CheckedMachine]:
-    """Yield a machine with a data folder that contains a run, in a folder that all users may enter."""
+    """Yield a machine whose data folder contains a run and is inside a folder that all users can enter."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         sandbox.data = DataDir(Path(folder) / "data")
@@ -32,19 +32,19 @@ def box(sandbox) -> Iterator[CheckedMachine]:
 
 
 def of_trust(box: CheckedMachine) -> list[Finding]:
-    """Return the findings of the first four checks, which are the checks of access by other users."""
+    """Return the findings of the first four checks, which concern access by other users."""
     return list(examine(box, CHECKS[:4]))
 
 
 def may_read(file: Path) -> bool:
-    """Return whether a user who shares no group with this user may read a file."""
+    """Return whether a user who shares no group with this user can read a file."""
     reader = subprocess.run(["cat", str(file)], user=OTHER_USER, group=OTHER_USER, extra_groups=[], capture_output=True)
     return reader.returncode == 0
 
 
 def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: CheckedMachine) -> None:
     assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
-    # The mode of a file does not matter if other users may not enter one of its parent folders.
+    # The mode of a file does not matter if other users cannot enter one of its parent folders.
     box.data.run(7).job_file.chmod(0o644)
     assert [finding.level for finding in of_trust(box)] == ["ok", "ok"]
     assert of_trust(CheckedMachine(DataDir(box.data.root / "none"), box._source)) == []

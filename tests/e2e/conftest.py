@@ -1,4 +1,4 @@
-"""Fixtures for tests with a data folder, the demo app in pseudo-terminals, and shell commands."""
+"""Fixtures for tests that use a data folder, the demo app in pseudo-terminals, and shell commands."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build fakes of NVIDIA's library in the folders `new`, `old` and `none`."""
+    """Build fake versions of NVIDIA's library in the folders `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))

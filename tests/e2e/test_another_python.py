@@ -1,4 +1,4 @@
-"""Tests that a job is trained and evaluated with the Python of another environment, which the settings name."""
+"""Tests that a job is trained and evaluated with another environment's Python, which the settings name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_ranks_and_evaluations_use_the_python_of_the_settings(box: Box, tmp_path
     job_id = box.shell("launch", str(box.job_file(2)), *quick)["id"]
     assert box.wait_for_state(job_id, "finished", "failed")["state"] == "finished"
     assert f'\npython = "{python}"\n' in box.data.run(job_id).job_file.read_text()
-    # The job has recorded its Python, so later changes to the settings have no effect on it.
+    # The job has recorded its Python, so later changes to the settings do not affect it.
     box.data.settings_file.unlink()
     assert "is evaluated: " in box.shell("eval", str(job_id), "--cpu", "--wait")["message"]
     starts = (tmp_path / "starts").read_text()

@@ -1,4 +1,4 @@
-"""Tests that input other than keys and output of libraries do not damage the screen, and that crashes are reported."""
+"""Tests that non-key input and library output do not corrupt the screen, and that crashes are reported."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def row_of(terminal: Terminal, text: str) -> int:
 
 
 def is_box(terminal: Terminal, y: int, page: str) -> bool:
-    """Return whether the background of an input field differs from that of its row and that of the page."""
+    """Return whether the background of an input field differs from the backgrounds of its row and of the page."""
     line = backgrounds(terminal, y)
     return line[30] not in (page, line[0])
 
@@ -36,7 +36,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     # A stopped job still shows its progress bar; a finished job would show its duration instead.
     box.record_job("done", JobState.STOPPED, total_steps=100, step=100)
     terminal = box.app(80, 24, colours="")
-    # A full bar has no track; a partial bar has a track in another colour.
+    # A full bar has no visible track; a partial bar has a track in another colour.
     terminal.wait_for("━" * 10 + " 100%")
     terminal.wait_for(lambda screen: re.search("Power.*━─", screen) is not None)
     page, y = backgrounds(terminal, row_of(terminal, "NAME"))[0], row_of(terminal, "Power")
@@ -47,7 +47,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     assert backgrounds(terminal, 23)[0] != page
     terminal.send("n")
     terminal.wait_for("expansion_factor")
-    # The output for a screen may arrive in two pieces.
+    # The output of a screen may arrive in two chunks.
     terminal.wait_for(lambda _: is_box(terminal, row_of(terminal, "expansion_factor"), page))
     terminal.send(ESC)
     terminal.wait_for(lambda screen: "JOB NAME" in screen and "expansion_factor" not in screen)

@@ -1,4 +1,4 @@
-"""Tests the app as users use it: in a real terminal, with real keys, and with a real training of two processes."""
+"""Tests the app as users use it: in a real terminal, with real keys, and with a real training job on two processes."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ LEAVES = (b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?1006l", b"\x1b[?2004l", b"\x1b
 
 
 def left(terminal: Terminal) -> bool:
-    """Return whether the app has left the alternate screen, mouse mode and paste mode."""
+    """Return whether the app has left the alternate screen, mouse mode and bracketed paste mode."""
     written = bytes(terminal.raw)
     after = written[written.rindex(b"\x1b[?1049h") :]
     return all(sequence in after for sequence in LEAVES)
@@ -104,7 +104,7 @@ def test_a_signal_restores_the_terminal_from_a_dialog_and_while_the_app_is_stopp
     for number in (signal.SIGHUP, signal.SIGCONT):
         stopped.process.send_signal(number)
     assert stopped.wait_for_exit() == Exit.HUNG_UP
-    # The shell controls the terminal again.
+    # The shell has control of the terminal again.
     assert b"\x1b[?1049h" not in bytes(stopped.raw)[n_read:]
     assert stopped.mode == before
 
@@ -125,7 +125,7 @@ def test_a_second_signal_ends_an_app_whose_terminal_accepts_no_output(start) -> 
     terminal = start("--demo")
     before = terminal.mode
     terminal.wait_for("RTX 3080", 60)
-    # From here on, the test does not read the output, so the buffer of the terminal becomes full.
+    # From here on, the test does not read the output, so the terminal's buffer fills up.
     for _ in range(20):
         terminal.send("v?\x1b")
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Tests for the GPUs on the dashboard in a real terminal, if GPUs are slow, hang or are lost."""
+"""Tests for how the dashboard shows slow, hung and lost GPUs in a real terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SILENT = "has not answered for"
 
 
 def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
-    """Return the bar heights in the row that begins with `start`, from `first_column` on; a gap has height 0."""
+    """Return the bar heights in the row that starts with `start`, from `first_column` on; a gap has height 0."""
     line = next((line for line in terminal.screen.display if line.startswith(start)), "")
     return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
 
@@ -40,7 +40,7 @@ def test_a_slow_gpus_plot_is_as_wide_as_others_and_silent_gpus_are_not_summed(bo
     terminal.wait_for("Utilisation")
     terminal.send("?")
     terminal.wait_for("A job runs independently")
-    # The latest columns of a plot, to the right of the dialog.
+    # Look at the latest columns of a plot, to the right of the dialog.
     behind = [line[110:] for line in terminal.screen.display[2:11]]
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 

@@ -25,7 +25,7 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation row of each of three GPUs that are shown next to each other."""
+    """Return the utilisation rows of three GPUs that are shown side by side."""
     line = next(line for line in text.splitlines() if line.count(" util ") == 3)
     return [line[start : start + 40] for start in (0, 40, 80)]
 

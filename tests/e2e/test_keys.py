@@ -1,4 +1,4 @@
-"""Tests for keys as people press them, in a real pseudo-terminal: quickly, twice, and in an unexpected order."""
+"""Tests for keys as people press them, in a real pseudo-terminal: quickly, twice, and in unexpected orders."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def gives_the_terminal_away(terminal: Terminal) -> bool:
 
 
 def times_open(box: Box) -> int:
-    """Return how often the only program that uses the fake library has NVML open; -1 if the file is empty."""
+    """Return how many times the only program that uses the fake library has NVML open, or -1 if the file is empty."""
     (file,) = box.folder.glob("open.*")
     return int(file.read_text() or -1)
 

@@ -1,4 +1,6 @@
-"""Tests for launching in a real terminal: a job that can never run is rejected, and one that must wait is confirmed."""
+"""Tests for launching jobs in a real terminal: a job that can never run is rejected, and a job that must wait needs
+confirmation.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def recorded(box: Box) -> list[Job]:
 
 
 def told_need(screen: str) -> str:
-    """Return the memory per GPU that the job needs according to the review."""
+    """Return the memory per GPU that, according to the review, the job needs."""
     found = re.search(r"needs ([\d.]+ GiB) per GPU", one_line(screen))
     assert found, screen
     return found[1]

@@ -1,4 +1,4 @@
-"""Tests that random keys in a real terminal do not break the app.
+"""Tests that random keys do not break the app in a real terminal.
 
 For a thousand seeds, run `PYTHONPATH=tests python -m support.monkey --seeds 0:1000`.
 """

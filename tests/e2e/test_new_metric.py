@@ -54,7 +54,9 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train a job in this process, write the files and rows of its supervisor and rank, and return its id."""
+    """Train a job in this process, write the files and rows that its supervisor and rank would write, and return its
+    id.
+    """
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()
@@ -75,7 +77,7 @@ def train(data: DataDir, job: JobConfig) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    """Register the metric, which needs nothing else but its file."""
+    """Register the metric, which needs nothing else besides its file."""
     series = Series("SNR", unit="dB", better="higher", format=".1f")
     entry = MetricEntry("support.snr:Snr", "Signal-to-noise ratio of x_hat.", series, held_out=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -95,7 +97,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that runs a command of the app or, with `program`, of the trainer and returns its output."""
+    """Return a function that runs a command of the app or, if `program` says so, of the trainer, and returns its
+    output.
+    """
 
     def run(*arguments: object, program: str = "sae-tui") -> str:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Tests that text written by other users cannot control the terminal, on any screen or in any command."""
+"""Tests that text written by other users cannot control the terminal on any screen or in the output of any command."""
 
 from __future__ import annotations
 
@@ -51,18 +51,20 @@ k = 16
 gpus = [0]
 """
 CTRL_E, CTRL_F = "\x05", "\x06"
-# In a valid row, these columns contain only fixed words and lists. All other columns contain free text.
+# In a valid row, these columns contain only keywords and lists. All other columns contain free text.
 OWN_WORDS = {
     "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
 }  # fmt: skip
-# In a valid job, only these columns may contain any text; in an invalid job, every column may.
+# In a valid job, only these columns may contain arbitrary text; in an invalid job, every column may.
 FREE = {"name", "user", "note", "error", "waits_for", "output_path", "overfitting"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
 USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 
 
 class World:
-    """A data folder and a machine on which another user wrote every text. Unique characters identify each text."""
+    """A data folder and a machine whose strings were all written by another user. Unique characters identify each
+    string.
+    """
 
     def __init__(self, box: Box, drivers: Path, seed: int = 0) -> None:
         self.box, self.texts, self.folder = box, Texts(seed), box.folder
@@ -74,7 +76,7 @@ class World:
         self.process = self._start_other_user()
         fake = environment(drivers, GPUS=2, NAME=self.texts.short("GPU"), PIDS=self.process.pid)
         path = f"{self._write_programs()}:{os.environ['PATH']}"
-        # An environment variable cannot contain NUL, and in a terminal it must be UTF-8.
+        # An environment variable cannot contain NUL, and for the terminal it must be valid UTF-8.
         self.environment = fake | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EDITOR": "cat"}
 
     def _write_files(self) -> None:
@@ -105,7 +107,7 @@ class World:
         self.box.data.alerts("x").write_text(json.dumps([alert | {"raised": time.time()}]))
 
     def _write_programs(self) -> Path:
-        """Write scripts in place of SLURM's programs, which print arbitrary text."""
+        """Write scripts that replace SLURM's programs and print arbitrary text."""
         programs = self.folder / "programs"
         programs.mkdir()
         (self.folder / "partitions").write_text(self.texts.line("partition").replace(" ", ""))
@@ -116,7 +118,7 @@ class World:
         return programs
 
     def _far_side(self) -> list[str]:
-        """Return a command in place of ssh whose remote host sends arbitrary text."""
+        """Return a command that replaces ssh and whose remote host sends arbitrary text."""
         name, holder, job, line = map(self.texts.text, ("far card", "far holder", "far job", "far log"))
         jobs = f'say({{"type": "jobs", "jobs": [JOB | {{"name": {job!r}}}]}})'
         gpus = f'say({{"type": "gpus", "cards": [CARD | {{"name": {name!r}, "holder": {holder!r}}}]}})'
@@ -124,7 +126,7 @@ class World:
         return far_side(self.folder / "far", f"say(HELLO); {jobs}; {gpus}; {log}; stay()")
 
     def _record_jobs(self) -> None:
-        """Record jobs with values that no command writes, but that a member of the group could write to the store."""
+        """Record jobs with values that no command writes, but that another group member could write to the store."""
         config = tomli_w.dumps(
             {"name": "x", "data": {"path": self.texts.line("stored data path")}, "sae": {"architecture": "topk"}}
         )
@@ -176,7 +178,7 @@ class World:
 
 
 def _texts_of(db: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Return each text column of the store that other users can write to, as (table, column)."""
+    """Return all text columns of the store that other users can write to, as (table, column) pairs."""
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     columns = [(table, *row[1:3]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")]
     return [(table, name) for table, name, kind in columns if kind == "TEXT" and name not in OWN_WORDS]
@@ -205,7 +207,7 @@ class Visit:
         self.to(world.texts.core("GPU"))
 
     def to(self, shows: str) -> None:
-        """Wait until the screen shows this text, then record and check the screen."""
+        """Wait until the screen shows this text, then record and check the screen's content."""
         self.terminal.wait_for(shows)
         self.seen |= self.world.texts.seen(self.terminal.text)
         assert leaked(bytes(self.terminal.raw)) == [], shows
@@ -213,7 +215,7 @@ class Visit:
 
     def press(self, *keys: str, to: str) -> None:
         for key in keys:
-            # After a key, wait for the screen that it opens or closes. The letters of a text are typed faster.
+            # After a key, wait for the screen that it opens or closes. The letters of a string are typed faster.
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
@@ -227,7 +229,7 @@ REFUSED = {
     "key": "key of a job", "section": "key of a section", "word": "architecture", "name": "name in a file",
     "cluster": "partition asked for", "path": "data path",
 }  # fmt: skip
-# Text that no screen shows.
+# Strings that no screen shows.
 NOT_ON_SCREENS = [
     "event kind", "events.kind", "hook of a model", "jobs.boot_id", "jobs.host", "jobs.machine_id", "jobs.user",
     "jobs.visible_devices",
@@ -298,7 +300,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
 
 
 def unseen_screens(shown: set[str]) -> list[str]:
-    """Return the names of the app's screens that were not shown, not even through a subclass."""
+    """Return the names of the app's screens that were not shown, excluding screens with a subclass that was shown."""
     for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
         if module.name != "sae_tui.__main__":
             importlib.import_module(module.name)
@@ -313,7 +315,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
     return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
 
 
-# Maps each command to the arguments with which it is tested; `{...}` stands for a file of the test.
+# Maps each command to the arguments that it is tested with; `{...}` stands for a file of the test.
 WORDS = {
     "gpus": [[], ["0"]],
     "export-metrics": [["--once"]],
@@ -378,7 +380,7 @@ TRAINER_WORDS = {
     "self-test": [["--gpus", "{hostile}"]],
     "rank": [["{hostile}"]],
 }
-# Text that no command prints.
+# Strings that no command prints.
 NOT_BY_COMMANDS = [
     "alert", "card", "far card", "far holder", "far job", "far log", "hook", "jobs.boot_id", "jobs.machine_id",
     "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
@@ -399,7 +401,7 @@ for argv in lines:
 """
 
 
-# A progress bar moves the cursor to the start of the line before it writes or erases its text.
+# A progress bar moves the cursor to the start of the line before it writes or erases text.
 PROGRESS = re.compile(rb"\r([ \w]*\|)|\r +\r")
 
 
@@ -409,7 +411,7 @@ def commands_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def lines_of(world: World) -> list[list[str]]:
-    """Return each command line twice: for text output and for JSON output."""
+    """Return each command line twice: once for text output and once for JSON output."""
     names = {
         name: f"{name}.toml" for name in ("key", "section", "word", "name", "cluster", "broken", "path", "foreign")
     }

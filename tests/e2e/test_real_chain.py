@@ -1,7 +1,7 @@
-"""Tests the complete chain with a trained language model: text, activations, SAEs, report cards, other tools.
+"""Tests the complete pipeline with a trained language model: text, activations, SAEs, report cards, other tools.
 
-Each stage is a command that a user would type, in a separate process. The assertions are true on every machine, since
-no asserted number depends on how a sum is rounded.
+Each stage is a command that a user would type, run in a separate process. The assertions hold on every machine, since
+no asserted value depends on how a sum is rounded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# Number and length of the contexts that are also evaluated with SAELens. The model reads these contexts ten times.
+# The number and length of the contexts that are also evaluated with SAELens. The model reads these contexts ten times.
 N_JUDGED, SHORT = 4, 32
-# Maps our metrics over all tokens to their names in SAELens.
+# Maps our metrics over all tokens to SAELens's names for them.
 OF_SAELENS = {
     "ce": "ce_loss_without_sae",
     "ce_with_sae": "ce_loss_with_sae",
@@ -47,7 +47,7 @@ HOOKS = ["resid_post.3", STREAM, MLP_IN, MLP_OUT]
 
 
 class Chain:
-    """A folder in which the commands run."""
+    """The working directory of the commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Chain:
         return name
 
     def rows(self, hook: str) -> dict[str, Tensor]:
-        """Return the rows of a hook [n, d_in] and the origin of each row [n], in file order."""
+        """Return the rows of a hook [n, d_in] and where each row comes from [n], in file order."""
         shards = [load_file(file) for file in sorted((self.folder / "rows" / hook).glob("*.safetensors"))]
         return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -115,7 +115,7 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # Each context, and each document in it, begins with a first token. A part of the last batch may not be used.
+    # Each context, and each document in it, starts with a first token. Part of the last batch may not be used.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []
@@ -151,7 +151,7 @@ def train(chain: Chain, name: str, out: str, **data: str) -> None:
     told = chain.trainer("run", job, "--out", out)
     assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 256)
     assert 0 < told["heldout_fvu"] < 1
-    # A threshold learned for an average of k latents keeps about k latents.
+    # A threshold that was learned for an average of k latents keeps about k latents active.
     assert K / 3 < told["heldout_l0"] < 3 * K
 
 
@@ -164,7 +164,7 @@ def judge(chain: Chain) -> None:
     assert 0 < figures["fvu"] < 1
     assert figures["explained_variance"] == pytest.approx(1 - figures["fvu"])
     assert spliced["is_unseen"]
-    # A model that predicts all 49,152 tokens with the same probability has a loss of ln 49,152 = 10.8 nats.
+    # A model that assigns the same probability to all 49,152 tokens has a loss of ln 49,152 = 10.8 nats.
     assert 0.5 < spliced["ce"] < 5
     assert spliced["ce"] - 0.05 < spliced["ce_with_sae"] < spliced["ce_with_zeros"]
     assert 0 < spliced["kl_with_sae"] < spliced["kl_with_zeros"]
@@ -188,7 +188,7 @@ def give_to_saelens(chain: Chain) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     chain.trainer("export", "sae-run", "--out", "saelens", "--format", "saelens")
     sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
-    # TransformerLens does not support this model, so the hook is a module of transformers.
+    # TransformerLens does not support this model, so the hook is a module in transformers.
     assert sae.cfg.metadata["hook_name"] == "model.layers.6"
     assert sae.cfg.metadata["as_extracted"]["hook_name"] == "blocks.6.hook_resid_post"
     x = ordinary(chain.rows(STREAM)["activations"])
@@ -197,7 +197,7 @@ def give_to_saelens(chain: Chain) -> None:
 
 
 def judge_as_saelens(chain: Chain) -> None:
-    """Compare each metric that is defined as in SAELens with the evaluation of SAELens on the same contexts."""
+    """Compare each metric that is defined as in SAELens with SAELens's evaluation on the same contexts."""
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -233,7 +233,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows of contexts are outliers, which an SAE that was trained on the other rows cannot reconstruct.
+    # The first rows of contexts are outliers, which an SAE that was not trained on them cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 
@@ -252,7 +252,7 @@ def give_to_circuit_tracer(chain: Chain) -> None:
 
 
 def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
-    """Return the output of the transcoder in a file for rows x [n, d_in], computed by circuit-tracer."""
+    """Load a transcoder from a file with circuit-tracer, and return its output for rows x [n, d_in]."""
     from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
 
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
@@ -263,7 +263,7 @@ def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
 
 
 def assert_judged_alike(chain: Chain, folder: str, hook: str, expected: float) -> None:
-    """Assert that the FVU of the SAE in a folder is `expected`, as measured by the trainer on all rows of a hook."""
+    """Assert that the trainer measures the FVU `expected` for the SAE in a folder, on all rows of a hook."""
     (card,) = chain.trainer("eval", folder, "--data", f"rows/{hook}")["cards"]
     assert card["figures"]["fvu"] == pytest.approx(expected, rel=0.01)
 

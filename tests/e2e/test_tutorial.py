@@ -1,4 +1,4 @@
-"""Tests the tutorial by running its files and commands in order, with fewer rows and steps."""
+"""Tests the tutorial by writing its files and running its commands in order, with fewer rows and steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_tutorials_commands_lead_from_a_model_to_a_feature(tmp_path: Path) -
         if block.title:
             (tmp_path / block.title).write_text(fewer(block.text))
         for argv in commands_of(block) if block.language == "bash" else []:
-            # The packages are already installed, and the app has its own tests.
+            # Skip these commands: the packages are already installed, and the app has its own tests.
             if argv[0] != "pip" and argv != ["sae-tui"]:
                 told = run(here(argv, tmp_path, env), tmp_path, env)
     assert "contexts" in told or "fires" in told
@@ -43,7 +43,7 @@ def fewer(text: str) -> str:
 
 
 def here(argv: list[str], folder: Path, env: dict[str, str]) -> list[str]:
-    """Change a command so that it runs this Python, waits for jobs, uses a latent that fires, and has no `--model`.
+    """Change a command so that it uses this Python, waits for jobs, names a latent that fires, and has no `--model`.
 
     An evaluation with the model takes minutes; `test_real_chain` tests it with fewer tokens.
     """

@@ -1,4 +1,4 @@
-"""Tests for the texts of the app about jobs: their states, the reasons why they wait, and the app's questions."""
+"""Tests for what the app says about jobs: their states, the reasons why they wait, and the app's questions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_holds_dependencies_and_names_can_be_changed_and_are_shown_correctly(box
     terminal = box.app(120, 40)
     terminal.wait_for("◌ queued")
 
-    # The cursor is on the latest job.
+    # The cursor is on the most recent job.
     terminal.press("A")
     terminal.wait_for("Job 2 waits until these have finished")
     terminal.press("1", ENTER)

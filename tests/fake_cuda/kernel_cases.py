@@ -21,7 +21,7 @@ from support.fake_gpu import job_of, one_of_ranks
 from support.step_ops import Op, Operand, Step, recorded_step
 from triton.backends.compiler import GPUTarget
 
-# Maps each compute capability to the maximum shared memory of a program in KiB.
+# Maps each compute capability to the maximum shared memory per program, in KiB.
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx90a": 64, "gfx942": 64}
 SHAPES = ((2304, 65536, 64), (768, 24576, 32), (384, 3072, 32), (2300, 8192, 16))
 ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
@@ -35,7 +35,7 @@ OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 @functools.cache
 def launches() -> dict[str, Op]:
-    """Return a dict that maps a descriptive name to one launch for each distinct compilation."""
+    """Return a dict that maps the name of each distinct compilation to one of its launches."""
     found: dict[str, Op] = {}
     for op in itertools.chain.from_iterable(step.ops for step in _steps()):
         if op.is_kernel:
@@ -44,7 +44,9 @@ def launches() -> dict[str, Op]:
 
 
 def _steps() -> Iterator[Step]:
-    """Yield steps of every architecture on one GPU, and on one of two GPUs that share tokens or latents."""
+    """Yield steps of every architecture on a single GPU, and on one of two GPUs that divide the tokens or the
+    latents.
+    """
     for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp16", "fp32")):
         sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
         train = {"precision": precision, "batch_size": 4096}
@@ -93,7 +95,7 @@ def _compiled(op: Op, target: int | str) -> Any:
 
 
 def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
-    """Return all that is known when the kernel is compiled: types, constants, divisibility, options."""
+    """Return everything that is known when the kernel is compiled: types, constants, divisibility, options."""
     called = dict(op.arguments)
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(op.kernel.params):

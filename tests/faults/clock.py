@@ -1,4 +1,4 @@
-"""Injects restarts of the machine, reused pids and changes of the clock. Each function injects one fault."""
+"""Injects reboots, reused pids and clock changes. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _HELD = {"hold": True}
 
 
 def machine_restarted(root: Path, like: Result) -> float:
-    """Put a job into the state after a reboot: no process is left, and its rows have another boot id and reused pids.
+    """Put a job into its state after a reboot: no process is left, and its rows contain another boot id and reused
+    pids.
 
     Return the seconds until the job is lost.
     """
@@ -55,7 +56,7 @@ def machine_restarted(root: Path, like: Result) -> float:
 def queue_restarted(root: Path) -> float:
     """Reboot a machine with queued jobs and rename it; return the seconds until the queue runs again.
 
-    One job runs, one waits for the first, and one is held. The queue must keep its order, and the second job must run
+    One job runs, another waits for it, and a third is held. The queue must keep its order, and the second job must run
     after the first has been resumed.
     """
     with boxed(root) as box, other_user() as other:
@@ -97,7 +98,9 @@ def renamed(root: Path) -> float:
 
 
 def pids_reused(root: Path) -> float:
-    """Give the pids of supervisor and ranks to a process with another start time; return the seconds until LOST."""
+    """Give the pids of supervisor and ranks to a process with another start time; return the seconds until the job is
+    lost.
+    """
     with boxed(root) as box, other_user() as other:
         job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, start_ticks=other.start_ticks - 1)
@@ -111,7 +114,7 @@ def pids_reused(root: Path) -> float:
 
 
 def clock_set_back(root: Path, like: Result) -> float:
-    """Set the clock back by an hour, then kill a rank. Only the displayed times may depend on the clock."""
+    """Set the clock back by an hour, then kill a rank. Only the displayed times may be affected."""
     with boxed(root) as box:
         clock = Clock(root)
         job = RealJob(box, launch={"max_restarts": 1}, start=clock.start).at_step(60)
@@ -134,7 +137,7 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Set the clock a day ahead or back, and later correct it, while one job runs and another waits for its GPUs.
+    """While one job runs and another waits for its GPUs, set the clock a day ahead or back, and correct it later.
 
     Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first step to the end
     of both jobs.
@@ -165,7 +168,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halt orphaned ranks, and set the clock back after they were first seen: they must still be killed."""
+    """Halt orphaned ranks, and set the clock back after they were first noticed. The ranks must still be killed."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -196,7 +199,7 @@ def other_user() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """An adjustable wall clock for the processes of a job. Clocks that count from the boot are not changed."""
+    """An adjustable wall clock for the processes of a job. Monotonic clocks are not affected."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"
@@ -213,14 +216,14 @@ class Clock:
             file.write(lines)
 
     def say(self, box: Box) -> None:
-        """Run the command `jobs` with this clock. Like all commands about jobs, it checks whether jobs are lost."""
+        """Run the `jobs` command with this clock. Like all commands about jobs, it checks whether jobs are lost."""
         command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
         done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Put the job into the state after a power cut: no process is alive, although its rows say that it runs."""
+    """Put the job into its state after a power cut: no process is alive, although its rows say that it is running."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
@@ -240,7 +243,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """Require that curves are ordered by step, and the events of each source by their arrival."""
+    """Check that curves are ordered by step, and the events of each source by arrival."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

@@ -1,4 +1,4 @@
-"""Fixtures with real trainings, and with disks that are small enough to be filled."""
+"""Fixtures with real training jobs, and with disks that are small enough to fill."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LOG_EVERY = 5
 
 
 class Training:
-    """A job on CPU ranks that trains until it is stopped. The job's progress is read from the log of rank 0."""
+    """A job on CPU ranks that trains until it is stopped. Its progress is read from the log of rank 0."""
 
     def __init__(
         self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object
     ) -> None:
-        """Launch the job; `prepare` receives the run's paths before any process of the job exists."""
+        """Launch the job. `prepare` is called with the run's paths before any process of the job exists."""
         self.box, self.n_ranks = box, n_ranks
 
         def start(data: DataDir, job_id: int) -> None:
@@ -62,12 +62,12 @@ class Training:
         return max((int(match[1]) for match in matches if match), default=0)
 
     def go_on(self, n_steps: int) -> None:
-        """Wait until the training has taken `n_steps` more steps."""
+        """Wait until the job has taken `n_steps` more steps."""
         first = self.step()
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Wait for this many seconds with halted ranks, which would otherwise use full cores meanwhile."""
+        """Wait for this many seconds with halted ranks, which would otherwise use full cores in the meantime."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -96,7 +96,9 @@ ONE_THREAD = "OMP_NUM_THREADS", "1"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread. On a busy machine, threads that wait for each other spin 50 times as long as they work."""
+    """Use one thread. On a busy machine, threads that wait for each other spend 50 times as long spinning as
+    working.
+    """
     monkeypatch.setenv(*ONE_THREAD)
 
 
@@ -117,7 +119,7 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[Path], Path]]:
-    """Return a function that mounts a disk of 8 MiB at a folder."""
+    """Return a function that mounts an 8 MiB disk at a folder."""
     mounted: list[Path] = []
 
     def mount(folder: Path) -> Path:

@@ -24,14 +24,15 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# Both time limits, 5 s in which a stopped process may exit, and 20 s for a busy machine and two dumps of the stacks.
+# The two time limits, 5 s for a stopped process to exit, and 20 s for a busy machine and two dumps of the stacks.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
-    """Halt a rank with SIGSTOP. The job must be reported as stalled with the stacks of all ranks, killed and restarted.
+    """Halt a rank with SIGSTOP. The job must be reported as stalled, with the stack traces of all ranks, and be
+    restarted.
 
-    The job continues from its checkpoint. Return the seconds until the ranks were killed.
+    The job must continue from its checkpoint. Return the seconds until the ranks were killed.
     """
     with boxed(root) as box:
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
@@ -57,15 +58,15 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
 
 
 def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
-    """Halt a rank just after rank 0 has saved a checkpoint. A save may take long, but the next step may not."""
+    """Halt a rank just after rank 0 has saved a checkpoint. Saving may take long, but the next step may not."""
     return rank_halted(root, dice, 1, checkpoint_every=1, n_steps=400)
 
 
 def processes_hang(root: Path, dice: random.Random) -> float:
     """Make reads of a GPU process's files in /proc hang while the app lists this process.
 
-    The app must report this and still accept keys. Return the seconds from the keys that stop a job until the job has
-    ended.
+    The app must report this and still accept keys. Return the seconds from pressing the keys that stop a job until it
+    has ended.
     """
     with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as other_user, contextlib.ExitStack() as stack:
         stack.callback(other_user.kill)
@@ -99,7 +100,7 @@ def processes_hang(root: Path, dice: random.Random) -> float:
 
 
 def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Make the data folder hang for a while. Job and app must continue, and the result of the training be the same.
+    """Make the data folder hang for a while. The job and the app must continue, and the trained SAE must be the same.
 
     Return the seconds until the job takes steps again.
     """
@@ -130,7 +131,9 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
 
 
 class Hangs:
-    """A context in which accesses to files below these paths hang, in all processes with its `variables`."""
+    """Within the context, accesses to files below these paths hang in all processes that have its environment
+    `variables`.
+    """
 
     def __init__(self, root: Path, paths: list[Path]) -> None:
         self._flag = root / "hangs"

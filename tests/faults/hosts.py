@@ -1,4 +1,4 @@
-"""Restarts hosts, renames hosts, or lets hosts share a data folder. Each function injects one fault."""
+"""Reboots hosts, renames hosts, or lets hosts share a data folder. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
 
 
 def power_cut(root: Path, dice: random.Random) -> float:
-    """Cut the power at any time while jobs wait for one GPU. The first command after the reboot must restart the queue.
+    """Cut the power at a random time while jobs wait for one GPU. The first command after the reboot must restart the
+    queue.
 
-    Return the seconds from that command to the first start.
+    Return the seconds from that command until the first job starts.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (first,) = host.launch(ENDLESS)
@@ -51,7 +52,8 @@ def power_cut(root: Path, dice: random.Random) -> float:
 
 
 def renamed_running(root: Path, dice: random.Random) -> float:
-    """Rename a host with running and queued jobs. Commands must still work, and its GPU must still have a single queue.
+    """Rename a host that has running and queued jobs. Commands must still work, and its GPU must still have a single
+    queue.
 
     Return the seconds until the rows contain the new name.
     """
@@ -76,10 +78,10 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 
 
 def made_again(root: Path, dice: random.Random) -> float:
-    """Recreate a container on the same volume, with another name and boot id and without its processes.
+    """Recreate a container on the same volume, with another name and boot id, and without the old processes.
 
-    No command may report something that it did not do. `repair` must end the jobs of the old container, which can then
-    be resumed in the new container. Return the seconds that `repair` takes.
+    No command may claim to have done something that it did not do. `repair` must end the jobs of the old container,
+    which can then be resumed in the new one. Return the seconds that `repair` takes.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -132,7 +134,7 @@ def two_on_one_folder(root: Path, dice: random.Random) -> float:
 
 
 def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
-    """Require that a host does not change a job of the other host, except that it can stop the job while it runs."""
+    """Check that a host cannot change a job of the other host, except that it can stop a running job."""
     (theirs,) = two.launch(ENDLESS)
     two.trains(theirs)
     assert "gpu2" in one.run("stop", theirs)
@@ -156,7 +158,7 @@ def _place(box: Box, job_id: int) -> tuple[object, ...]:
 
 
 def _go_on(host: RealHost, job_id: int, step: int) -> None:
-    """Resume a job that had reached at least this step; require that it continues from its last checkpoint."""
+    """Resume a job that had reached at least this step; check that it continues from its last checkpoint."""
     saved = read_state(newest_first(host.box.data.run(job_id).checkpoints)[0]).position.step
     total = max(step, saved) + 50  # the step in the job's row may be a few seconds old
     host.run("resume", job_id, "--set", f"train.n_steps={total}")

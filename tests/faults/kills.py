@@ -1,4 +1,5 @@
-"""Kills processes of a job without warning. Each function injects one fault, and raises if a guarantee fails.
+"""Kills processes of a job without warning. Each function injects one fault, and raises an error if a guarantee is
+violated.
 
 Each function returns the seconds until the expected event.
 """
@@ -27,14 +28,14 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-# The seconds within which the peers of a killed rank must end, and a crashed job must train again.
+# The seconds within which the peers of a killed rank must exit, and within which a crashed job must train again.
 PEERS_GONE_AFTER_S = 10.0
 AGAIN_AFTER_S = 10.0
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def launcher_killed(root: Path, dice: random.Random) -> float:
-    """Kill `sae-tui launch` with SIGKILL at any time, before or after its job is recorded."""
+    """Kill `sae-tui launch` with SIGKILL at a random time, before or after its job is recorded."""
     with boxed(root) as box:
         command = subprocess.Popen(
             _launch_command(box), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -47,7 +48,7 @@ def launcher_killed(root: Path, dice: random.Random) -> float:
 
 
 def terminal_closed(root: Path, dice: random.Random) -> float:
-    """Close a terminal in which `sae-tui launch --wait` runs. All processes of its session then get SIGHUP."""
+    """Close the terminal that `sae-tui launch --wait` runs in. All processes of its session then get SIGHUP."""
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
@@ -63,7 +64,9 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor. Ranks must save and end, and the lost job must end as if undisturbed after a resume."""
+    """Kill the supervisor. The ranks must save and exit, and the lost job, once resumed, must end like an undisturbed
+    one.
+    """
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
         _wait_for_some_moment(job, dice)
@@ -81,7 +84,9 @@ def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: in
 
 
 def rank_killed(root: Path, rank: int, like: Result) -> float:
-    """Kill a rank. The report must name the rank, the others must end, and all must continue from the checkpoint."""
+    """Kill a rank. The report must name this rank, the other ranks must exit, and the job must continue from its
+    checkpoint.
+    """
     with boxed(root) as box:
         job = RealJob(box, launch={"max_restarts": 1}).at_step(150)
         others = [other.process for other in job.ranks if other.rank != rank]
@@ -102,7 +107,7 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
 
 
 def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int = 2, **train: int) -> float:
-    """Kill the supervisor, a rank or all processes of a job at any time after the launch."""
+    """Kill the supervisor, a rank or all processes of a job at a random time after the launch."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         victims = dice.choice(["supervisor", "all", *range(n_ranks)])
@@ -113,7 +118,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
         taken = job.mend()
         if job.row.state != JobState.FINISHED:
-            # A process that is killed at the end of its work may have saved everything but not recorded its end.
+            # A process that is killed just before it exits may have saved everything without recording its exit.
             expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
             job.require(*expected)
             job.go_on().ended()
@@ -124,7 +129,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
 
 
 def rank_raises(root: Path) -> float:
-    """Remove a shard before the ranks start, and restore the shard before they are restarted."""
+    """Remove a shard before the ranks start, and put it back before they are restarted."""
     with boxed(root) as box:
         shard, away = box.activations / "acts.safetensors", root / "away"
         job = RealJob(box, launch={"max_restarts": 3})
@@ -161,7 +166,7 @@ def rank_finds_nan(root: Path) -> float:
 
 
 def rank_out_of_memory(root: Path) -> float:
-    """Make the kernel kill rank 1 for its memory through a control group; if there is none, limit its address space."""
+    """Get rank 1 OOM-killed with a cgroup memory limit; if cgroups are unavailable, limit its address space."""
     with boxed(root) as box, _memory_group() as group:
         job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
         (victim,) = [rank for rank in job.ranks if rank.rank == 1]
@@ -216,7 +221,7 @@ def _wait_until_finished(box: Box) -> float:
 
 
 def _wait_for_some_moment(job: RealJob, dice: random.Random) -> None:
-    """Wait for a random moment while the job starts or trains."""
+    """Wait until a random moment while the job starts or trains."""
     if dice.random() < 0.4:
         time.sleep(dice.uniform(0, 5))
     else:
@@ -226,7 +231,7 @@ def _wait_for_some_moment(job: RealJob, dice: random.Random) -> None:
 
 @contextlib.contextmanager
 def _memory_group(limit_bytes: int = 48 * 2**20) -> Iterator[Path | None]:
-    """Create a control group with less memory than torch needs; yield None if none can be created."""
+    """Create a cgroup with less memory than torch needs; yield None if cgroups are unavailable."""
     group = MEMORY_GROUPS / f"sae-tui-test-{os.getpid()}"
     try:
         group.mkdir()

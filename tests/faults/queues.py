@@ -1,4 +1,4 @@
-"""Disturbs queued jobs by an upgrade, a halted supervisor or a hung driver. Each function injects one fault."""
+"""Disturbs queued jobs with an upgrade, a halted supervisor or a hung driver. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ RENAMED = (
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """While jobs wait, replace the package file by file by a version in which functions have other names.
+    """While jobs wait, replace the package file by file with a version whose functions have other names.
 
-    Return the seconds from the upgrade to the end of the queue.
+    Return the seconds from the upgrade until the queue is empty.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         runs, waits, last = host.launch(SHORT, QUICK, QUICK)
@@ -57,9 +57,9 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 
 
 def head_halted(root: Path, dice: random.Random) -> float:
-    """Halt the supervisor of the first job in the queue. The next job must start first, and the halted one later.
+    """Halt the supervisor of the first job in the queue. The next job must start before it.
 
-    Return the seconds for which the GPU was idle.
+    Return the seconds that the GPU was idle.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -87,7 +87,8 @@ def head_halted(root: Path, dice: random.Random) -> float:
 
 
 def gpu_hangs(root: Path, dice: random.Random) -> float:
-    """Make all calls for one of two GPUs hang. The fault must be reported soon, and the queue must use the other GPU.
+    """Make all driver calls for one of two GPUs hang. The fault must be reported soon, and the queue must use the other
+    GPU.
 
     Return the seconds that the `gpus` command takes.
     """
@@ -108,9 +109,9 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
 
 
 def driver_hangs(root: Path, dice: random.Random) -> float:
-    """Make the driver hang while jobs wait. Jobs must show why they wait, and start when the driver has recovered.
+    """Make the driver hang while jobs wait. Jobs must show why they wait, and start once the driver has recovered.
 
-    Return the seconds from the recovery to the start.
+    Return the seconds from the recovery until the jobs start.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)

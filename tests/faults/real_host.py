@@ -1,4 +1,4 @@
-"""Simulates a host with its own name, boot id, GPUs and package through namespaces on this machine. Needs root."""
+"""Uses namespaces to simulate a host with its own name, boot id, GPUs and package on this machine. Requires root."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ mount --bind "$0/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -e /etc/machine-id ] || mount --bind "$0/machine_id" /etc/machine-id
 hostname "$1"; echo up; exec sleep infinity
 """
-# Code that is appended to the installed modules: ranks without torch, and a check that finds no problem with torch.
+# Code that is appended to the installed modules: ranks that do not need torch, and a torch check that always passes.
 _FAKES = {
     "trainer/contract/runs/rank_spec.py": """
 
@@ -44,9 +44,9 @@ def cuda_problem(vendors=()):
 
 
 class RealHost:
-    """A host on which commands start and change jobs. The jobs train with `jobs/fake_rank.py`, without torch.
+    """A host where commands start and change jobs. The ranks of these jobs are `jobs/fake_rank.py`, without torch.
 
-    A fake of NVIDIA's library provides the GPUs; `number` gives them different UUIDs on each host.
+    A fake version of NVIDIA's library provides the GPUs, whose UUIDs depend on `number`.
     """
 
     def __init__(self, box: Box, name: str, number: int = 0, faults: str = "", gpus: int = 1) -> None:
@@ -76,7 +76,7 @@ class RealHost:
     # The machine
 
     def boot(self, name: str) -> None:
-        """Start the host under a name, with a new boot id."""
+        """Start the host with this name and a new boot id."""
         self.name = name
         (self._folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
         command = ["unshare", "--uts", "--mount", "sh", "-ec", _SCRIPT, str(self._folder), name]
@@ -98,7 +98,7 @@ class RealHost:
         """Send SIGKILL to all processes of the host; return the pids that were alive."""
         lived = []
         for entry in Path("/proc").iterdir():
-            # The namespace link of a zombie process cannot be read.
+            # A zombie process's namespace link cannot be read.
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and os.readlink(entry / "ns" / "uts") == namespace:
                     lived.append(int(entry.name))
@@ -110,7 +110,7 @@ class RealHost:
         self.name = name
 
     def signal(self, process: ProcessRef, number: signal.Signals) -> None:
-        """Send a signal to a process that was started on this host since its boot."""
+        """Send a signal to a process that was started since this host booted."""
         assert os.readlink(f"/proc/{process.pid}/ns/uts") == os.readlink(f"/proc/{self._first.pid}/ns/uts")
         os.kill(process.pid, number)
 
@@ -126,7 +126,7 @@ class RealHost:
     def run(self, *words: object, ok: bool = True) -> str:
         """Run `sae-tui` with these arguments and return its output.
 
-        Require that the command succeeds or, with `ok=False`, that it fails without a crash.
+        Check that the command succeeds or, with `ok=False`, that it fails without crashing.
         """
         fixed = [sys.executable, "-P", "-m", "sae_tui", "--data-dir", str(self.box.data.root), "--gpu-source", "nvml"]
         done = self._inside(*fixed, *map(str, words))
@@ -136,7 +136,9 @@ class RealHost:
         return said
 
     def launch(self, *names: str, gpus: str = "auto:1", **place: object) -> list[int]:
-        """Launch jobs. Their names determine what their ranks do; `place` has options like `after=3` or `hold=True`."""
+        """Launch jobs. Their names determine what their ranks do; `place` contains options like `after=3` or
+        `hold=True`.
+        """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         files = [folder / f"{n}.toml" for n in range(len(names))]
         for file, name in zip(files, names, strict=True):
@@ -146,7 +148,9 @@ class RealHost:
         return [one["id"] for one in (launched if isinstance(launched, list) else [launched])]
 
     def trains(self, job_id: int) -> Job:
-        """Wait for a step of a job and return its row. `Box.wait_steps` works only for ranks of this machine's boot."""
+        """Wait until a job has reached a step, and return its row. `Box.wait_steps` works only for ranks with the real
+        boot id.
+        """
         wait_for(lambda: self.box.job(job_id).step, f"steps of job {job_id}", 60)
         return self.box.job(job_id)
 
@@ -169,13 +173,13 @@ class RealHost:
 
 
 def require_order(*rows: Job) -> None:
-    """Require that each of these jobs started after the previous one had ended."""
+    """Check that each of these jobs started after the previous one had ended."""
     for one, other in itertools.pairwise(rows):
         assert (one.ended or 0) <= (other.started or 0), f"job {other.id} did not wait for job {one.id}"
 
 
 def require_nothing_left(box: Box) -> None:
-    """Require that no process or lease remains, and that no GPU was given to two jobs at once."""
+    """Check that no process or lease remains, and that no GPU was assigned to two jobs at once."""
     folder = os.fsencode(box.data.root)
 
     def living() -> list[str]:
@@ -212,7 +216,7 @@ def _libraries() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def drivers() -> Path:
-    """Build the fakes of NVIDIA's library once, and one more named `hangs`, whose first call never returns."""
+    """Build the fake versions of NVIDIA's library once, plus a version named `hangs` whose first call never returns."""
     folder = Path(_libraries().name) / "drivers"
     folder.mkdir()
     build_drivers(folder)
@@ -227,7 +231,7 @@ def drivers() -> Path:
 
 @functools.cache
 def preloaded(name: str) -> Path:
-    """Build a library for LD_PRELOAD from a source in `support`."""
+    """Build a library for LD_PRELOAD from a source file in `support`."""
     library = Path(_libraries().name) / f"{name}.so"
     source = Path(__file__).parents[1] / "support" / f"{name}.c"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-o", library, source, "-ldl"], check=True)

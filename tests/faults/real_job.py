@@ -1,4 +1,4 @@
-"""A job with real training processes, with methods that inject faults and that check the guarantees afterwards."""
+"""A job with real training processes, with methods that inject faults and check the guarantees afterwards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
-# Simulated GPUs: their leases and locks are real, but the ranks run on the CPU.
+# These GPUs are simulated: their leases and locks are real, but the ranks run on the CPU.
 GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# The seconds within which all processes of a killed job must end and its GPUs must be released.
+# The seconds within which all processes of a killed job must exit and its GPUs must be released.
 GONE_AFTER_S = 15.0
 # Log every step, since a run that is stopped within a log interval records averages over other steps.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
@@ -39,7 +39,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 
 
 class RealJob:
-    """A job that is launched in the same way as by the app.
+    """A job that is launched just as the app would launch it.
 
     `train` and `launch` are settings in these sections; `place` contains the options `after` and `held`.
     """
@@ -103,7 +103,7 @@ class RealJob:
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:
-        """Wait until all its ranks are recorded, long before they train."""
+        """Wait until all ranks are recorded, which is long before they train."""
         wait_for(lambda: len(self.ranks) == n_ranks, f"{n_ranks} ranks", START_S)
         return self
 
@@ -111,9 +111,9 @@ class RealJob:
         return self.box.wait_ended(self.id, timeout_s)
 
     def mend(self) -> float:
-        """Wait until the job has ended, has no process and holds no GPU, and return the seconds.
+        """Wait until the job has ended, has no processes and holds no GPUs, and return the seconds that this takes.
 
-        Meanwhile, reconcile jobs as an app or a command would.
+        Meanwhile, reconcile jobs as the app or a command would.
         """
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):
@@ -150,19 +150,19 @@ class RealJob:
     # results
 
     def result(self) -> Result:
-        """Return the bytes of the job's SAE, and its loss at every logged step."""
+        """Return the content of the job's SAE file, and the loss at every logged step."""
         weights = (self.box.data.sae(self.id) / "sae_weights.safetensors").read_bytes()
         with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Require that the latest checkpoint, which a resume tries first, is complete."""
+        """Check that the latest checkpoint, which a resume tries first, is complete."""
         checkpoints = newest_first(self.paths.checkpoints)
         assert checkpoints, "no checkpoint"
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])
 
     def require(self, state: JobState, error: str | None = None) -> Job:
-        """Require a state, and that the job's error contains `error`; return the row."""
+        """Check the job's state, and that its error contains `error`; return its row."""
         row = self.row
         assert row.state == state, f"{row.state}, not {state}: {row.error}; log: {self.log()[-400:]}"
         assert error is None or error in (row.error or ""), f"{error!r} is not in {row.error!r}"
@@ -186,7 +186,7 @@ def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
 
 @contextlib.contextmanager
 def boxed(root: Path) -> Iterator[Box]:
-    """Yield a box on a data folder; end all its processes on exit."""
+    """Yield a box with a data folder; end all its processes on exit."""
     root.mkdir(parents=True, exist_ok=True)
     box = Box(root)
     try:

@@ -42,7 +42,7 @@ def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float
 
 
 def _stop(job: RealJob) -> float:
-    """Stop the job; require that it saved a checkpoint and that all ranks exited themselves. Return the seconds."""
+    """Stop the job; check that it saved a checkpoint and that all ranks exited by themselves. Return the seconds."""
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

@@ -1,4 +1,4 @@
-"""Tests with stored times and pids that are from another boot, another process or a clock that was set differently."""
+"""Tests with stored times and pids from another boot, another process or a clock that was set differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a job continues while its disk is full or read-only, and saves a checkpoint when this is possible."""
+"""Tests that a job continues while its disk is full or read-only, and saves a checkpoint once it can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def fill(disk: Path) -> Path:
-    """Fill the disk with a file until no space is left, and return its path."""
+    """Fill the disk with a single file, and return its path."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -29,19 +29,21 @@ def fill(disk: Path) -> Path:
 
 
 def saved_steps(training: Training) -> list[int]:
-    """Return the steps of the checkpoints, latest first; require that all are complete."""
+    """Return the steps of the checkpoints, latest first; check that all checkpoints are complete."""
     checkpoints = newest_first(training.paths.checkpoints)
     assert [damage(folder) for folder in checkpoints] == [None] * len(checkpoints)
     return [read_state(folder).position.step for folder in checkpoints]
 
 
 def newest_step(training: Training) -> int:
-    """Return the step of the latest checkpoint from its name, since the job may be deleting files."""
+    """Return the step in the name of the latest checkpoint. Do not read its files, since the job may be
+    deleting them.
+    """
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 
 
 def require_recovered(training: Training, first_failed: int) -> None:
-    """Require that later saves succeeded, and that failure and recovery are reported in order."""
+    """Check that later saves succeeded, and that the failure and the recovery are reported in order."""
     job = training.stop()
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, heartbeat = training.stored()
@@ -87,7 +89,7 @@ def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, sma
 
 
 def remounted(disk: Path, how: str) -> bool:
-    """Remount the disk and return whether this worked; it fails while a file on it is being written."""
+    """Remount the disk and return whether this succeeded; it fails while a file on the disk is being written."""
     return subprocess.run(["mount", "-o", f"remount,{how}", disk], capture_output=True).returncode == 0
 
 

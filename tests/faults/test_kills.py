@@ -77,5 +77,5 @@ def test_an_old_job_that_was_just_resumed_has_time_to_get_its_supervisor(box) ->
     box.control.transition(job_id, JobState.QUEUED)
     assert reconcile(box.data) == []
     box.control.update(job_id, queued=time.time() + 3600)
-    # The job was queued an hour in the future, which is possible only if the clock was set back.
+    # The job was queued an hour in the future, which is possible only if the clock has been set back.
     assert reconcile(box.data) == [job_id]

@@ -1,4 +1,4 @@
-"""Tests that a training continues if the store of its job fails, and that lost rows are reported."""
+"""Tests that training continues if the job's store fails, and that lost rows are reported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_deleted_store_is_recreated_and_missing_rows_are_reported(train) -> No
 def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
     training = train()
     with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:
-        # Write the rows to the database file, since otherwise the write-ahead log may still contain all rows.
+        # Move the rows to the database file; otherwise, they may all still be in the write-ahead log.
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     training.paths.metrics_db.write_bytes(b"garbage " * 100_000)
     training.says("metrics.db was damaged and is kept as metrics.db.corrupt-1; ")
@@ -87,7 +87,7 @@ def test_locking_and_deleting_the_job_list_stops_no_training(train) -> None:
         file.unlink()
     training.go_on(300)
     assert all(process.is_alive() for process in training.processes)
-    # Send SIGTERM, as a machine does when it shuts down.
+    # Send SIGTERM, as a machine does during shutdown.
     supervisor.send(15)
     wait_for(lambda: not any(process.is_alive() for process in training.processes), "everything to end", 60)
     assert training.paths.exit_file.exists()

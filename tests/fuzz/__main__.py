@@ -1,4 +1,4 @@
-"""Fuzzes every reader in turn and adds failing inputs to the corpus: `PYTHONPATH=tests python -m fuzz --minutes 30`."""
+"""Fuzzes each reader in turn and adds failing inputs to the corpus: `PYTHONPATH=tests python -m fuzz --minutes 30`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _take_turn(reader: Reader, place: Home, number: int, counts: Counter[str], k
 
 
 def _tell(reader: Reader, content: bytes, error: Exception, known: set[str]) -> None:
-    """Report an error once per line of code, and store the smallest failing input, which was tried last."""
+    """Report each error only once per line of code, and store the smallest failing input, which was tried last."""
     frames = traceback.extract_tb(error.__traceback__)
     where = next((f"{at.filename}:{at.lineno}" for at in reversed(frames) if "/site-packages/" not in at.filename), "")
     if (summary := f"{reader.name}: {type(error).__name__} at {where}") in known:

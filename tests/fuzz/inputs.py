@@ -18,7 +18,7 @@ TOKENS = (
     b'"', b"'", b"\\", b"#", b":", b"\xd9\xa3", b"\xc2\xb2", b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5_000,
     b'"data.path" = 1\n', b"data = 1\n", b"[data.x]\n", b"[[sae]]\n", b"a." * 5_000, b"-" * 3_000, b"x" * 100_000,
 )  # fmt: skip
-# A number, quoted text or word that a mutation may replace.
+# A number, quoted string or word that a mutation may replace.
 _WORD = re.compile(rb'"[^"\n]*"|[\w.+-]+')
 
 Step = Callable[[bytes], bytes]
@@ -86,7 +86,9 @@ JSON = st.recursive(
 
 
 def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) -> bytes:
-    """Return the mutated file `first`. With `splice`, the content of `second` replaces the part from there on."""
+    """Return the mutated file `first`. With `splice`, the content of `second` replaces everything after that
+    position.
+    """
     content = first if splice is None else first[: _at(first, splice)] + second[_at(second, splice) :]
     for step in steps:
         content = step(content)

@@ -17,7 +17,8 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# The limit is in CPU seconds of this process, so that no test fails on a busy machine. A reader takes milliseconds.
+# The limit is in CPU seconds of this process, so that no test fails because the machine is busy. A reader takes
+# milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
 LONGEST_SENTENCE = 3000
@@ -67,9 +68,9 @@ def _bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def home() -> Iterator[Home]:
-    """Yield a data folder to read, in memory if such a file system exists."""
+    """Yield a data folder to read, on an in-memory file system if there is one."""
     in_memory = Path("/dev/shm")
-    # The replaced function would start a process for every opened store.
+    # The original function would start a process for every opened store.
     local = mock.patch.object(database, "network_file_system", return_value=None)
     with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
         yield Home(Path(folder))

@@ -1,4 +1,4 @@
-"""A list of all code that reads bytes from untrusted sources; the module `uses` defines how each reader is called."""
+"""Lists all code that reads bytes from untrusted sources; the module `uses` defines how each reader is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NOTHING = type(None)
 class Reader(NamedTuple):
     """A function that reads bytes from an untrusted source.
 
-    `read` gets the bytes in the file of `seeds` and returns one of `kinds`, or raises `UserError` or one of `raises`.
+    `read` gets the bytes as the file that `seeds` names. It returns one of `kinds`, or raises `UserError` or one of
+    `raises`.
     """
 
     name: str
@@ -47,7 +48,7 @@ READERS = (
     Reader("exit.json, repaired", "exit", uses.repaired, (str, NOTHING)),
     Reader("exit.json of a failure", "exit", uses.why, (str, NOTHING)),
     Reader("last word of a rank", "rank_exit", uses.why, (str, NOTHING)),
-    # This reader raises `ValueError` with the reason. The rank then ends, and a resume reads the previous attempt.
+    # This reader raises `ValueError` with the reason. The rank then exits, and a resume reads the previous attempt.
     Reader("ranks.json", "ranks", uses.ranks, (dict,), (ValueError,)),
     Reader("progress.jsonl", "progress", uses.progress, (int,)),
     Reader("log", "log", uses.log, (list,)),

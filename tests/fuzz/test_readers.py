@@ -1,4 +1,4 @@
-"""Tests that each reader returns a value or a one-sentence error for any bytes, quickly and with little memory."""
+"""Tests that for any bytes, each reader returns a value or a one-sentence error, quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuzz.readers import READERS, Reader
 from fuzz.uses import CORPUS, Home
 from hypothesis import HealthCheck, Phase, given, settings
 
-# The tests of all readers take 15 core-seconds together; `python -m fuzz` runs as long as requested.
+# The tests of all readers take 15 core-seconds in total; `python -m fuzz` runs as long as requested.
 EXAMPLES = 150
 
 

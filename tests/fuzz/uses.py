@@ -1,4 +1,4 @@
-"""Functions that read a file in a data folder and use its value like sae-tui."""
+"""Functions that read a file in a data folder and use its content as sae-tui does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from trainer.contract.store.states import JobState
 
 CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
-# The locations of corpus files in a data folder; other files are at its root.
+# Where the corpus files belong in a data folder; other files are at its root.
 PLACES = {
     "box": "box.json",
     "cards": f"cards-{DataDir(Path()).host_word}-auto.json",
@@ -94,7 +94,7 @@ MACHINE = Machine(
 
 
 class Home:
-    """A data folder as sae-tui writes it, in which one file contains the bytes to read."""
+    """A data folder as sae-tui writes it, except that one file contains the bytes to read."""
 
     def __init__(self, root: Path) -> None:
         self.data = DataDir(root)
@@ -183,12 +183,12 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Export tensors with arbitrary content and a valid manifest."""
+    """Export tensors that have arbitrary content and a valid manifest."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent
     home.path("manifest").unlink(missing_ok=True)
-    # `manifest_of` refuses git-lfs pointers, which Hypothesis generates because it uses string constants from our code.
+    # `manifest_of` refuses git-lfs pointers, which Hypothesis generates because it uses string constants of our code.
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     described = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
@@ -291,7 +291,7 @@ def log(home: Home) -> list[str]:
 
 
 def search(home: Home) -> int:
-    """Search all lines of a log for its first line; return the number of hits."""
+    """Search all lines of a log for its first line; return the number of matches."""
     lines = [line.decode(errors="replace") for line in home.path("log").read_bytes().split(b"\n")]
     view = LogView()
     view._resize = lambda: None  # type: ignore[method-assign]
@@ -306,7 +306,7 @@ class NvmlStub(SimpleNamespace):
 
 
 def driver(home: Home) -> list[str]:
-    """Query a driver that returns these bytes as a GPU's name, its UUID and a command line."""
+    """Query a driver that returns these bytes as a GPU's name, as its UUID and as a command line."""
     name, uuid, command, *_ = *home.path("nvml").read_bytes().split(b"\n"), b"", b""
     answers: dict[str, Callable[..., Any]] = {
         "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -324,7 +324,7 @@ def driver(home: Home) -> list[str]:
 
 
 def read_gpus(home: Home) -> int:
-    """Parse a GPU list printed by another process, share it as the queue does, and return the number of GPUs."""
+    """Parse a GPU list that another process printed, share it as the queue does, and return the number of GPUs."""
     reader = gpu_reader.GpuReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()
@@ -381,7 +381,7 @@ def words(home: Home) -> list[int]:
 
 
 def number(home: Home) -> int:
-    """Parse text as numbers, like flags and form fields."""
+    """Parse text as numbers, as flags and form fields do."""
     text = home.text("seconds")
     for word in (text, *text.split(" ")):
         for several in (False, True):

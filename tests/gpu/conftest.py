@@ -1,4 +1,4 @@
-"""Fixtures that run scripts with the real pynvml on a fake of NVIDIA's library, and a helper that polls."""
+"""Fixtures that run scripts with the real pynvml and a fake version of NVIDIA's library, and a helper that polls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def on_nvml(drivers: Path) -> Callable[..., Any]:
-    """Return a function that runs a script on the fake driver and returns its JSON output."""
+    """Return a function that runs a script with the fake driver and returns its JSON output."""
 
     def run(script: str, driver: str = "new", path: Path | None = None, **variables: Any) -> Any:
         env = environment(drivers, driver, **variables)
@@ -45,7 +45,7 @@ def on_nvml(drivers: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that takes one sample of every GPU, including its processes."""
+    """Return a function that samples every GPU once, including its processes."""
 
     def read(faults: dict[int, str] | None = None, **options: Any) -> list[dict[str, Any]]:
         specs = ",".join(f"{index}:{fault}" for index, fault in (faults or {}).items())

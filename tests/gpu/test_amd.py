@@ -1,4 +1,4 @@
-"""Tests for `Amd` with AMD's Python module and a fake of AMD's library."""
+"""Tests for `Amd` with AMD's Python module and a fake version of AMD's library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with the layout of a ROCm installation."""
+    """Build a folder that is laid out like a ROCm installation."""
     if (module := module_folder()) is None:
         pytest.skip("amdsmi is not installed")
     return build_library(tmp_path_factory.mktemp("rocm"), module)
@@ -49,7 +49,7 @@ def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_amd(rocm: Path) -> Run:
-    """Return a function that runs a script on the fake library and returns its JSON output."""
+    """Return a function that runs a script with the fake library and returns its JSON output."""
 
     def run(script: str, **variables: Any) -> Any:
         extra = {name: variables.pop(name) for name in ("ROCM_PATH", "PYTHONPATH") if name in variables}
@@ -273,8 +273,8 @@ def test_a_user_without_compute_permission_is_warned_even_if_gpus_can_be_read(
         Amd().open()
 
 
-# This script follows a sampler through stages. When the condition of a stage is true, it changes environment variables
-# of the fake library.
+# This script follows a sampler through stages. When the condition of a stage becomes true, the script changes
+# environment variables of the fake library.
 FOLLOW = """
 import json, os, time
 from sae_tui.gpu import sampler as module

@@ -1,4 +1,4 @@
-"""Tests for commands and jobs on a machine with AMD GPUs. AMD's library is a fake, and ranks run on the CPU."""
+"""Tests for commands and jobs on a machine with AMD GPUs. AMD's library is fake, and ranks run on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from support.amd_driver import build_library, environment, module_folder
 from support.driver import ROOT
 
-# Every Python process runs this code at its start. A rank also stores its environment variables.
+# Every Python process runs this code when it starts. A rank also stores its environment variables.
 START = """
 import os, pathlib
 from msgspec.structs import replace
@@ -42,7 +42,7 @@ UUIDS = [f"GPU-9f3a5c00d1e2f0a{index}" for index in range(3)]
 
 
 class Machine:
-    """The shell of a user on a machine with three AMD GPUs."""
+    """A user's shell on a machine with three AMD GPUs."""
 
     def __init__(self, root: Path, rocm: Path) -> None:
         (root / "sitecustomize.py").write_text(START.format(here=str(root)))

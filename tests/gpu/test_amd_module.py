@@ -1,4 +1,4 @@
-"""Tests for the choice of the amdsmi module, and for the message if none can be used."""
+"""Tests for how the amdsmi module is chosen, and for the message if no module can be used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD = "def amdsmi_get_gpu_vram_usage(): ...\nclass AmdSmiLibraryException(Excep
 
 
 def load(rocm: Path, installed: Path) -> Any:
-    """Return `MARK` of the loaded module, or the reason why none could be loaded."""
+    """Return `MARK` of the imported module, or the reason why no module could be imported."""
     env = os.environ | {"ROCM_PATH": str(rocm), "PYTHONPATH": f"{installed}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", LOAD], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Tests for GPU details, which are read only while they are shown, with the real pynvml on a fake driver."""
+"""Tests for GPU details, which are read only while they are shown, with the real pynvml and a fake driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.panels.gpu_page import facts
 
-# Prints the details of each GPU together with its condition.
+# Prints the details and the condition of each GPU.
 FLAT = """
 import json
 from dataclasses import asdict
@@ -49,7 +49,8 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# Unknown fields: there is no Xid error, this driver names no recovery action, and activity needs two readings.
+# These fields are unknown: there is no Xid error, this driver names no recovery action, and activity needs two
+# readings.
 UNKNOWN = {"xid", "recovery", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = f"""{FLAT}
 nvml = Nvml()
@@ -140,7 +141,7 @@ def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
 
 
 class Counting(Simulated):
-    """Simulated GPUs that count the reads of each GPU's details."""
+    """Simulated GPUs that count how often the details of each GPU are read."""
 
     def __init__(self) -> None:
         super().__init__(3)

@@ -1,4 +1,4 @@
-"""Tests for the energy of a GPU, which is computed from its power, from the driver's counter, and with gaps."""
+"""Tests for computing a GPU's energy from its power or from the driver's counter, also with gaps."""
 
 from __future__ import annotations
 

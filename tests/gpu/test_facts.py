@@ -1,4 +1,4 @@
-"""Tests for versions and links that pynvml on the fake driver and the simulated machine report."""
+"""Tests for the versions and links that the simulated machine and, with a fake driver, pynvml report."""
 
 from __future__ import annotations
 

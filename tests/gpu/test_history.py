@@ -46,7 +46,7 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    """Sample two GPUs 200 times per second. The clock starts ten minutes ago and advances 1 s per sample."""
+    """Sample two GPUs 200 times per second. The clock starts ten minutes ago and advances by 1 s per sample."""
     begin, ticks = time.time() - 600, itertools.count()
     started = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
     yield started
@@ -55,7 +55,7 @@ def sampler() -> Iterator[Sampler]:
 
 @pytest.fixture
 def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
-    """Return a function that starts recorders of the sampler; they are stopped after the test."""
+    """Return a function that starts recorders of the sampler, which are stopped after the test."""
     started: list[Recorder] = []
 
     def begin(**options: Any) -> Recorder:
@@ -78,7 +78,7 @@ def rows(data_dir: DataDir, query: str = "SELECT * FROM gpu_metrics") -> list[sq
 
 
 def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None = None, **values: Any) -> None:
-    """Store samples as another process would, with the UUID of the simulated GPU at this index by default."""
+    """Store samples as another process would. By default, they have the UUID of the simulated GPU at this index."""
     uuid = uuid or uuid_of(index)
     row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
@@ -475,7 +475,7 @@ def filled(data_dir: DataDir, hours: float) -> None:
 
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
-    """Run two complete passes of upkeep with a minute between them, and return the sizes of the write-ahead log."""
+    """Run two complete maintenance passes a minute apart, and return the sizes of the write-ahead log."""
     wal = data_dir.gpu_db.with_name(f"{data_dir.gpu_db.name}-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
@@ -607,7 +607,7 @@ def test_stored_readings_of_another_gpu_are_not_stored_again_for_this_gpu(data_d
 
 
 class Nameless(Simulated):
-    """A GPU that reports its UUID only after some readings."""
+    """A GPU that does not report its UUID in the first few readings."""
 
     known = False
 
@@ -633,7 +633,7 @@ def test_readings_wait_until_the_gpu_has_reported_its_uuid(data_dir: DataDir, un
 
 @pytest.fixture
 def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Return a function that starts monitors of this host's GPUs; they are stopped after the test."""
+    """Return a function that starts monitors of this host's GPUs, which are stopped after the test."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     started: list[Monitor] = []
 
@@ -659,7 +659,7 @@ def test_only_the_history_of_the_same_gpu_is_shown(
 
 
 def utilization(monitor: Monitor, index: int) -> list[float | None]:
-    """Return a GPU's utilisation over the last ten minutes, or [] before the GPUs are known."""
+    """Return a GPU's utilisation over the last ten minutes, or [] while the GPUs are not known yet."""
     return monitor.past(600).column(index, "utilization", 600) if monitor.latest() else []
 
 

@@ -1,4 +1,4 @@
-"""Tests that GPUs of a new vendor, which needs one file and one line, are supported everywhere like NVIDIA's."""
+"""Tests that a new vendor needs only one file and one line for its GPUs to be supported as fully as NVIDIA's."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.rows import Job
 
-# Every Python process on a machine with abacuses runs this code at its start, which registers the vendor. A rank also
-# stores its environment variables.
+# Every Python process on a machine with abacuses runs this code when it starts. The code registers the vendor. A rank
+# also stores its environment variables.
 START = """
 import os, pathlib, support.abacus
 support.abacus.register({folder!r})
@@ -79,7 +79,7 @@ def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Machine:
-    """The shell of a user on a machine with abacuses."""
+    """A user's shell on a machine with abacuses."""
 
     def __init__(self, root: Path, frames: Path, more: str = "") -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Tests for `Nvml` with the real pynvml on a fake driver."""
+"""Tests for `Nvml` with the real pynvml and a fake driver."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ IDENTITY_FAULTS = ("no_name", "err_name", "bad_name", "long_name", "no_uuid", "e
 
 @pytest.fixture(scope="module")
 def with_gpu_faults(read_all: Read) -> list[dict[str, Any]]:
-    """Read GPUs with one fault each; the first and the last GPU have none."""
+    """Read GPUs that each have one fault, except the first and the last GPU."""
     return read_all(dict(enumerate(GPU_FAULTS, start=1)), GPUS=len(GPU_FAULTS) + 2)
 
 
@@ -246,7 +246,7 @@ print(json.dumps([seen, unhealthy]))
     assert lost[1:3] == before[1:3] == back[1:3]
     assert "fallen off the bus" in lost[3]
     assert lost[4] == back[4] == {}
-    # All 8 GPUs were searched for slices, and old handles are not used again.
+    # All 8 GPUs were searched for slices, and old handles are not reused.
     assert calls_in(tmp_path)["nvmlDeviceGetHandleByIndex_v2"] == 8 + 1 + unhealthy
 
 
@@ -330,7 +330,7 @@ print(0)
     calls = calls_in(tmp_path)
     print(f"{sum(calls.values()) / 60:.1f} calls per second: {calls}")
     assert calls["nvmlDeviceGetUtilizationRates"] == 480
-    # Two calls per GPU are made only once, to find its slices.
+    # Two of the calls per GPU, which find its slices, are made only once.
     assert (sum(calls.values()) - 2 * 8) / 60 <= 60
 
 
@@ -346,7 +346,7 @@ except SourceUnavailable as error:
 
 
 def calls_in(folder: Path) -> dict[str, int]:
-    """Return the number of calls to each function, which the library logs when its process ends."""
+    """Return the number of calls to each function, which the library logs when its process exits."""
     (log,) = folder.iterdir()
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 

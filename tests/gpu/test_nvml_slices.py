@@ -1,4 +1,4 @@
-"""Tests for MIG slices as separate GPUs, with the real pynvml on a fake of NVIDIA's library."""
+"""Tests that MIG slices are treated as separate GPUs, with the real pynvml and a fake version of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
-    # The physical GPU does not repeat these processes, although its driver lists all of them.
+    # The physical GPU does not list these processes again, although its driver reports all of them.
     assert split["processes"] == []
 
 

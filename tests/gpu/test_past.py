@@ -39,7 +39,7 @@ def every_second(first: float, last: float, utilization: int | None = 50) -> dic
 
 
 def drawn(found: RecentHistory, index: int, n: int = 8) -> str:
-    """Draw one character per interval: `.` for a gap, otherwise the utilisation in tens."""
+    """Draw one character per interval: `.` for a gap, otherwise the utilisation in tens of percent."""
     return "".join("." if value is None else str(round(value / 10)) for value in found.column(index, "utilization", n))
 
 

@@ -58,7 +58,7 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
     }
     code = "print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
-        # Wait for output, since the kernel shows a program's environment only some time after the program has started.
+        # Wait for output, since the kernel exposes a program's environment only a while after the program has started.
         assert process.stdout
         process.stdout.readline()
         yield process

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 # This script follows a sampler and prints each distinct state: the UUID of each GPU, whether the GPU can be read, and
-# the problem of the sampler. Faults of the fake driver start and end at times of its clock, `fake_time`. The script
-# advances this clock to the next stage only when the sampler has reached the state that the stage waits for, so that
-# no state is missed on a slow machine.
+# the sampler's problem. The faults of the fake driver start and end at fixed times of its clock, `fake_time`. The
+# script advances this clock to the next stage only once the sampler has reached the state that the stage waits for, so
+# that no state is missed on a slow machine.
 FOLLOW = """
 import ctypes, json, time
 from sae_tui.gpu import read, sampler as module
@@ -56,7 +56,7 @@ def follow(
 
 
 def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
-    # While the driver is unloaded, each GPU keeps its row, which shows the reason why the GPU cannot be read.
+    # While the driver is unloaded, each GPU keeps its row, which shows why the GPU cannot be read.
     away = "'not loaded' in problem and len(rows) == 3 and all('not loaded' in reason for *_, reason in rows)"
     stages = [("are_read", 1.5), (away, 3.0), ("are_read and not problem", END)]
     pictures, _, _ = follow(on_nvml, stages, GPUS=3, FAULTS="*:unload@1-2")

@@ -22,7 +22,7 @@ Start = Callable[..., Sampler]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts samplers; they are stopped after the test."""
+    """Return a function that starts samplers, which are stopped after the test."""
     started: list[Sampler] = []
 
     def begin(*arguments: Any, **options: Any) -> Sampler:
@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """A source that records the requests for each GPU. Some tests change how the source responds."""
+    """A source that records the reads of each GPU. Some tests change how the source responds."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)

@@ -75,7 +75,7 @@ def test_a_gpu_that_must_not_be_used_is_not_offered_and_has_a_reason(on_nvml: Ca
 
 @pytest.fixture
 def commands(drivers: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that runs a command on the fake driver and returns its JSON output."""
+    """Return a function that runs a command with the fake driver and returns its JSON output."""
 
     def run(*arguments: str, **variables: Any) -> Any:
         env = environment(drivers, PIDS="", **variables)
@@ -220,7 +220,7 @@ def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> 
     assert choice.may_be_offered
     assert "stale reading until a program uses CUDA" in choice.reason
     assert aggregate([idle, busy]).average_utilization == 40
-    # A reading is left out of the mean only if the GPU is certainly not in use.
+    # A reading is excluded from the mean only if the GPU is certainly not in use.
     for one in (
         replace(idle, processes=None),
         replace(idle, memory_used_bytes=2 * GIB),

@@ -1,4 +1,4 @@
-"""Tests for the history of a GPU, which is resampled to the number of columns on the screen."""
+"""Tests for resampling a GPU's history to the number of columns on the screen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def db(tmp_path: Path) -> Path:
 
 
 def store(path: Path, stamps: list[float], *, minutes: bool = False, job: int | None = None, busy: float = 50) -> None:
-    """Store samples of a GPU and their minute means, or only minute means if `minutes` is set."""
+    """Store a GPU's samples and per-minute means, or only per-minute means if `minutes` is set."""
     values = (busy, 1 << 30, 2 << 30, 60, 100.0, job)
     with closing(open_writer(path, "gpu")) as db:
         for stamp in stamps:

@@ -1,4 +1,4 @@
-"""Tests for following a host, with a child process in place of ssh."""
+"""Tests for following a host, with a child process that replaces ssh."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
 
 
 def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: Path) -> None:
-    """An app that is stopped cuts its connections, so that the hosts close their GPU drivers."""
+    """An app that is suspended cuts its connections, so that the hosts close their GPU drivers."""
     hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
     hosts.start(lambda: None)
     for n_runs in (1, 2):
@@ -127,7 +127,7 @@ def test_stopping_ends_the_ssh_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     hosts.stop()
-    # The process ends at the end of its standard input, even if it gets no signal.
+    # The process exits when its standard input is closed, even if it gets no signal.
     while not gone.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -87,7 +87,7 @@ def test_a_message_is_read_back_with_harmless_texts(message) -> None:
     assert type(read) is type(message)
     longest = LONGEST_LOG_LINE if isinstance(read, Log) else LONGEST_TEXT
     assert all(text.isprintable() and len(text) <= longest for text in texts_in(read))
-    # A message whose texts are harmless is not changed.
+    # A message whose strings are harmless is not changed.
     assert read == message or texts_in(read) != texts_in(message)
     assert decode(line_of(read)) == read
 

@@ -52,7 +52,7 @@ def sentence(sshd: Sshd) -> str:
 
 
 def streams(folder: Path) -> list[str]:
-    """Return the command lines of processes that stream from this data folder."""
+    """Return the command lines of the processes that stream from this data folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -94,7 +94,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
 
 def test_a_silent_host_is_disconnected_and_reconnected(sshd, tmp_path) -> None:
     sshd.install(tmp_path / "data")
-    # With these options, ssh gives up sooner. The app adds its own values, but ssh uses the first value of an option.
+    # With these options, ssh gives up sooner. The app adds its own values, but ssh uses the first value of each option.
     ssh = [*sshd.ssh, "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1"]
     hosts = Hosts(["gpu1"], ssh, demo=True)
     hosts.start(lambda: None)

@@ -1,4 +1,4 @@
-"""Fixtures with the built packages, and with a virtual environment in which pip has installed the sdist offline."""
+"""Fixtures with the built packages, and with a virtual environment where pip has installed the sdist offline."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Make:
 
 @pytest.fixture(scope="session")
 def dist(once: Make) -> Path:
-    """Return a folder with the sdist and the wheel that was built from it."""
+    """Return a folder with the sdist and the wheel that was built from the sdist."""
     return once("dist", lambda folder: build(ROOT, folder))
 
 
 @pytest.fixture(scope="session")
 def watching(once: Make, dist: Path) -> Path:
-    """Return the `bin` folder of an environment in which the sdist is installed without extras and network."""
+    """Return the `bin` folder of an environment where the sdist was installed offline and without extras."""
 
     def fill(folder: Path) -> None:
         locked = (ROOT / "requirements" / "watch.txt").read_text()

@@ -1,4 +1,4 @@
-"""Tests for the sdist, installed without a network, with and without the packages that the trainer needs."""
+"""Tests for the sdist, installed offline, with and without the packages that the trainer needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ report_card = false
 [launch]
 gpus = "cpu"
 """
-# This script runs many commands in one process, so that Python starts only once.
+# This script runs many commands in one process, so that Python is started only once.
 ALL = """
 import contextlib, io, json, sys
 import sae_tui.cli, trainer.cli
@@ -58,7 +58,7 @@ class Installed:
         self.job_file.write_text(JOB.format(sample=package / "data" / "sample"))
 
     def with_torch(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run a program that can also import packages of the test environment; installed packages have priority."""
+        """Run a program that can also import packages of the test environment; installed packages take precedence."""
         own, here = str(self.package.parent), sysconfig.get_path("purelib")
         return self.run(*argv, PYTHONPATH=f"{own}:{here}")
 
@@ -121,7 +121,7 @@ def test_with_torch_the_sample_trains_and_without_it_nothing_can_be_started(inst
 
 
 def commands(installed: Installed) -> list[list[str]]:
-    """Return command lines that need no torch."""
+    """Return command lines that work without torch."""
     file, csv = str(installed.job_file), str(installed.folder / "curves.csv")
     lines = [
         ["gpus"], ["gpus", "0", "--json"], ["select"], ["metrics"], ["metrics", "--view", "per_gpu", "--json"],

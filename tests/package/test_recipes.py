@@ -19,7 +19,7 @@ RECIPE = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text
 
 
 def copied() -> list[str]:
-    """Return the files and folders that the first stage of the Dockerfile copies."""
+    """Return the files and folders that the Dockerfile's first stage copies."""
     lines = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     return [source for line in lines for source in line.split()]
 

@@ -1,4 +1,4 @@
-"""Fixtures for job attempts on a real SLURM cluster of two nodes, which all tests of a process share."""
+"""Fixtures for job attempts on a real two-node SLURM cluster, which all tests of a process share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROJECT = Path(__file__).parents[2]
 def cluster() -> Iterator[Cluster]:
     if reason := obstacle():
         pytest.skip(reason)
-    # The names of pytest's folders are too long for the path of a socket.
+    # The paths of pytest's folders are too long for a socket.
     started = Cluster(Path(tempfile.mkdtemp(prefix="slurm-")))
     try:
         started.start()
@@ -106,11 +106,11 @@ class Submission:
 
 @pytest.fixture
 def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Return a function that creates a SLURM job in a folder whose name requires shell quoting."""
+    """Return a function that creates a SLURM job in a folder whose name needs shell quoting."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # Short delays are enough, since both nodes share a file system and the controller has nothing else to do.
+    # Short delays suffice, since both nodes share a file system and the controller has nothing else to do.
     monkeypatch.setattr(slurm, "WORDS_S", 1.0)
     monkeypatch.setattr(cluster_of_job, "LOOK_EVERY_S", 0.3)
     data = DataDir(tmp_path / 'it\'s 100 % "$(data)"')

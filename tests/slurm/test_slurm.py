@@ -1,4 +1,4 @@
-"""Tests for jobs on the nodes of a real SLURM cluster: how they train and end, and what they report."""
+"""Tests for jobs on a real SLURM cluster: how they train and end, and what they report."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_slurms_rejection_is_reported_in_its_own_words(submission) -> None:
 
 
 def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
-    """Return an extraction on two nodes with sufficient text."""
+    """Return an extraction job on two nodes, with enough text."""
     (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(n_tokens // 8)))
     model = make_model(tmp_path / "gpt2", "gpt2")
     job = extraction_job(model, text, tmp_path / "rows", n_tokens=n_tokens, shard_rows=512)
@@ -208,7 +208,7 @@ def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_
 
 @pytest.mark.slow
 def test_an_extraction_on_nodes_stops_on_request_after_its_last_shards(submission, tmp_path: Path) -> None:
-    # The extraction would take minutes, but the test stops it after a few seconds.
+    # The extraction job would take minutes, but the test stops it after a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
     one = submission(extraction=extraction)
     one.start()

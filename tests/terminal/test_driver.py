@@ -1,4 +1,4 @@
-"""Tests that the app handles ctrl+z while it has the terminal, and the kernel before and afterwards."""
+"""Tests that the app handles ctrl+z while it has the terminal, and that the kernel handles it before and afterwards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ print("resumed", app.n_resumed)
 @pytest.mark.parametrize(("stops_in", "n_stops"), [("pause", 1), ("resume", 2)])
 def test_a_second_ctrl_z_is_ignored_in_a_pause_and_stops_an_app_that_resumes(stops_in: str, n_stops: int) -> None:
     command = [sys.executable, "-c", STOPPED_AGAIN, stops_in]
-    # Use a new process group. In a new session, the kernel would discard the signal.
+    # Use a new process group, since the kernel would discard the signal in a new session.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         for _ in range(n_stops):
             deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""Tests that keys are handled in the order in which they were typed, in an app with two widgets."""
+"""Tests that keys are handled in the order they were typed, in an app with two widgets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Small(KeysInOrder):
 
 
 def send(app: Small, data: str) -> None:
-    """Post the messages for input that arrives in one packet, like the driver."""
+    """Post the messages for input that arrives in one packet, as the driver does."""
     for message in PacketParser().feed(data):
         message.set_sender(app)
         app.post_message(message)

@@ -1,4 +1,4 @@
-"""Tests that terminal input is parsed into the same key events if it is split or delayed."""
+"""Tests that terminal input is parsed into the same key events even if it is split or delayed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def clock():
 
 
 def sent(clock: Clock, parser: XTermParser, *pieces: str, pause_s: float = 0.5) -> list[str]:
-    """Return the events for these pieces of input, with a pause after each piece and a long pause at the end."""
+    """Return the events for these chunks of input, with a pause after each chunk and a long pause at the end."""
     messages: list[Message] = []
     for piece in pieces:
         messages += parser.feed(piece)

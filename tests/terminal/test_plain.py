@@ -41,7 +41,7 @@ async def test_every_screen_is_ascii_and_keeps_its_layout(
         [cell_len(part.text) for part in row] for row in full
     ]
     assert any(not row.text.isascii() for row in full)
-    # Every character that the app draws has an ASCII replacement.
+    # Every character that the app draws must have an ASCII replacement.
     marks = [(row.text.replace("L?mb", ""), was.text) for row, was in zip(drawn, full, strict=True)]
     assert [row for row, was in marks if row.count("?") != was.count("?")] == []
 

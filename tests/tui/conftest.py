@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_objects() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, since pytest keeps an object for every test."""
+    """Exclude existing objects from garbage collection, since pytest keeps objects for every test."""
     gc.collect()
     gc.freeze()
     yield
@@ -42,7 +42,9 @@ def data(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
-    """Return a function such as `make_app(gpus=8, theme="light")`, whose app changes only if the test acts."""
+    """Return a function such as `make_app(gpus=8, theme="light")`, which creates an app that changes only if the test
+    acts.
+    """
 
     def make(
         gpus: int = 4,

@@ -1,4 +1,4 @@
-"""Tests for the report card of a job on the screen."""
+"""Tests for the screen that shows a job's report card."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_all_figures_of_a_report_card_fit_on_one_screen(
         for fact in FACTS:
             assert any(line.startswith(f" {fact}") for line in shown), fact
         assert " FVU                 0.2500 ± 0.0100, median row 0.2400" in shown
-        # The latents are listed below, with their strongest tokens aligned in one column.
+        # The latents are listed below, with their most strongly activating tokens aligned in one column.
         latents = panel.plain.splitlines()[-20:]
         assert latents[2].startswith("      3   3.000%")
         assert {line.index(f" of{number}") for number, line in enumerate(latents, 1)} == {latents[0].index(" of1")}

@@ -151,7 +151,7 @@ async def test_a_message_that_expires_while_it_is_mounted_does_not_freeze_the_ap
 
 async def test_all_errors_are_shown_in_full_until_a_key_is_pressed_on_any_screen(make_app, monkeypatch) -> None:
     monkeypatch.setattr(notices, "SEEN_S", 0)
-    # On a busy machine, the test presses the key late.
+    # On a busy machine, the test may press the key late.
     monkeypatch.setattr(notices, "SHOWN_S", 3600.0)
     wrong = [Problem(f"setting_{number}", "must be another value than this one, " * 4) for number in range(3)]
     app = make_app(2, problems=wrong)
@@ -173,7 +173,7 @@ async def test_all_errors_are_shown_in_full_until_a_key_is_pressed_on_any_screen
 
 
 async def test_a_key_pressed_before_an_error_could_be_read_does_not_close_it(make_app, monkeypatch) -> None:
-    # On a busy machine, the test presses the key late.
+    # On a busy machine, the test may press the key late.
     monkeypatch.setattr(notices, "SEEN_S", 3600.0)
     app = make_app(2)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
@@ -216,7 +216,7 @@ async def test_help_lists_the_keys_of_its_screen_by_topic(make_app) -> None:
 
 
 async def found(app, pilot, query: str) -> list[str]:
-    """Return the titles that the palette lists for a query, in order."""
+    """Return the titles that the command palette lists for a query, in order."""
     await pilot.press("ctrl+p")
     await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
     listed = app.screen.query_one("CommandList")

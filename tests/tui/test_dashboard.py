@@ -71,7 +71,7 @@ async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) 
         await pilot.pause()
         assert "idle" in text(app, GpuPanel).splitlines()[0]
         record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
-        # The app shows the job before the next sample, which is taken only a minute later.
+        # The app must show the job before the next sample, which is taken only a minute later.
         await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
 
 
@@ -104,7 +104,7 @@ def are_apart(found: list[Region]) -> bool:
 async def test_any_number_of_gpus_fits_any_window_size_without_overlap(make_app, gpus, size, view) -> None:
     app = make_app(gpus, monitor_view_default=view)
     async with app.run_test(size=size) as pilot:
-        # Panels are resized when their content arrives, so the layout can change after the first time.
+        # Panels are resized when their content arrives, so the layout can change after the first draw.
         await wait_until(pilot, lambda: are_apart(regions(app)))
         assert all(one.right <= size[0] for one in regions(app))
         for view_widget in app.screen.query(LineView):

@@ -1,4 +1,4 @@
-"""Tests for the dashboard with other hosts, in which child processes replace ssh."""
+"""Tests for the dashboard with other hosts. Child processes replace ssh."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def told(app) -> list[str]:
 
 
 def shown(app) -> None:
-    """Draw the latest samples, as the app does at every interval."""
+    """Draw the latest samples, as the app does in every interval."""
     app.redraw.show_gpus()
 
 
@@ -101,7 +101,7 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         await wait_until(pilot, lambda: table.cursor == "1")
         await pilot.press("down")
         assert table.cursor == "gpu1 9"
-        # For this job, actions that work only on jobs of this host are not offered and have no effect.
+        # Actions that work only for jobs on this host are not offered for this job, and have no effect.
         await pilot.press("space", "R", "D", "y")
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
         await pilot.press("down", "down")

@@ -1,4 +1,4 @@
-"""Tests for the number of rows that each panel of the dashboard gets."""
+"""Tests for how many rows each panel of the dashboard gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests for evaluations in the app: the questions before the start, and how a running evaluation is shown and ended."""
+"""Tests for evaluations in the app: the questions before the start, and how a running evaluation is shown and
+stopped.
+"""
 
 from __future__ import annotations
 

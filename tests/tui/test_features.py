@@ -1,4 +1,4 @@
-"""Tests for the latents of an SAE on the screen, and their max-activating examples."""
+"""Tests for the screen that shows an SAE's latents and their max-activating examples."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_latents_are_listed_and_the_selected_one_is_shown_with_its_context
         detail = screen.query_one(LatentDetail)
         await wait_until(pilot, lambda: "Latent 0" in detail.plain)
         assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())
-        # The strongest token of each context is in the same column.
+        # The most strongly activating token of each context is in the same column.
         first, second = [line for line in detail.plain.splitlines() if "Lämb" in line]
         assert first.index(" Lämb") == second.index(" Lämb")
         assert " the Lämbs" in first
@@ -97,7 +97,7 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         view = screen.query_one(LatentList)
         await pilot.press("down", "s", "s")
         await wait_until(pilot, lambda: "strongest first" in title(screen))
-        # The cursor stays on its latent.
+        # The cursor stays on the same latent.
         assert (list(view.latents), view.latent) == ([0, 1], 1)
         await ask(pilot, app, "slash", "the")
         await wait_until(pilot, lambda: "── fire on it: 1 ── contain it elsewhere: 1 ─" in view.plain)

@@ -1,4 +1,4 @@
-"""Tests that panels always have a title, and a frame, a ruled line or neither depending on the window size."""
+"""Tests that panels always have a title and, depending on the window size, a frame, a ruled line or neither."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job_id(data) -> int:
 
 
 def rows(app) -> list[str]:
-    """Return the rows shown by the terminal."""
+    """Return the rows that the terminal shows."""
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 

@@ -136,7 +136,7 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(
         await wait_until(pilot, lambda: "last 1 h" in text(app, GpuHistory) and "▄" in text(app, GpuHistory))
         await pilot.press(*["left"] * 30)
         last = text(app, GpuHistory).splitlines()[-1]
-        # A time before midnight is shown with its date.
+        # A time before midnight is shown with the date.
         assert re.match(r" +(\d\d:\d\d:\d\d|\d\d \w+ \d\d:\d\d) · job 12 ", last), last
         assert "Utilisation 50%" in text(app, GpuHistory)
         assert "│" in text(app, GpuHistory).splitlines()[1][10:]
@@ -157,7 +157,7 @@ async def test_the_dashboard_shows_longer_spans_of_all_gpus_in_full(make_app, da
         newest = text(app, AggregatePanel)
         await pilot.press(">", ">", ">")
         await wait_until(pilot, lambda: title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00")
-        # The GPU was in use only for a few minutes at the beginning of the hour.
+        # The GPU was in use only for a few minutes at the start of the hour.
         await wait_until(pilot, lambda: re.search("[^█]███+   ", text(app, GpuPanel)))
         assert text(app, AggregatePanel) != newest
         await pilot.press("<", "<", "<")

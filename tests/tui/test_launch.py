@@ -85,7 +85,9 @@ async def test_free_gpus_are_ticked_and_a_busy_one_shows_its_user(make_app) -> N
 
 
 class Hiding(Simulated):
-    """Simulated GPUs: GPU 0 is full without visible processes, GPU 1 does not report its memory, and GPU 2 is split."""
+    """Simulated GPUs: GPU 0 is full but has no visible processes, GPU 1 does not report its memory, and GPU 2
+    is split.
+    """
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         changes = {
@@ -290,7 +292,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
         await type_into(pilot, screen, "sae.k", "24")
         await type_into(pilot, screen, "train.lr", "fast")
         await reviewed(pilot, screen, "train.lr")
-        # The app has ended without a quit command.
+        # The app exits without a quit command.
     left = kept_draft.file_of(data, "train")
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
@@ -360,7 +362,7 @@ async def answer(pilot, app, key: str, text: object) -> None:
 
 
 async def open_file(pilot, app, path: Path) -> None:
-    """Open a job file, and discard changes to the form."""
+    """Open a job file, and discard any changes to the form."""
     await answer(pilot, app, "ctrl+o", path)
     if isinstance(app.screen, Confirm):
         await pilot.press("y")

@@ -1,4 +1,4 @@
-"""Tests for the screen that shows all metrics of a job in a grid of plots."""
+"""Tests for the screen that shows all of a job's metrics in a grid of plots."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_all_plots_have_the_same_steps_and_readable_names(make_app, traine
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
-        # Held-out values start at step 50, and all other values at step 10.
+        # Held-out values start at step 50, and all other values start at step 10.
         assert {tuple(plot.plain.splitlines()[-1].split()) for plot in plots(app)} == {("10", "200")}
         assert not [title for title in titles(app) if "_" in title]
 

@@ -116,6 +116,6 @@ async def test_a_job_that_is_opened_at_once_keeps_the_log_that_its_screen_follow
         app.screen._selected()
         app.session.go.open_job(1)
         app.session.watcher.follow(1, 1)
-        # Wait for longer than the cursor must stay on a job before the preview shows it.
+        # Wait longer than the cursor must stay on a job before the preview shows the job.
         await pilot.pause(0.5)
         assert app.session.watcher._followed == (1, 1)

@@ -1,4 +1,4 @@
-"""Tests that themes are readable, also for colour-blind users, in terminals with 16 colours and more."""
+"""Tests that themes are readable, including by colour-blind users, in terminals with 16 or more colours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
 # The minimum contrast of text, with 24-bit colours and with 256 colours. With 256 colours, the line under the cursor is
-# bright teal instead of blue, so the contrast of dim text on this line is below 4.5 in the dark theme.
+# bright teal instead of blue, so the contrast of dim text on this line is less than 4.5 in the dark theme.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
 
@@ -61,7 +61,9 @@ async def test_text_has_enough_contrast_with_its_background_in_every_theme(make_
 
 
 def written(app: SaeApp) -> Iterator[tuple[str, Style]]:
-    """Yield each combination of text style and background: page, line under the cursor, field, header and footer."""
+    """Yield each combination of text style and background: the page, the line under the cursor, fields, header and
+    footer.
+    """
     for name in TEXT:
         style = styled(app, name)
         yield name, style

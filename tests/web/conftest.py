@@ -21,7 +21,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture
 def serve(box: Box) -> Iterator[Callable[..., Served]]:
-    """Return a function that starts `sae-tui --demo serve` on the data folder of the box."""
+    """Return a function that starts `sae-tui --demo serve` with the box's data folder."""
     started: list[Served] = []
 
     def start(*options: str) -> Served:
@@ -47,7 +47,7 @@ READY = 'os.write(1, b"__GANGLION__\\n")\ndef packet(kind, body): return kind + 
 
 @pytest.fixture
 def serve_fake() -> Iterator[Callable[[str], Served]]:
-    """Return a function that starts the server with a test program in place of the app."""
+    """Return a function that starts the server with a test program that replaces the app."""
     started: list[Served] = []
 
     def start(script: str) -> Served:

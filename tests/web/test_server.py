@@ -1,4 +1,4 @@
-"""Tests for the access checks of the server, and for its limits on sessions, connections and traffic."""
+"""Tests for the server's access checks, and for its limits on sessions, connections and traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ServeFake = Callable[[str], Served]
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses on which a process listens at a port, in the kernel's format."""
+    """Return the addresses, in the kernel's format, on which a process listens on a port."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
@@ -130,7 +130,7 @@ def test_excess_connections_are_dropped_silently(serve_fake: ServeFake) -> None:
                     other_user.sendall(requests[n % len(requests)])
                     if n % 2:  # close every second connection with a reset
                         other_user.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    # The server may still count earlier connections, so it may drop any of the new ones.
+    # The server may still be counting earlier connections, so it may drop any of the new ones.
     with ExitStack() as stack:
         address = ("127.0.0.1", served.port)
         held = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(MOST_CONNECTIONS + 1)]
@@ -192,7 +192,7 @@ async def test_the_output_of_an_app_that_floods_is_rate_limited(serve_fake: Serv
         n_bytes = 0
         while n_bytes < 10 << 20:
             n_bytes += len((await look.socket.receive()).data)
-        # The server sends at most 8 MiB at once, and then 1 MiB per second.
+        # The server sends at most 8 MiB in a burst, and then 1 MiB per second.
         assert asyncio.get_running_loop().time() - before > 1
 
 
