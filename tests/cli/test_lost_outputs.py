@@ -26,7 +26,7 @@ def opened(kind: str) -> int:
 
 
 def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, str]:
-    """Run a program whose outputs are partly lost; return its exit code and what it wrote to the remaining outputs."""
+    """Run a program with lost outputs; return its exit code and what the remaining outputs received."""
     outputs = {name: opened(kind) for name, kind in lost.items() if kind != "closed"}
     gone = [number for number, name in ((1, "stdout"), (2, "stderr")) if lost.get(name) == "closed"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

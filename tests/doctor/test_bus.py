@@ -23,7 +23,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """GPUs, the last of which runs another user's process."""
+    """GPUs. The last GPU runs another user's process."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)

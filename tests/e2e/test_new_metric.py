@@ -97,7 +97,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that runs a command of the app or, if `program` says so, of the trainer, and returns its
+    """Return a function that runs a command of the app or of the trainer, depending on `program`, and returns its
     output.
     """
 

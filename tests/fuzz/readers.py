@@ -14,8 +14,8 @@ NOTHING = type(None)
 class Reader(NamedTuple):
     """A function that reads bytes from an untrusted source.
 
-    `read` gets the bytes as the file that `seeds` names. It returns one of `kinds`, or raises `UserError` or one of
-    `raises`.
+    `read` gets a data folder that contains the bytes in the file of `seeds`. It returns one of `kinds`, or raises
+    `UserError` or one of `raises`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Tests for which GPUs the app shows if CUDA_VISIBLE_DEVICES hides some of them."""
+"""Tests which GPUs the app shows if CUDA_VISIBLE_DEVICES hides some of them."""
 
 from __future__ import annotations
 

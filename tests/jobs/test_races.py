@@ -27,7 +27,7 @@ SOURCE = "simulated:5"
 
 
 class Racer:
-    """A process that tries to start a job when told to."""
+    """A process that tries to start a job on request."""
 
     def __init__(self, data: DataDir) -> None:
         command = [sys.executable, RACER, str(data.root)]

@@ -1,4 +1,4 @@
-"""A user's data folder, for which tests run shell commands and, in a pseudo-terminal, the demo app."""
+"""A user's data folder. Tests run shell commands and, in a pseudo-terminal, the demo app on it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ NO_FACTS = GpuFacts()
 
 
 class Cards:
-    """A CUDA machine, as torch would report it."""
+    """A CUDA machine, as its driver would report it."""
 
     name = "nvml"
     cuda = True

@@ -51,7 +51,9 @@ class OtherInterpreter(Group):
 
 
 class Unread:
-    """Replaces the reader of stop requests and returns none. The real reader returns those of the previous step."""
+    """Replaces the reader of stop requests and returns none. The real reader returns the requests of the
+    previous step.
+    """
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return (False,) * len(total)

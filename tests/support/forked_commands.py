@@ -120,7 +120,7 @@ class Request(socketserver.BaseRequestHandler):
 
 
 def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], cwd: str) -> None:
-    """Make this process equivalent to `python -m sae_tui` in this folder, as far as the command can tell."""
+    """Make this process equivalent to `python -m sae_tui` in this folder, as far as the command can observe."""
     from sae_tui import __main__, cli
 
     for descriptor, output in enumerate(outputs, start=1):

@@ -1,9 +1,9 @@
 """Extraction jobs that are killed and restarted, in processes forked from this one, which has imported transformers.
 
 `killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
-folder. Each of the N is killed at an interpreter event, such as opening or replacing a file. It is then restarted and
-killed after a random time, and finally restarted and run to completion. One more job, in DIR/interrupted, gets SIGINT
-after its first shard. Prints the exit codes of each job as JSON; a negative code is a signal.
+folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. It is then
+restarted and killed after a random time, and finally restarted and run to completion. One more job, in DIR/interrupted,
+gets SIGINT after its first shard. Prints the exit codes of each job as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Extraction jobs on several ranks, one of which is killed. Ranks are forked from this process, which has imported all
-modules.
+"""Extraction jobs on several ranks, where one rank is killed. Ranks are forked from this process, which has imported
+all modules.
 
 `killed_ranks.py JOB.toml DIR SEED N SIZE` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
-folder. In each of the N, a rank is killed at an interpreter event, such as opening or replacing a file, and the other
-ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third start runs to
-completion. Prints the exit codes of the ranks for each start as JSON; a negative code is a signal.
+folder. In each of these N jobs, a rank is killed at an interpreter event, such as opening or replacing a file, and the
+other ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third start
+runs to completion. Prints the exit codes of the ranks for each start as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations

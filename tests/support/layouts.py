@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         x_hat = values @ decoder + own["b_dec"]
         if "W_skip" in own:
             x_hat = x_hat + rows @ own["W_skip"].T
-        # With `by_norm`, activations are returned for unscaled decoder rows.
+        # With `by_norm`, the factor of the rows is removed from the activations.
         return acts / (self.row_scale if self.by_norm else 1.0), x_hat / self.row_scale, clear
 
     def _encoded(self, product: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -166,23 +166,21 @@ SAELENS = {
     "1: hook_point and a scaling_factor of ones": Layout(
         "saelens", saelens("standard", OLDEST, {"scaling_factor": torch.ones(D_SAE)}), ALL_FLAT, "sae_lens"
     ),
-    "2: a scaling_factor that a fine-tuning used": Layout(
+    "2: a scaling_factor used for fine-tuning": Layout(
         "saelens",
         saelens(
             "standard", OLDEST | {"finetuning_scaling_factor": True}, {"scaling_factor": FACTOR}, decoder_scale=FACTOR
         ),
         ALL_FLAT,
     ),
-    "2: a scaling_factor that is not used": Layout(
-        "saelens", saelens("standard", OLDEST, {"scaling_factor": FACTOR}), ALL_FLAT
-    ),
+    "2: an unused scaling_factor": Layout("saelens", saelens("standard", OLDEST, {"scaling_factor": FACTOR}), ALL_FLAT),
     "3: an encoder of x": Layout(
         "saelens",
         saelens("standard", FLAT | {"apply_b_dec_to_input": False}, subtracts=False),
         ALL_FLAT,
         "sae_lens",
     ),
-    "3: normalisation as a truth value": Layout(
+    "3: normalisation as a boolean": Layout(
         "saelens", saelens("standard", FLAT | {"normalize_activations": False}), ALL_FLAT, "sae_lens"
     ),
     "3 to 5: TopK as an activation function": Layout(
@@ -212,7 +210,7 @@ SAELENS = {
         "sae_lens",
     ),
     "5: jumprelu": Layout("saelens", saelens("jumprelu", FLAT | {"architecture": "jumprelu"}), ALL_FLAT, "sae_lens"),
-    "5: jumprelu of a training": Layout(
+    "5: jumprelu training checkpoint": Layout(
         "saelens",
         saelens("jumprelu", FLAT | {"architecture": "jumprelu"}, {"log_threshold": torch.ones(1)}),
         ALL_FLAT,
@@ -242,7 +240,7 @@ SAELENS = {
         ALL_FLAT,
         flags=("norm_scaling_factor=0.5",),
     ),
-    "6: heads side by side": Layout(
+    "6: concatenated heads": Layout(
         "saelens",
         saelens(
             "standard",
@@ -270,7 +268,7 @@ SAELENS = {
         ALL_FLAT,
         "sae_lens",
     ),
-    "6: batchtopk of a training": Layout(
+    "6: batchtopk training checkpoint": Layout(
         "saelens",
         saelens(
             "jumprelu",
@@ -280,7 +278,7 @@ SAELENS = {
         ),
         ALL_FLAT,
     ),
-    "6: matryoshka_batchtopk of a training": Layout(
+    "6: matryoshka_batchtopk training checkpoint": Layout(
         "saelens",
         saelens(
             "jumprelu",
@@ -452,7 +450,7 @@ DICTIONARIES = {
         ),
         LM,
     ),
-    "2025: class as Python writes it": Layout(
+    "2025: class name as a Python repr": Layout(
         "dictionary_learning",
         dictionary(
             "topk", TOPK, {"dict_class": "<class 'dictionary_learning.trainers.top_k.AutoEncoderTopK'>", "k": K}
@@ -514,7 +512,7 @@ SCOPE = {
         {"model_name": "google/gemma-2-2b", "hook_name": "blocks.12.hook_resid_post", "hook_layer": 12},
         place=f"gemma-scope-2b-pt-res/layer_12/width_16k/{AT}",
     ),
-    "1: the file itself, names in small letters": Layout(
+    "1: the file itself, lower-case names": Layout(
         "gemma-scope",
         scope({"W_enc": "w_enc", "W_dec": "w_dec"}),
         {"model_name": "google/gemma-2-2b", "hook_name": "blocks.12.hook_resid_post", "hook_layer": 12},

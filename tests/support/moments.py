@@ -28,7 +28,7 @@ def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], o
         if status == 0:
             return moment - 1
         assert os.WTERMSIG(status) == signal.SIGKILL
-    raise AssertionError("the function never ran to its end")
+    raise AssertionError("the function never ran to completion")
 
 
 def _die_at(moment: int) -> None:

@@ -230,7 +230,7 @@ class Monkey:
         while b"RTX" not in self.terminal.raw:
             self.terminal.read(0.1)
             code = self.terminal.process.poll()
-            self._fail_if(code is not None, f"the app ended with exit code {code} before it showed anything")
+            self._fail_if(code is not None, f"the app exited with code {code} before it showed anything")
             self._fail_if(time.monotonic() - started > 120, "the app shows no GPUs")
         self.terminal.read_until_quiet(QUIET_S, 60)
 
@@ -316,7 +316,7 @@ class Monkey:
                 self._read(0.05)  # The question may not have been read yet.
             unasked = gone - self._asked
             asked = self._n_asked >= len(unasked)
-            self._fail_if(not asked, f"jobs {sorted(gone)} were deleted, and no question was seen")
+            self._fail_if(not asked, f"jobs {sorted(gone)} were deleted without a visible confirmation")
             # Several jobs are deleted one after another.
             self._n_asked -= len(unasked)
             self._asked -= gone
@@ -335,8 +335,8 @@ class Monkey:
         interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
         ends_well = (0, Exit.INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
         broken = TRACEBACK in raw or b"Traceback" in raw[left:]
-        self._fail_if(broken or code not in ends_well, f"the app ended with exit code {code}")
-        self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")
+        self._fail_if(broken or code not in ends_well, f"the app exited with code {code}")
+        self._fail_if(self.terminal.mode != self._mode, "the terminal's mode was not restored")
         self._fail_if(left < raw.rfind(b"\x1b[?1049h"), "the terminal is left on the alternate screen")
         self.terminal.close()
 
@@ -358,7 +358,7 @@ class Monkey:
             spent, state = busy_seconds(self.terminal.process.pid)
             if state != "R" and spent - before < 0.1 * QUIET_S:
                 return
-            self._fail_if(time.monotonic() > deadline, "the app works without end")
+            self._fail_if(time.monotonic() > deadline, "the app never becomes idle")
             before = spent
             self._read(QUIET_S)
 
@@ -382,7 +382,7 @@ class Monkey:
         for _ in range(3):
             self._leave_all()
         if self.terminal.process.poll() is None:
-            self._fail_if(not self._asks(20), "the app does not answer ?")
+            self._fail_if(not self._asks(20), "the app does not respond to ?")
             return True
         self._check()
         return False
@@ -491,7 +491,7 @@ def main() -> int:
     if answers:
         ordered = sorted(answers)
         at = [ordered[int(len(ordered) * share)] for share in (0.5, 0.99)]
-        print(f"? answered within {at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {ordered[-1]:.2f} s (worst)")
+        print(f"? responded within {at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {ordered[-1]:.2f} s (worst)")
     return failed > 0
 
 

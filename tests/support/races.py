@@ -23,8 +23,8 @@ HERE = threading.local()
 
 
 class Queue:
-    """A queue of GPU operations. `seen` contains its own time, and the time up to which it has waited for each other
-    queue.
+    """A queue of GPU operations. `seen` contains its own time and, for every other queue, the latest time that it has
+    waited for.
     """
 
     def __init__(self, index: int) -> None:

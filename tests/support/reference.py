@@ -154,8 +154,8 @@ def _job_file() -> str:
     parts = [
         "# The job file",
         "A job file is TOML. Every key has a default unless it is marked as required. Unknown keys are errors."
-        " `--set section.key=value` overrides any key. A list of values, for a key that takes one, makes a sweep."
-        " If a default comes from a paper, the help names it. *Rarely changed* keys are behind `ctrl+t` on the launch"
+        " `--set section.key=value` overrides any key. For keys that accept a list, a list of values creates a sweep."
+        " If a default comes from a paper, the help text cites it. *Rarely changed* keys are behind `ctrl+t` on the launch"
         " screen.",
     ]
     for kind, entry in catalog.KINDS.items():
@@ -185,7 +185,7 @@ def _settings() -> str:
     return "\n\n".join(
         [
             "# Settings",
-            "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app changes it. A wrong value"
+            "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app edits it. An invalid value"
             " is reported, and the default is used instead.",
             _setting_table("settings", settings_of(Settings)),
         ]
@@ -193,7 +193,7 @@ def _settings() -> str:
 
 
 def _catalogue() -> str:
-    parts = ["# The catalogue", "Names that a job file or a flag can contain."]
+    parts = ["# The catalogue", "The names that job files and flags accept."]
     for title, (path, registry) in _CATALOGUE.items():
         named = path if path.startswith("`") else _code(path)
         parts += [f"## {title}", f"For {named}.", _table(("name", "meaning"), _entries(registry))]
@@ -268,7 +268,7 @@ def _value_of(action: argparse.Action) -> str:
 
 
 def _keys() -> str:
-    parts = ["# Keys", "`?` shows the keys of a screen. Here they are listed by subject."]
+    parts = ["# Keys", "In the app, `?` shows the keys of the current screen. Here, all keys are listed by subject."]
     by_title: dict[str, dict[tuple[str, str], list[str]]] = {}
     for binding in bindings():
         title = title_of_key(binding)

@@ -87,7 +87,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """The bytes read and written if each operand is moved once; with `some_rows`, only of these rows."""
+        """The bytes read and written if each operand is moved once; with `some_rows`, only these rows are counted."""
         named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
         if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))

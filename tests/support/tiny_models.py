@@ -34,7 +34,7 @@ def sentences(n: int, seed: int = 0) -> list[str]:
 
 
 def make_model(folder: Path, family: str) -> Path:
-    """Write a model of a family with its tokenizer into the folder and return it."""
+    """Write a model of this family and its tokenizer to the folder; return the folder."""
     import torch
     import transformers
 

@@ -292,7 +292,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
         await type_into(pilot, screen, "sae.k", "24")
         await type_into(pilot, screen, "train.lr", "fast")
         await reviewed(pilot, screen, "train.lr")
-        # The app exits without a quit command.
+        # The app exits here, without a quit command.
     left = kept_draft.file_of(data, "train")
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:

@@ -1,4 +1,4 @@
-"""Tests for which GPUs are available or recommended, and for how `launch.gpus` is resolved."""
+"""Tests which GPUs are available or recommended, and how `launch.gpus` is resolved."""
 
 from __future__ import annotations
 

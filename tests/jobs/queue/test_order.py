@@ -218,7 +218,7 @@ def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
-    # The job requests all GPUs that it could use, some of which are usually leased.
+    # The job requests all GPUs that it could use, and some of these are usually leased.
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
     decisions = turns(line, board, NOW)
