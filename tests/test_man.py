@@ -10,7 +10,7 @@ import pytest
 from support.man_pages import man_pages
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse of Python 3.13 formats flags differently")
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse in Python 3.13 formats flags differently")
 def test_the_manual_pages_are_up_to_date_with_the_parsers() -> None:
     assert [file.name for file, text in man_pages().items() if file.read_text(encoding="utf-8") != text] == []
 

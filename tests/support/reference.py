@@ -155,8 +155,8 @@ def _job_file() -> str:
         "# The job file",
         "A job file is TOML. Every key has a default unless it is marked as required. Unknown keys are errors."
         " `--set section.key=value` overrides any key. For keys that accept a list, a list of values creates a sweep."
-        " If a default comes from a paper, the help text cites it. *Rarely changed* keys are behind `ctrl+t` on the launch"
-        " screen.",
+        " If a default comes from a paper, the help text cites it. *Rarely changed* keys are behind `ctrl+t` on the"
+        " launch screen.",
     ]
     for kind, entry in catalog.KINDS.items():
         parts += [f"## kind = {kind}", entry.summary]
@@ -185,8 +185,8 @@ def _settings() -> str:
     return "\n\n".join(
         [
             "# Settings",
-            "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app edits it. An invalid value"
-            " is reported, and the default is used instead.",
+            "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app edits it. An invalid"
+            " value is reported, and the default is used instead.",
             _setting_table("settings", settings_of(Settings)),
         ]
     )

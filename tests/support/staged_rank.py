@@ -39,7 +39,7 @@ class Lossy(DistributedGroup):
 
 
 def main(folder: Path, n_ranks: int, fault: str) -> None:
-    """Open the connections. Write the pid, whether transfers go through host memory, and the value of NCCL_P2P_DISABLE."""
+    """Open the connections. Write the pid, whether transfers go through host memory, and NCCL_P2P_DISABLE."""
     rank, opening.LIMIT_S = int(os.environ["RANK"]), 60.0 if staging.is_staged() else 3.0
 
     def report(**found: object) -> None:
