@@ -77,7 +77,7 @@ def train(data: DataDir, job: JobConfig) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    """Register the metric, which needs nothing else besides its file."""
+    """Register the metric, which needs nothing but its file."""
     series = Series("SNR", unit="dB", better="higher", format=".1f")
     entry = MetricEntry("support.snr:Snr", "Signal-to-noise ratio of x_hat.", series, held_out=True)
     with pytest.MonkeyPatch.context() as monkeypatch:

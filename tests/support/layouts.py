@@ -215,7 +215,7 @@ SAELENS = {
         saelens("jumprelu", FLAT | {"architecture": "jumprelu"}, {"log_threshold": torch.ones(1)}),
         ALL_FLAT,
     ),
-    "5: rows of one mean norm": Layout(
+    "5: rows scaled to a mean norm": Layout(
         "saelens",
         saelens("jumprelu", FLAT | {"architecture": "jumprelu", "normalize_activations": True}, row_scale=0.37),
         ALL_FLAT,
@@ -227,7 +227,7 @@ SAELENS = {
         ALL_FLAT,
         "sae_lens",
     ),
-    "6: rows of one mean norm, topk by norms": Layout(
+    "6: rows scaled to a mean norm, topk by norms": Layout(
         "saelens",
         saelens(
             "topk",

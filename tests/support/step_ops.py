@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes in memory. Expanded dimensions are not multiplied."""
+        """The number of bytes in memory. Expanded dimensions are not counted."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1

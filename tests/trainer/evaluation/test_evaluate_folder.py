@@ -109,7 +109,8 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
 
 
 @pytest.mark.parametrize(
-    "name", ["saelens 5: rows of one mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"]
+    "name",
+    ["saelens 5: rows scaled to a mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"],
 )
 @torch.no_grad()
 def test_an_sae_of_another_tool_is_measured_if_its_missing_settings_are_given(
