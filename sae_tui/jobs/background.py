@@ -1,4 +1,4 @@
-"""Runs a process in the background; the parent process is informed whether it has started successfully."""
+"""Forks a background process, and reports to the parent process whether it started successfully."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts a job's supervisor or evaluation on this host in a new session, so that it outlives the app and terminal."""
+"""Starts a job's supervisor or evaluation in a new session on this host, so that it outlives the app and terminal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
 class SlowStart(UserError):
-    """Raised if a program has not started in time."""
+    """Raised if a program does not start in time."""
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Start the supervisor of a job; return once it has registered itself in the job's row, which takes 0.1 s.
+    """Start the supervisor of a job; return once it has registered itself in the job's row (after about 0.1 s).
 
     Raise `UserError` if the supervisor does not start.
     """
@@ -34,10 +34,10 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
 
 
 def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
-    """Start a background program whose output is appended to a log; `who` is the program's name in error messages.
+    """Start a background program and append its output to a log; `who` is the program's name in error messages.
 
-    Raise `UserError` if the program does not start. The process started here forks the actual program and exits, so
-    that the caller has no child to wait for, and the program can never get a controlling terminal.
+    Raise `UserError` if the program does not start. The process that is started here forks the actual program and
+    exits. Therefore, the caller has no child to wait for, and the program can never get a controlling terminal.
     """
     outside = _scope_prefix()
     if outside:
@@ -52,7 +52,7 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
 
 
 def _scope_prefix() -> tuple[str, ...]:
-    """Return a command prefix that makes a program outlive the login session, or () if this is not possible or needed.
+    """Return a command prefix that makes a program outlive the login session, or () if impossible or unnecessary.
 
     The prefix starts the program in a scope of the user's service manager. If lingering is enabled, that manager keeps
     running after the session has ended.

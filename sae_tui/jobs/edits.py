@@ -24,7 +24,7 @@ from trainer.contract.store.states import DONE, JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
-# Returns the reply to a request, as a phrase that follows the job's number.
+# Returns the reply to a request: a phrase to be appended to "job N".
 Words = Callable[[Job], str]
 
 
@@ -81,14 +81,14 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
-    # Answer a pause request that the supervisor has not read yet, since the request would hold the job again.
+    # Mark a pause request that the supervisor has not read yet as answered. Otherwise, it would hold the job again.
     control.answer(job_id, "pause")
     message = _release_message(job, is_held, describe_unfinished(data, control, job), data.run(job_id))
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
 
 
 def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
-    """Resume a paused training, which then cools down and finishes."""
+    """Resume a paused training job so that it cools down and finishes."""
     job = control.job(job_id)
     if not kind_of(job.config).trains or not job.attempt:
         raise UserError(f"job {job_id} has no training to cool down yet; release it without --finish")
@@ -98,7 +98,7 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """Return a message about what a queued job does after its release.
+    """Return a message about what a queued job will do after its release.
 
     `other` is a clause about the jobs that must finish first, or "" if there are none.
     """
@@ -132,7 +132,7 @@ def stop(data: DataDir, job_id: int) -> str:
 
 
 def finish(data: DataDir, job_id: int) -> str:
-    """Ask a training to cool down and finish; raise `UserError` if the job cannot cool down."""
+    """Ask a training job to cool down and finish; raise `UserError` if the job cannot cool down."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if not kind_of(job.config).trains:
@@ -166,7 +166,7 @@ def kill(data: DataDir, job_id: int) -> str:
 
 
 def pause(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and return to the queue, where it is held; until it is released, its GPUs are free."""
+    """Ask a job to save and to return to the queue, where it is held. Its GPUs are free until it is released."""
     return _ask(
         data,
         job_id,
@@ -187,10 +187,10 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 
 
 def _text(text: str, allowed: str = "") -> str:
-    """Strip the whitespace around a text.
+    """Strip leading and trailing whitespace.
 
-    Raise `UserError` if the text contains control characters that are not in `allowed`, or if it is not valid UTF-8: a
-    terminal may send such text, but it cannot be stored.
+    Raise `UserError` if the text contains control characters that are not in `allowed`, or if it is not valid UTF-8. A
+    terminal may send invalid UTF-8, but the store cannot contain it.
     """
     if not is_utf8(text):
         raise UserError("names, tags and notes must be UTF-8; set the terminal's encoding to UTF-8")
@@ -240,6 +240,6 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
 
 
 def _if_elsewhere(data: DataDir, job: Job) -> str:
-    """Return a clause for a job that only another host can start or stop; "" for a job of this machine."""
+    """Return a clause about when another host will act on the request, or "" if the job belongs to this host."""
     why = elsewhere(data, job)
     return f", once {job.host} reads the request; {why}" if why else ""

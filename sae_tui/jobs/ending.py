@@ -1,4 +1,4 @@
-"""The record of how a job ended, `exit.json` in the run folder; a damaged store can be repaired from it."""
+"""How a job ended, as recorded in `exit.json` in the run folder. A damaged store can be repaired from this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The energy that a job has used, with its cost and CO₂ emissions according to the settings."""
+"""The energy that a job has used, and the cost and CO₂ emissions that follow from the settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# A smaller measured share is reported to the user. The last readings may not be stored yet when a job ends.
+# If a smaller share of a job's time was measured, the user is informed.
+# The limit is below 1 because the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
 
@@ -27,7 +28,7 @@ class Energy(NamedTuple):
 
 
 def energy_of(job: Job, settings: Settings) -> Energy:
-    """Return the energy that a job has used so far; all fields are None if nothing was measured."""
+    """Return the energy that a job has used; all fields are None if nothing was measured."""
     if job.energy_wh is None or not job.energy_known_s or not job.energy_s:
         return Energy()
     priced, kwh = settings.price_per_kwh > 0, job.energy_wh / 1000
@@ -60,17 +61,17 @@ def energy_words(job: Job, settings: Settings) -> str:
 
 
 def watt_hours(energy_wh: float) -> str:
-    """Return an energy as `12 Wh` or `1.23 kWh`."""
+    """Format an energy, like `12 Wh` or `1.23 kWh`."""
     return f"{number(energy_wh / 1000)} kWh" if energy_wh >= 1000 else f"{number(energy_wh)} Wh"
 
 
 def money(amount: float) -> str:
-    """Return an amount with two decimals, or `<0.01`."""
+    """Format an amount of money with two decimals, or as `<0.01` if it is smaller."""
     return "<0.01" if 0 < amount < 0.01 else f"{amount:.2f}"
 
 
 def grams(mass_g: float) -> str:
-    """Return a mass as `480 g CO₂` or `1.2 kg CO₂`."""
+    """Format a mass of CO₂, like `480 g CO₂` or `1.2 kg CO₂`."""
     return f"{number(mass_g / 1000)} kg CO₂" if mass_g >= 1000 else f"{number(mass_g)} g CO₂"
 
 

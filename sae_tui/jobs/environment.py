@@ -1,6 +1,7 @@
-"""Checks whether another Python can train, by running it with a time limit and reading its versions and packages.
+"""Checks whether another Python interpreter can train.
 
-The result is cached until the Python executable or one of its package folders changes.
+The interpreter is run with a time limit, and reports its version and packages. The result is cached until the
+executable or one of its package folders changes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from trainer.contract.wording import join_words
 SETTING = "launch.python"
 PACKAGE = "sae-tui"
 OLDEST = (3, 11)
-# The time limit for a check, since the first import of torch from a network disk takes half a minute.
+# The time limit for a check. The first import of torch from a network disk can take half a minute.
 LIMIT_S = 60.0
-# A Python whose check failed is checked again after this time.
+# An interpreter whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# A script that reports the properties of a Python. Even Python 2 can run it and report its version.
-# The alarm ends the script even if the app has ended.
+# A script that reports the properties of the interpreter that runs it. Even Python 2 can run it and report its version.
+# The alarm stops the script even if the app has exited.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()
@@ -75,7 +76,7 @@ os._exit(0)
 
 
 class Torch(msgspec.Struct, frozen=True):
-    """The version of an installed torch, the CUDA or ROCm version it was built for, and the number of GPUs it sees."""
+    """An installed torch: its version, the CUDA or ROCm version that it was built for, and how many GPUs it sees."""
 
     version: str
     cuda: str | None
@@ -95,9 +96,9 @@ class Torch(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The report of a Python about itself.
+    """An interpreter's report about itself.
 
-    `trainer` is the version of its sae-tui package, and `settings` are the settings that its trainer supports.
+    `trainer` is the version of its sae-tui package, and `settings` contains the settings that its trainer supports.
     """
 
     version: list[int]
@@ -111,9 +112,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """The environment of a Python, as far as it is known.
+    """What is known about an interpreter's environment.
 
-    `failure` explains why there is no report; `is_asked` is True while the check is running.
+    `failure` explains why there is no report. `is_asked` is True while the check is running.
     """
 
     python: str
@@ -132,14 +133,14 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def packages(self) -> OtherInterpreter:
-        """The installed packages, for the checks of a job."""
+        """The installed packages, in the form that the checks of a job require."""
         if (answer := self.answer) is None:
             return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
         return OtherInterpreter(self.python, frozenset(answer.packages), *map(printable, build))
 
     def lack(self) -> str:
-        """Return why this environment cannot train any job, with a remedy, or "" if it can."""
+        """Return why this environment cannot train any job, with a remedy, or "" if it can train."""
         if (answer := self.answer) is None:
             return printable(self.failure or f"{self.python} is being checked; wait a moment")
         install = f"run `{self.python} -m pip install"
@@ -162,7 +163,10 @@ class Environment(msgspec.Struct, frozen=True):
         return ""
 
     def problems(self, job: AnyJob, *, wants_gpus: bool = False) -> list[Problem]:
-        """Return why this environment cannot run a job, or a warning if the job needs GPUs and its torch sees none."""
+        """Return the reasons why this environment cannot run a job.
+
+        If the job needs GPUs, but the environment's torch sees none, return a warning.
+        """
         if lack := self.lack():
             return [Problem(SETTING, lack)]
         assert self.answer is not None
@@ -180,7 +184,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def look(python: str, limit_s: float = LIMIT_S) -> Environment:
-    """Return the environment of a Python; if it is not cached, run the Python for at most `limit_s` seconds."""
+    """Return the environment of an interpreter; if it is not cached, run the interpreter for at most `limit_s`."""
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -192,9 +196,9 @@ def look(python: str, limit_s: float = LIMIT_S) -> Environment:
 
 
 def glance(python: str, then: Callable[[], object]) -> Environment:
-    """Return what is known about a Python without waiting.
+    """Return what is known about an interpreter, without waiting.
 
-    If the Python must be checked first, check it on a thread, and call `then` from this thread afterwards.
+    If the interpreter has not been checked yet, check it on a new thread, and then call `then` on that thread.
     """
     path = named_python.whole(python)
     if why := named_python.refusal(python):
@@ -212,9 +216,9 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 
 @contextlib.contextmanager
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
-    """Check a job against the packages of the Python that it names, and yield the problems of that Python.
+    """Yield the problems of the interpreter that a job names, or no problems if the job names none.
 
-    Within the context, all checks use the packages of that Python. If the job names no Python, yield no problems.
+    Within the context, all checks of the job use the packages of that interpreter.
     """
     if not (python := job.launch.python):
         yield []
@@ -226,14 +230,14 @@ def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Prob
 
 @contextlib.contextmanager
 def required(job: AnyJob) -> Iterator[None]:
-    """Check a job as `judged_there` does; raise `JobFileError` if the job's Python cannot train it."""
+    """Check a job as `judged_there` does; raise `JobFileError` if the job's interpreter cannot train it."""
     with judged_there(job) as problems:
         if wrong := errors(problems):
             raise JobFileError(wrong)
         yield
 
 
-# Maps the path of each checked Python to its fingerprint, the time of the check, and the result.
+# Maps the path of each checked interpreter to its fingerprint, the time of the check, and the result.
 _SEEN: dict[str, tuple[object, float, Environment]] = {}
 _LOCKS: dict[str, threading.Lock] = {}
 
@@ -262,7 +266,7 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # Run the script in a folder owned by root, since older versions lack the option -P.
+    # Run the script in a folder owned by root: older interpreters lack the option -P and import from that folder.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Finds and formats the stored features of a job's SAEs: the texts on which the latents fire."""
+"""Finds and formats the stored features of a job's SAEs, which include the texts that activate each latent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_features(data: DataDir, job_id: int) -> bool:
 def features_in(folder: Path) -> dict[str, Path]:
     """Return a dict that maps the label of each SAE in a folder to its feature file.
 
-    The folder may also be a run folder. Raise `UserError` if there are no feature files.
+    `folder` may also be a run folder. Raise `UserError` if there are no feature files.
     """
     place = folder / "sae" if os.path.isdir(folder / "sae") else folder
     return _files(place, f"{folder} has no {FEATURES}; `sae-train eval` on the run writes it")
@@ -51,7 +51,7 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 
 
 def search(features: Features, words: str) -> tuple[list[int], list[int]]:
-    """Return the latents that fire on these words, and the latents whose examples merely contain the words.
+    """Return the latents that fire on these words, and the other latents whose examples contain the words.
 
     Raise `UserError` if there are no such latents.
     """
@@ -62,18 +62,18 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Return the numbers of dense and silent latents, like `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    """Describe how many latents are dense or silent, like `23 dense (on more than 10 % of the rows), 3 never fire`."""
     return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 
 def strongest_tokens(feature: Feature) -> str:
-    """Return the tokens on which a latent fires most strongly, strongest first and without repetition."""
+    """Return the distinct tokens on which a latent fires most strongly, strongest first."""
     tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
 
 
 def in_row(moved: Iterable[LogitChange]) -> str:
-    """Return one line with the tokens that a latent promotes or suppresses, and the change of each token's logit."""
+    """Format the tokens that a latent promotes or suppresses as one line, with the change in each token's logit."""
     return "  ".join(f"{readable(one.text).strip() or repr(one.text)} {one.logit:+.2f}" for one in moved)
 
 
@@ -83,7 +83,7 @@ def readable(text: str) -> str:
 
 
 def in_words(context: ActivatingExample) -> str:
-    """Return a max-activating example as one line, with the strongest token in brackets."""
+    """Format a max-activating example as one line, with the token that activates the latent most in brackets."""
     texts = [readable(token.text) for token in context.tokens]
     texts[context.at] = f"[{texts[context.at]}]"
     return "".join(texts)

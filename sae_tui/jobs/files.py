@@ -11,7 +11,7 @@ from trainer.contract.runs import log_tail
 
 
 def is_gone(folder: Path) -> bool:
-    """Return whether a folder was deleted; return False if this is unknown, for example because a file server fails."""
+    """Return whether a folder was deleted, or False if this is unknown, for example because a file server fails."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -21,7 +21,7 @@ def is_gone(folder: Path) -> bool:
 
 
 class LogFollower:
-    """Reads the lines that are appended to a log; starts again from the beginning if the log becomes shorter."""
+    """Reads the lines that are appended to a log; starts again from the beginning if the log is truncated."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class LogFollower:
         self._partial = b""
 
     def new_lines(self) -> list[str]:
-        """Return the complete lines since the last call."""
+        """Return the complete lines that were appended since the last call."""
         try:
             with open_plain(self.path) as stream:
                 if stream.seek(0, os.SEEK_END) < self._offset:

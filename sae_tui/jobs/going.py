@@ -1,4 +1,4 @@
-"""Stores the progress of each running evaluation in a small file in the folder `evaluations` of the data folder."""
+"""Stores the progress of each running evaluation in a small file in the data folder's subfolder `evaluations`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainer.contract.store.rows import JobId, Time
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
 # The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# An evaluation on another machine is considered ended after this time without a write.
+# An evaluation on another machine is presumed to have ended after this time without a write.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 
 
 class Going(msgspec.Struct, frozen=True, kw_only=True):
-    """A running evaluation of a job, with its parts, start, device, progress, and the reason why it waits."""
+    """A running evaluation of a job: its parts, start time, device, progress, and the reason why it waits, if any."""
 
     job_id: JobId
     process: ProcessRef
@@ -98,14 +98,14 @@ def left_behind(data: DataDir) -> list[int]:
 
 
 def _has_ended(data: DataDir, entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether an evaluation on this machine has ended; for one in another container, check the run's lock."""
+    """Return whether an evaluation on this machine has ended; if it ran in another container, check the run's lock."""
     if going.process.is_elsewhere:
         return not _is_going(entry, going) and is_held(data.run(going.job_id).evaluation_lock) is False
     return _is_here(going) and not going.process.is_alive()
 
 
 def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
-    """Return the evaluations that have a file, each with its directory entry; ignore invalid files and links."""
+    """Return each evaluation that has a file, with its directory entry; ignore invalid files and symbolic links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
@@ -115,7 +115,7 @@ def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
 
 
 def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether the process of an evaluation is alive or, on another machine, has written recently."""
+    """Return whether an evaluation's process is alive or, if it runs on another machine, has written recently."""
     if _is_here(going):
         return going.process.is_alive()
     with contextlib.suppress(OSError):
@@ -124,13 +124,13 @@ def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
 
 
 def _is_here(going: Going) -> bool:
-    """Return whether the evaluation runs on this machine: it has the same boot id, or host name and PID namespace."""
+    """Return whether an evaluation runs on this machine, judging by boot id, or by host name and PID namespace."""
     is_of_this_boot = going.process.boot_id == boot_id()
     return is_of_this_boot or (going.host == socket.gethostname() and not going.process.is_elsewhere)
 
 
 def _shown(going: Going) -> Going:
-    """Return the evaluation with texts that are printable and not too long."""
+    """Return the evaluation with its texts made printable and truncated for display."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),

@@ -15,18 +15,18 @@ from trainer.contract.store.rows import VALUE_COLUMNS, fitting
 
 
 class LiveRun:
-    """Follows the metrics of a run; there are no values until the first row is written."""
+    """Follows the metrics of a run; there are no values before the first row is written."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run overfits, or None if it does not or if it has been resumed since the warning.
+        # The warning that the run overfits, or None if there is none, or if the run was resumed after the warning.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:
-        """Read new data and return whether there was any; if there is none, this takes one `stat` call and 6 µs."""
-        # If the file is locked or damaged, the next poll tries again.
+        """Read new data and return whether there was any; if there was none, this took one `stat` call and 6 µs."""
+        # If the file is locked or damaged, the next poll retries.
         with contextlib.suppress(StoreError):
             return self._follower.poll(self._read) and self.heartbeat is not None
         return False
@@ -38,11 +38,11 @@ class LiveRun:
 
     @property
     def best_sae(self) -> str:
-        """The SAE of a sweep whose values represent the run; "" for a run with a single SAE."""
+        """The SAE of a sweep whose values represent the run, or "" for a run with a single SAE."""
         return best_sae(self.latest)
 
     def fields(self) -> dict[str, Any]:
-        """Return the columns of the job's row that the run updates; for a sweep, use the values of its best SAE."""
+        """Return the columns of the job's row that the run updates, with the values of the best SAE of a sweep."""
         fields: dict[str, Any] = self.values(VALUE_COLUMNS)
         if "memory_bytes" in self.latest:
             fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
@@ -50,11 +50,11 @@ class LiveRun:
             heartbeat = self.heartbeat
             fields |= {"step": heartbeat.step, "total_steps": heartbeat.total_steps or None, "tokens": heartbeat.tokens}
             fields["overfitting"] = self.overfitting
-        # Drop invalid values, since values from a damaged file must not make the job list unreadable.
+        # Drop invalid values, so that a damaged file cannot make the job list unreadable.
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return a dict that maps these series to their latest values; for a sweep, use the values of its best SAE."""
+        """Return a dict that maps these series to their latest values, which for a sweep are those of its best SAE."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

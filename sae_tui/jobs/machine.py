@@ -1,7 +1,7 @@
 """Determines on which machine a job runs.
 
-Host names do not identify machines: a laptop may change its name, a container may be recreated on the same volume, and
-two hosts that share a data folder may have the same name.
+Host names do not identify machines: a laptop may change its name, a recreated container may use the same volume under
+another name, and two hosts that share a data folder may have the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# The interval at which a supervisor touches the lock file of its run.
+# The interval between a supervisor's updates of the modification time of its run's lock file.
 SIGN_EVERY_S = 30.0
 # A supervisor is regarded as silent only after this time, since the clocks of two hosts may differ by a minute.
 SILENT_S = 180.0
@@ -34,9 +34,9 @@ def this_machine() -> dict[str, Any]:
 def is_here(job: Job) -> bool:
     """Return whether a job is on this machine, even if the machine's name has changed.
 
-    The job is on this machine if it has the current boot id. If its boot id differs, the host name decides, unless the
-    machine id shows that another machine has this name. Equal machine ids prove nothing, since machines that were
-    created from the same image share their id.
+    A job with the current boot id is on this machine. If the boot ids differ, the host names are compared, unless the
+    machine ids differ and thus show that another machine has the same name. Equal machine ids prove nothing, since
+    machines that were created from the same image share their id.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -46,15 +46,15 @@ def is_here(job: Job) -> bool:
 
 
 class Silence(NamedTuple):
-    """The signs of life of a job on another machine, as seen from this machine."""
+    """How recently a job on another machine was active, as seen from this machine."""
 
-    is_held: bool | None  # whether a process of the run holds the run's lock, or None if unknown
-    age_s: float  # the seconds since the files of the run last changed; infinite if there are no files
-    is_local: bool = False  # whether the files are on a disk of this machine, which no other host can share
+    is_held: bool | None  # Whether a process of the run holds the run's lock, or None if this is unknown.
+    age_s: float  # The seconds since the files of the run last changed, or infinity if there are no files.
+    is_local: bool = False  # Whether the files are on a local disk of this machine, which no other host can access.
 
     @property
     def is_certain(self) -> bool:
-        """True if no process of the run can be alive anywhere."""
+        """True if no process of the run can be alive on any machine."""
         return self.is_local and self.is_held is False
 
     @property
@@ -73,7 +73,7 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return the signs of life of a job on another machine, according to its lock and the times of its files."""
+    """Return how recently a job on another machine was active, judging by its lock and the age of its files."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
@@ -84,7 +84,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 
 
 def elsewhere(data: DataDir, job: Job) -> str:
-    """Return text about the host of an active job on another machine; "" for any other job.
+    """Describe the host of an active job on another machine; return "" for any other job.
 
     Example: `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
@@ -92,7 +92,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # The job has no files whose times could show whether its host is silent.
+        # The job has no files whose modification times could show whether its host is silent.
         return ""
     # Import the module only here, since a waiting supervisor does not need it.
     import shlex
@@ -102,6 +102,6 @@ def elsewhere(data: DataDir, job: Job) -> str:
 
 
 def refuse_if_silent(data: DataDir, job: Job) -> None:
-    """Raise `UserError` if a job is active on another machine that has long been silent and cannot serve a request."""
+    """Raise `UserError` if an active job is on another machine that has long been silent and cannot serve a request."""
     if (why := elsewhere(data, job)) and silence(data, job).is_long:
         raise UserError(f"job {job.id} is on another host, so nothing was done: {why}")

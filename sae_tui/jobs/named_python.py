@@ -1,4 +1,4 @@
-"""Checks the Python that a job or the settings name before it runs, and returns its command line and environment."""
+"""Checks the Python interpreter that a job or the settings name, and returns its command line and environment."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
-# Variables that make a Python import the packages of another Python, which may have other versions.
+# Variables that make an interpreter import the packages of another interpreter, which may have other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
 # Other programs are refused, since they would misinterpret arguments for Python: `sh -c` would run code as a script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 
 def command(python: str | None, *words: str) -> list[str]:
-    """Return the argv that runs the trainer with this Python; "" and None stand for the app's own Python.
+    """Return the argv that runs the trainer with this interpreter; "" and None stand for the app's own interpreter.
 
-    If `words` start with `-c`, the argv runs that code instead of the trainer. The argv includes -P, since otherwise a
-    `trainer` or `torch` in the working folder would be imported.
+    If the first of the `words` is `-c`, the argv runs that code instead of the trainer. The argv includes -P, since
+    Python would otherwise import a `trainer` or `torch` module in the working folder.
     """
     start = [] if words[:1] == ("-c",) else ["-m", "trainer"]
     return [whole(python) or sys.executable, "-P", *start, *words]
 
 
 def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables for running this Python, so that it finds its own packages."""
+    """Return environment variables with which this interpreter finds its own packages."""
     return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
 
 
@@ -41,18 +41,18 @@ def unset_line() -> str:
 
 
 def whole(python: str | None) -> str:
-    """Return the path of a Python with `~` expanded; keep links, since a link identifies its environment."""
+    """Return the path of an interpreter with `~` expanded; keep symbolic links, since they identify the environment."""
     return os.path.expanduser(python) if python else ""
 
 
 def refuse(python: str | None) -> None:
-    """Raise `UserError` if the named Python cannot or must not be run."""
+    """Raise `UserError` if the named interpreter cannot or must not be run."""
     if python and (why := refusal(python)):
         raise UserError(why)
 
 
 def refusal(python: str) -> str:
-    """Return why a Python cannot or must not be run, with a remedy, or "" if it may be run."""
+    """Return why an interpreter cannot or must not be run, with a remedy, or "" if it may be run."""
     path = whole(python)
     if not os.path.isabs(path) or not path.isprintable():
         return f"takes {PYTHONS}, not {show(python)}"
@@ -77,9 +77,9 @@ def _kind(path: Path) -> str:
 
 
 def _distrust(python: Path) -> str:
-    """Return how other users could change a Python or add files to its folder, or "" if they cannot.
+    """Return how other users could change an interpreter or add files to its folder, or "" if they cannot.
 
-    If the path is a link, check the folder of the link and that of its target.
+    If the path is a symbolic link, check both the folder of the link and the folder of its target.
     """
     folders = (python.parent, python.resolve(strict=True).parent)
     why = distrust_of_program(python) or next(filter(None, map(distrust_of_searched, folders)), "")

@@ -32,20 +32,20 @@ def output_of(data: DataDir, job: Job) -> str | None:
 
 
 def rows_stored(job: Job) -> int:
-    """Return the number of rows in complete shards, after which an extraction would resume."""
+    """Return the number of rows in complete shards; a resumed extraction continues after these rows."""
     extraction = _extraction(job.config)
     return n_stored_rows(extraction) if extraction else 0
 
 
 def name_of_output(job: Job) -> str:
-    """Return the kind of a job's output with a verb, for messages like "its SAE is in ..."."""
+    """Return the subject and verb for a message about a job's output, such as "SAE is" in "its SAE is in ..."."""
     return "activations are" if extracts(job.config) else "SAE is"
 
 
 def names_of_hooks(job: Job) -> dict[str, list[str]]:
-    """Return a dict that maps each hook of an extraction to the other names of the same position in the model.
+    """Return a dict that maps each hook of an extraction to the other names for the same position in the model.
 
-    The name of the module is included once rows are stored.
+    These include the name of the module as soon as rows are stored.
     """
     extraction = _extraction(job.config)
     if extraction is None:
@@ -62,7 +62,7 @@ def _extraction(config: str) -> ExtractJob | None:
 
 
 def may_tell_tokens(config: str) -> bool:
-    """Return whether the data of a recorded job file may include tokens; return True if it is not on this machine."""
+    """Return whether the data of a recorded job file may include tokens, or True if it is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 

@@ -1,4 +1,4 @@
-"""Corrects the rows of jobs whose supervisor ended without recording it, for example after `kill -9` or a reboot."""
+"""Corrects the rows of jobs whose supervisor died without recording an end, for example after `kill -9` or a reboot."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import join_words
 
-# A job without a recorded supervisor is regarded as orphaned after this time, in which even a slow launch succeeds.
+# A job without a recorded supervisor is regarded as orphaned after this time, which is enough even for a slow launch.
 UNSUPERVISED_S = 30.0
 # Ranks receive SIGTERM when their supervisor dies, and then have this time to save.
 ORPHANS_S = 60.0
 
 
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
-    """Correct the rows of jobs whose supervisor has ended; return the ids of the jobs whose state has changed.
+    """Correct the rows of jobs whose supervisor has exited; return the ids of the jobs whose state has changed.
 
-    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. A call is fast if no row needs a
-    correction.
+    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. A call is fast if no row has to be
+    corrected.
     """
     try:
         reader = Control(data.control_db, readonly=True)
@@ -69,8 +69,8 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
 def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
     """End the jobs of a host that is permanently gone, and yield a message for each job.
 
-    Without `host`, end only jobs that cannot be alive anywhere, and yield messages about hosts that have long been
-    silent. Do not change jobs that have recently given a sign of life. Raise `UserError` if `host` has no active jobs.
+    If `host` is "", end only jobs that cannot be alive on any host, and yield a message for each job whose host has
+    long been silent. Never change jobs that were recently active. Raise `UserError` if `host` has no active jobs.
     """
     control = Control(data.control_db)
     try:
@@ -121,7 +121,7 @@ def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
 
 
 def is_supervised(data: DataDir, job: Job) -> bool:
-    """Return whether a job's supervisor is alive or, in another PID namespace, whether the run's lock may be held."""
+    """Return whether a job's supervisor is alive; in another PID namespace, return whether the run may be locked."""
     supervisor = job.supervisor
     if supervisor is None:
         return False
@@ -134,14 +134,17 @@ def has_lost_its_place(data: DataDir, job: Job) -> bool:
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
-    """Return whether this user owns a job, since a command of one group member must not run another member's job."""
+    """Return whether this user owns a job. A command must not run the job of another member of the user's group."""
     with contextlib.suppress(OSError):
         return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
     return False
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job: the job is queued, and its files exist or are unreadable."""
+    """Return whether a new supervisor can take over a job, which must be queued, and whose job file must exist.
+
+    Return True if the files cannot be accessed.
+    """
     paths = data.run(job.id)
     try:
         return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
@@ -150,14 +153,14 @@ def _can_go_on(data: DataDir, job: Job) -> bool:
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Return whether a job's supervisor has ended.
+    """Return whether a job's supervisor has exited.
 
     Return False if the job is on another machine, or if its supervisor may still be starting.
     """
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # Use the time at which the job was queued, since a resumed job was created long ago.
+        # Use the time when the job was queued, since a resumed job was created long ago.
         # The absolute value limits the wait if the clock was set back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
@@ -169,7 +172,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # If no process holds the lock, ignore the processes in the rows, which other users may have written.
+    # If no process holds the lock, ignore the processes in the rows, since other users may have written these rows.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     # Import the catalog only here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
@@ -180,7 +183,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
-        # Cancel the job before its row is marked as lost, since a user may start a lost job again.
+        # Cancel the cluster job before the row is marked as lost, since the user may start a lost job again.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:
@@ -197,7 +200,7 @@ def _end(control: Control, job: Job, state: JobState, message: str, level: str, 
 
 
 def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
-    """Return the columns that the ranks wrote after the supervisor had ended, and whether the job is complete."""
+    """Return the columns that the ranks wrote after the supervisor had exited, and whether the job is complete."""
     run = LiveRun(data.run(job.id))
     run.poll()
     fields, heartbeat = run.fields(), run.heartbeat
@@ -205,17 +208,17 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
-    # Compare with the total steps in the row: if the job was extended, its heartbeat may be from before the extension.
+    # Use the total steps in the row, since the heartbeat of an extended job may be from before the extension.
     is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
-    """Let orphaned ranks save for a minute after the event that reports them, then kill them.
+    """Give orphaned ranks one minute to save after the event that reports them, then kill them.
 
-    The minute starts again if the clock was set back, and forward jumps of the clock do not shorten it. Since other
-    users may write rows too, kill only processes that hold the run's lock or, if the holders of the lock are unknown,
-    processes that were started as ranks of the attempt.
+    The minute starts again if the clock was set back, and is not shortened if the clock jumps forward. Since other
+    users may write rows too, kill only processes that hold the run's lock. If the holders of the lock are unknown,
+    kill only processes that were started as ranks of the attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
@@ -224,7 +227,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
-        with contextlib.suppress(OSError):  # without the file, clock jumps are not detected
+        with contextlib.suppress(OSError):  # Without the file, clock jumps are not detected.
             write_json(clock_file, _wall_at_boot())
     elif time.time() - since - max(0.0, _wall_at_boot() - (read_json(clock_file, float) or math.inf)) > ORPHANS_S:
         ours = [rank for rank in living if _is_of_the_run(rank, lock)]
@@ -236,7 +239,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
 
 
 def _wall_at_boot() -> float:
-    """Return the boot time according to the current clock; this value changes only if the clock jumps."""
+    """Return the boot time according to the wall clock; it changes only if the clock jumps."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -249,7 +252,7 @@ def _is_of_the_run(rank: Rank, lock: Path) -> bool:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        # The command line of a process is empty while the process starts and after it has ended.
+        # The command line of a process is empty while the process starts and after it has exited.
         words = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
         return [os.fsdecode(word) for word in words[1:-1]] == expected
     return False

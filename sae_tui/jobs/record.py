@@ -1,4 +1,4 @@
-"""Reads and writes `record.json` of a run: the job's row at the last start or end, for rebuilding a lost store."""
+"""Reads and writes a run's `record.json`, a copy of the job's row from which a lost store can be rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:
-    """Write the row of a job atomically; ignore disk errors, which must not prevent the job from running."""
+    """Write the row of a job atomically; ignore disk errors, since they must not prevent the job from running."""
     with contextlib.suppress(OSError):
         write_json(paths.record_file, job)
 

@@ -1,7 +1,7 @@
 """Restarts the supervisors of queued jobs that no longer have one, for example after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` runs in the background, so that commands need not wait for it, and starts the
-supervisors one after another, in queue order.
+`python -m sae_tui.jobs.revive DATA_DIR` starts the supervisors one after another, in queue order. It runs in the
+background, so that other commands need not wait for it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# A process tries again to start missing supervisors after this many seconds.
+# A process retries to start missing supervisors after this many seconds.
 AGAIN_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "sae_tui.jobs.revive")
 _again_at = 0.0
 
 
 def reconcile_and_revive(data: DataDir) -> list[int]:
-    """Correct the rows of jobs whose supervisor has ended, and restart the supervisors of queued jobs.
+    """Correct the rows of jobs whose supervisor has exited, and restart the supervisors of queued jobs.
 
-    Return the ids of the jobs whose state has changed. A supervisor must not call this function, since it would kill
-    the new processes.
+    Return the ids of the jobs whose state has changed. A supervisor must not call this function, since it kills all
+    its descendants, which would include the new processes.
     """
     return reconcile(data, revive)
 
@@ -47,7 +47,7 @@ def revive(data: DataDir) -> None:
     if time.monotonic() < _again_at:
         return
     _again_at = time.monotonic() + AGAIN_S
-    # Ignore errors: the log contains the reason, and the next command tries again.
+    # Ignore errors, since the log contains the reason, and the next command retries.
     with contextlib.suppress(UserError):
         detach.start_detached([*_COMMAND, str(data.root)], data.root / "revive.log", "the queue")
 
@@ -55,7 +55,7 @@ def revive(data: DataDir) -> None:
 def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.start) -> list[int]:
     """Start the missing supervisors of this user's queued jobs, in queue order; return the ids of these jobs.
 
-    Only one process per host does this at a time; the others return [].
+    Only one process per host does this at a time; in other processes, return [].
     """
     if not data.control_db.exists():
         return []
@@ -85,7 +85,7 @@ def _start(data: DataDir, control: Control, job: Job, start: Callable[[DataDir, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fork; the child starts the missing supervisors."""
+    """Fork a process that starts the missing supervisors."""
     data = DataDir(Path(arguments[0]))
 
     def begin() -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Reads the headers of shards whose format needs torch or pyarrow, in a separate process of the trainer.
+"""Reads the headers of shards whose format requires torch or pyarrow, in a separate trainer process.
 
 The results are cached in the data folder until the files change, so that other commands and supervisors can use them.
 """
@@ -28,11 +28,11 @@ from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import ShardSet
 
 POLL_S = 0.2
-# The time limit for reading headers, since the first import of torch from a network disk takes half a minute.
+# The time limit for reading headers. The first import of torch from a network disk can take half a minute.
 LIMIT_S = 120.0
 # Headers that could not be read are read again after this time, since a missing package may have been installed.
 FAILED_FOR_S = 10.0
-# The trainer's error messages start with this setting.
+# The trainer's error messages start with the name of this setting.
 _FIELD = "data.path"
 
 # Path, size and modification time of each file.
@@ -41,7 +41,7 @@ _when_reading: ContextVar[Callable[[Path], object]] = ContextVar("when_reading",
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """The shards of files with this fingerprint, or why the files could not be read at the time `failed_at`."""
+    """The shards in files with the fingerprint `state`, or why reading them failed at the time `failed_at`."""
 
     state: Fingerprint
     shards: ShardSet | None = None
@@ -50,7 +50,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class ShardHeaders:
-    """Reads the headers of shards with a process of the trainer, and caches them until the files change."""
+    """Reads the headers of shards in a trainer process, and caches them until the files change."""
 
     def __init__(self, data: DataDir, command: Sequence[str] = ()) -> None:
         self._folder, self._command = data.headers, command
@@ -108,7 +108,7 @@ class ShardHeaders:
         return known if known.shards and known.shards.shards else None
 
     def _keep(self, place: str, known: _Known) -> None:
-        # Ignore errors: if the result cannot be saved, other commands read the headers again.
+        # Ignore errors. If the result cannot be saved, other commands simply read the headers again.
         with contextlib.suppress(OSError, UserError, UnicodeError):
             if known.shards is not None:
                 private_folder(self._folder)
@@ -116,15 +116,15 @@ class ShardHeaders:
 
 
 def fingerprint(files: Sequence[Path]) -> Fingerprint:
-    """Return a value that changes whenever one of the files changes; raise `OSError` if a file cannot be read."""
+    """Return a value that changes if any of the files changes; raise `OSError` if a file cannot be accessed."""
     return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
 
 
 @contextlib.contextmanager
 def announcing(when_reading: Callable[[Path], object]) -> Iterator[None]:
-    """Within the context, call `when_reading` with a data path before the trainer reads its headers.
+    """Within the context, call `when_reading` with each data path before the trainer reads its headers.
 
-    Only reads in this thread are announced.
+    This applies only to reads that this thread requests.
     """
     token = _when_reading.set(when_reading)
     try:
@@ -139,9 +139,10 @@ def answer_of(
     is_over: Callable[[], bool] = lambda: False,
     limit_s: float = float("inf"),
 ) -> bytes | None:
-    """Return the last line that a command of the trainer prints, or None if `is_over` becomes true before it ends.
+    """Return the last line that a trainer command prints, or None if `is_over` returns True before the command exits.
 
-    `python` is the interpreter that runs the command, None for the app's own. Raise `UserError` if the command fails.
+    `python` is the interpreter that runs the command, or None for the app's own. Raise `UserError` if the command
+    fails.
     """
     # Hide the GPUs, since no GPU is reserved for this command.
     environment: Mapping[str, str] = {**named_python.variables(python), **hide_all()}

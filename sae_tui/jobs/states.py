@@ -1,4 +1,4 @@
-"""The name and symbol of each job state, shared by all screens, commands and filters."""
+"""The displayed name and symbol of each job state, shared by all screens, commands and filters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.wording import plural
 
 
 class Shown(NamedTuple):
-    """The word, symbol and style of a state; `style` is a colour, which must not be the only distinction."""
+    """The word, symbol and style of a state; `style` is a colour, so states must not be distinguished by style only."""
 
     word: str
     sign: str
@@ -56,12 +56,12 @@ def describe_state(job: Job) -> Shown:
 
 
 def is_cooling(job: Job) -> bool:
-    """Return whether a job is running and cooling down because it was asked to finish early."""
+    """Return whether a running job is cooling down because it was asked to finish early."""
     return job.state == JobState.RUNNING and getattr(job, "phase", "") == COOLING
 
 
 def phase_words(job: Job) -> str:
-    """Return text about the phase of a job, such as `cooling down, 40 steps left`, or "" if the phase is unknown."""
+    """Describe the phase of a job, such as `cooling down, 40 steps left`; return "" if the phase is unknown."""
     phase: str = getattr(job, "phase", "")
     if phase != COOLING or job.total_steps is None:
         return phase
@@ -69,22 +69,22 @@ def phase_words(job: Job) -> str:
 
 
 def is_ranked(job: Job) -> bool:
-    """Return whether a job's quality can be compared with that of other jobs, which requires a complete training.
+    """Return whether a job's quality can be compared with that of other jobs, which requires completed training.
 
-    Most of the improvement happens while the learning rate falls. Halfway through a run, the FVU is 15 % above that of
-    a finished run that is a quarter as long. A comparison of unfinished runs would favour the wrong recipes.
+    Most of the improvement happens while the learning rate decays. Halfway through a run, the FVU is 15 % higher than
+    at the end of a run that is a quarter as long. Comparing unfinished runs would favour the wrong settings.
     """
     return job.state.is_final and job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST)
 
 
 def was_resumed(job: Job) -> bool:
-    """Return whether a job was started again by its user and not only automatically.
+    """Return whether a job was resumed by its user, and not only restarted automatically.
 
-    For a resumed job, `started` in its row is the time of the latest start.
+    In the row of a resumed job, `started` is the time of the latest start.
     """
     return job.attempt > job.restarts + 1
 
 
 def stands(job: Job) -> str:
-    """Return a job's state as a predicate that follows "job 5", such as `is running` or `has finished`."""
+    """Return a job's state as a predicate to be appended to "job 5", such as `is running` or `has finished`."""
     return ENDED.get(job.state) or f"is {describe_state(job).word}"

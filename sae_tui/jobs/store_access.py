@@ -1,4 +1,4 @@
-"""Opens the control store of a data folder, and closes it after a change."""
+"""Opens the control store of a data folder for writing, and closes it afterwards."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def open_control(data: DataDir) -> Iterator[Control]:
 
 @contextlib.contextmanager
 def existing(data: DataDir, job_id: int) -> Iterator[Control]:
-    """Open the control store that contains a job; raise `UserError` if it is missing, and do not create a new one."""
+    """Open the control store to access a job; if the store is missing, raise `UserError` instead of creating it."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    # Check the job's folders for links, since changes to a job also write to its folders.
+    # Refuse symbolic links in place of the job's folders, since changes to a job also write to these folders.
     data.refuse_links(job_id)
     with open_control(data) as control:
         yield control

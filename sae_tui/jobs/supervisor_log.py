@@ -1,4 +1,4 @@
-"""Writes the log of a supervisor, and tolerates or retries actions whose errors are logged."""
+"""Writes a supervisor's log, and runs actions whose errors are logged and then ignored or retried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.errors import UserError
 
 
 def note(text: str) -> None:
-    """Write a line with the current time to stderr; the module `logging` would use 1 MB in each waiting supervisor."""
+    """Write a line with the current time to stderr. The module `logging` would use 1 MB in each waiting supervisor."""
     # Ignore errors, since the log may be on a full disk.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -20,7 +20,7 @@ def note(text: str) -> None:
 
 
 _last = ""
-# All attempts take one minute if the store fails immediately, and six minutes if each attempt waits for a lock.
+# All retries take one minute if the store fails immediately, or six minutes if each of them waits for a lock.
 STORE_TRIES = 60
 STORE_PAUSE_S = 1.0
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def tolerate(action: str) -> Iterator[None]:
-    """Within the context, log a store error and continue; the caller tries again later.
+    """Within the context, log store errors and continue; the caller retries later.
 
-    A store that is locked, on a full disk, or has just been replaced must not end a training.
+    Training must not stop because a store is locked, is on a full disk, or has just been replaced.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def tolerate(action: str) -> Iterator[None]:
 
 
 def _note_once(error: str) -> None:
-    """Log an error unless it repeats the last one, since a waiting job would repeat it until the disk is full."""
+    """Log an error unless it repeats the last one. Otherwise, a waiting job would repeat it until the disk is full."""
     global _last
     previous, _last = _last, error
     if previous != _last:
@@ -50,7 +50,7 @@ def _note_once(error: str) -> None:
 def retry(action: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    A store error is logged, and the call is retried; if it still fails after at least a minute, the error is raised.
+    Store errors are logged, and the call is retried. If it still fails after at least a minute, the error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:
@@ -63,7 +63,7 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def tolerate_disk(action: str) -> Iterator[None]:
-    """Within the context, log a disk error, for example of a full or read-only disk, and continue without writing."""
+    """Within the context, log disk errors, such as those of a full or read-only disk, and continue without writing."""
     try:
         yield
     except OSError as error:

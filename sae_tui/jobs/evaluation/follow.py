@@ -44,7 +44,7 @@ from trainer.contract.store.states import JobState
 
 # The interval between checks for a free GPU or a stop request.
 LOOK_S = 0.5
-# A trainer that has not ended this many seconds after a stop request is killed.
+# A trainer that has not exited this many seconds after a stop request is killed.
 PATIENCE_S = 5.0
 
 
@@ -60,7 +60,7 @@ class RunningEvaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another evaluation of this job is running")
-        # Answer an old stop request, which was meant for an earlier evaluation.
+        # Mark an old stop request as answered, since it was meant for an earlier evaluation.
         self._answer_stop()
         self._locks: GpuLocks | None = None
         self._gpu: ReservedGpu | None = None
@@ -73,7 +73,7 @@ class RunningEvaluation:
             self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
-        """Evaluate with the requested Python or, if given, with `command`; record the outcome."""
+        """Evaluate with `command`, or with the requested interpreter if `command` is empty, and record the outcome."""
         try:
             if not self._has_device():
                 return self._tell(STOPPED, "was not evaluated: stopped while it waited for a GPU")
@@ -93,7 +93,7 @@ class RunningEvaluation:
             going.remove(self._data, self._request.job_id)
 
     def _has_device(self) -> bool:
-        """Wait for a free GPU if the request requires one; return False if a stop is requested first."""
+        """Wait for a free GPU if the request requires one; return False if a stop request arrives first."""
         while self._request.waits and self._gpu is None:
             if self._is_stopped():
                 return False
@@ -133,9 +133,9 @@ class RunningEvaluation:
         return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
-        """Publish the trainer's progress until the trainer ends; return whether it was stopped."""
+        """Publish the trainer's progress until the trainer exits; return whether it was stopped."""
         kept, is_open = b"", True
-        # Poll the trainer, since its children may keep the descriptor open after the trainer has ended.
+        # Poll the process, since the trainer's children may keep the descriptor open after the trainer has exited.
         while process.poll() is None:
             if self._is_stopped():
                 _end(process)
@@ -150,7 +150,7 @@ class RunningEvaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # Finish the progress line now: the trainer's result, which follows, should be the last line of the log.
+                # Finish the progress line now, so that the trainer's result becomes the last line of the log.
                 progress.close()
             self._write(self._going)
         return False
@@ -158,7 +158,7 @@ class RunningEvaluation:
     def _write(self, now: Going) -> None:
         """Write the progress if it has changed, or if the last write was more than `HEARTBEAT_S` ago."""
         is_known = now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S
-        # Do not write if the data folder was deleted, since this would recreate it.
+        # Do not write if the data folder was deleted, since writing would recreate it.
         if is_known or is_gone(self._data.root):
             return
         self._going, self._written_at = now, time.monotonic()
@@ -200,7 +200,7 @@ class RunningEvaluation:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that is killed when this process ends, and that writes its progress to a descriptor."""
+    """Start a command that writes its progress to `descriptor`, and that is killed when this process exits."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,
@@ -221,7 +221,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
-    """Return the free GPU with the most memory; if there is none, return None and the reason to wait."""
+    """Return the free GPU with the most memory and ""; if no GPU is free, return None and the reason."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
@@ -241,12 +241,12 @@ def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
 
 @functools.cache
 def _reader(root: Path, source: str) -> GpuReader:
-    """Return the reader for a source, which is kept because it measures how long another process blocks the source."""
+    """Return the cached reader of a GPU source. The reader measures how long another process blocks the source."""
     return GpuReader(DataDir(root), source)
 
 
 def _is_before(job: Job, host: str, since: float) -> bool:
-    """Return whether a queued job on this host needs GPUs and was queued before `since`."""
+    """Return whether a job on this host is queued for GPUs, and was queued before `since`."""
     waits = job.state == JobState.QUEUED and not job.held and not job.after and job.gpus_wanted > 0
     return waits and job.host == host and (job.queued or job.created) < since
 

@@ -1,4 +1,4 @@
-"""Determines the possible parts of an evaluation, the duration of each, and the parts that are selected by default."""
+"""Determines which parts of an evaluation are possible, how long each takes, and which are selected by default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STAGES = {ROWS: (ROWS, FIRES_ON), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROB
 class OfferedPart(msgspec.Struct, frozen=True):
     """A part of an evaluation, with its description.
 
-    `why_not` explains why the part cannot be measured; it is "" if the part can be measured.
+    `why_not` explains why the part cannot be measured, or is "" if it can.
     """
 
     name: str
@@ -37,7 +37,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
 class EvaluationOffer(msgspec.Struct, frozen=True):
     """The parts of an evaluation, and a description of the device.
 
-    `other_device` describes the alternative device; it is "" if there is only one device.
+    `other_device` describes the alternative device, or is "" if there is none.
     """
 
     job_id: int
@@ -48,7 +48,7 @@ class EvaluationOffer(msgspec.Struct, frozen=True):
 
 
 class EvaluationChoice(msgspec.Struct, frozen=True):
-    """The parts of an evaluation and the device that the user has chosen."""
+    """The user's choice: the parts of an evaluation, and the device."""
 
     parts: frozenset[str]
     on_gpu: bool = False
@@ -69,7 +69,7 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
 
 
 def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -> EvaluationOffer:
-    """Return the parts that can be measured for a job's SAEs; raise `UserError` if the job cannot be evaluated now."""
+    """Return the parts of an evaluation of a job's SAEs; raise `UserError` if the job cannot be evaluated now."""
     refuse(data, job)
     wants_gpu = job.device == "cuda" and cuda
     parsed, _ = parse_job(table_of(job.config))
@@ -92,17 +92,17 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
 
 
 def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> dict[str, float]:
-    """Return a dict that maps each part to its duration in seconds, 0 if unknown."""
+    """Return a dict that maps each part to its duration in seconds, or to 0 if the duration is unknown."""
     box = read_box(data.box_file)
     plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
     return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
 
 
 def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -> list[str]:
-    """Return the default parts: the missing parts that do not take long or, if there are none, the rows."""
+    """Return the default parts: the missing parts that do not take long, or only the rows if there are none."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
-    # Rows are worth measuring again, since an evaluation reads more of them than the end of a training.
+    # Measuring the rows again is worthwhile, since an evaluation reads more rows than the end of a training run does.
     return short or [ROWS]
 
 

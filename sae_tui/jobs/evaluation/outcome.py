@@ -18,7 +18,7 @@ _NOT_WRITTEN = "not written: "
 
 
 def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple[str, str, str]:
-    """Return the kind, the message and the level of the event about a completed evaluation of `parts`."""
+    """Return the kind, message and level of the event that records a completed evaluation of `parts`."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
         return FAILED, f"is evaluated, but its report card is {last}; the log contains the metrics", "warning"
@@ -28,14 +28,14 @@ def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple
 
 
 def failure(paths: RunPaths, code: int) -> str:
-    """Return a message about a failed evaluation: the trainer's error message, or how the process ended."""
+    """Return a message about a failed evaluation, with the trainer's error message or the signal that killed it."""
     if code < 0:
         return f"was not evaluated: signal {-code} ended it; see {paths.evaluation_log}"
     return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Return text with the requested metrics of the SAE with the lowest FVU."""
+    """Describe the requested metrics of the SAE with the lowest FVU."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip

@@ -16,7 +16,7 @@ from trainer.contract.settings.series import error_of
 
 
 class FiguresSummary(msgspec.Struct, frozen=True):
-    """Metrics of an SAE on `n_tokens` rows; `dead` is the share of latents that never fire on these rows."""
+    """Metrics of an SAE, measured on `n_tokens` rows; `dead` is the share of latents that never fire on these rows."""
 
     n_tokens: int
     fvu: float
@@ -52,7 +52,7 @@ class PatchedModelSummary(msgspec.Struct, frozen=True):
 
 
 class AucSummary(msgspec.Struct, frozen=True):
-    """The mean AUC of probes over several sets of texts, and its standard error over random splits."""
+    """The mean AUC of probes over several data sets, and its standard error over random splits."""
 
     auc: float
     seed_error: float | None = None
@@ -65,7 +65,7 @@ class ProbingSummary(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Text with the AUC for each k and its standard error."""
+        """Text with the AUC and its standard error for each k."""
         of_each = (f"{with_error(one.auc, one.seed_error)} with k = {k}" for k, one in self.k.items())
         return f"AUC {', '.join(of_each)}"
 
@@ -133,7 +133,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return a dict that maps the label of each SAE in a folder to its report card with this number.
+    """Return a dict that maps the label of each SAE in a folder to that SAE's report card number `number`.
 
     Raise `UserError` if no SAE has such a report card.
     """

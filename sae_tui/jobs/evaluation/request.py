@@ -47,9 +47,9 @@ class ReservedGpu(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """A requested evaluation.
 
-    If `model` names a job file, the evaluation includes the language model, and probes on texts if `is_probed`. Without
-    a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not
-    requested remain unchanged in the report card. `python` is the job's Python, "" for the app's own.
+    If `model` names a job file, the SAE is also evaluated in the language model, and with probes if `is_probed`.
+    Without a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are
+    not requested remain unchanged in the report card. `python` is the job's interpreter, or "" for the app's own.
     """
 
     job_id: int
@@ -126,7 +126,10 @@ def refuse(data: DataDir, job: Job) -> None:
 
 
 def python_of(data: DataDir, job_id: int) -> str:
-    """Return the Python that trained a job, "" for the app's own; raise `UserError` if that Python must not be run."""
+    """Return the interpreter that trained a job, or "" if it is the app's own.
+
+    Raise `UserError` if that interpreter must not be run.
+    """
     judged, file = Judged(), data.run(job_id).job_file
     if not file.exists():
         return ""
@@ -141,13 +144,13 @@ def python_of(data: DataDir, job_id: int) -> str:
 
 
 def _runs_code(data: DataDir, job_id: int) -> bool:
-    """Return whether the job runs custom model code, which was allowed at its launch."""
+    """Return whether the job runs custom model code, which the user allowed when launching the job."""
     file = data.run(job_id).job_file
     return file.exists() and any(code.path == "data.remote_code" for code in code_in(read_toml(file, read_plain_text)))
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:
-    """Return a message about a job without features, and the question whether to evaluate the job now.
+    """Return a message that a job has no features, and a question that offers to evaluate the job now.
 
     The question is "" if the job cannot be evaluated, or if an evaluation would find no features.
     """
@@ -179,7 +182,7 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # Ignore the events of earlier evaluations: an evaluation that is killed while it waits for a GPU records none.
+        # Ignore the events of earlier evaluations, since one that is killed while it waits for a GPU records no event.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"
@@ -192,7 +195,7 @@ def is_going(data: DataDir, job_id: int) -> bool:
 
 
 def idle_gpu(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> ReservedGpu | None:
-    """Return the idle GPU with the most free memory, or None if all GPUs are busy, or if the job ran on the CPU."""
+    """Return the idle GPU with the most free memory, or None if no GPU is idle or the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:
         return None

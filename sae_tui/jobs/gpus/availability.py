@@ -21,11 +21,11 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A GPU to choose from; `reason` explains why the GPU is unavailable, or what is unknown about it.
+    """A GPU that a job may use; `reason` explains why the GPU is unavailable, or what is unknown about it.
 
-    `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory that jobs can use on the GPU
-    while it is idle; this is less than the total memory, since the driver reserves some of it. `vendor` is the sample's
-    vendor. `withheld` is True if only other users may use the GPU.
+    `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory that jobs can use on the
+    GPU while it is idle. It is less than the total memory, since the driver reserves some of that. `withheld` is True
+    if only other users may use the GPU.
     """
 
     index: int
@@ -43,17 +43,17 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
     @property
     def may_be_offered(self) -> bool:
-        """True if the GPU may be used by a job that does not name it: the GPU is idle, and its free memory is known."""
+        """Whether a job that does not name this GPU may use it: the GPU must be idle and its free memory known."""
         return self.state == "available" and self.memory_free_bytes is not None
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """The jobs that hold this machine's GPUs according to our own store, and the pids of their ranks, by GPU UUID.
+    """The jobs in our own store that hold this machine's GPUs, and the pids of their ranks, by GPU UUID.
 
     If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all. `own_pids`
-    contains the pids of all our ranks and supervisors. `other_users` describes jobs from other data folders that hold a
-    GPU, and `idle` describes how long a held GPU has not been used. `freed` contains the time at which one of our jobs
-    last ended on a GPU.
+    contains the pids of all our ranks and supervisors. `other_users` describes the jobs from other data folders that
+    hold a GPU, and `idle` describes how long a held GPU has been unused. `freed` contains the time when one of our
+    jobs last ended on a GPU.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -96,7 +96,7 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
-    """Add the GPUs whose lock is held by a job outside our store; `folder` is the folder or the reader of the locks."""
+    """Add the GPUs whose lock is held by a job outside our store; `folder` is the folder of the locks, or a reader."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
     # If one of our jobs holds the lock but not yet the lease, it is recognised by the pid of its supervisor.
@@ -105,19 +105,19 @@ def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterab
 
 
 def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
-    """Return a choice for every GPU, in the order of the samples."""
+    """Return a `GpuChoice` for every GPU, in the order of the samples."""
     return tuple(_choice(sample, held) for sample in samples)
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short text about the use of a GPU, and the name of the style for this text."""
+    """Return a short text about how a GPU is used, and the name of the text's style."""
     if choice.state == "available":
         return choice.brief or "idle", "dim"
     return choice.brief, "good" if choice.job_id is not None else "warn"
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Return why a job that needs this memory does not fit into a GPU's free memory, or "" if it fits."""
+    """Return why a job that needs `needed_bytes` does not fit into a GPU's free memory, or "" if it fits."""
     free = choice.memory_free_bytes
     if free is None:
         # 0 bytes means that the memory need of the job is not known yet.
@@ -178,7 +178,10 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return which process uses a GPU in exclusive compute mode, even if it uses little memory, or "" if none does."""
+    """Describe the process that uses a GPU in exclusive compute mode, or return "" if there is none.
+
+    In this mode, even a process that uses little memory occupies the GPU.
+    """
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}; the GPU allows one process at a time" if takes_one_process(sample) and alone else ""
 
@@ -221,9 +224,9 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the process of others that uses the most memory, or None if all of them use little.
+    """Return the process outside our jobs that uses the most memory, or None if all such processes use little.
 
-    Include processes whose memory use is unknown.
+    A process whose memory use is unknown is never assumed to use little.
     """
     large = [
         process
@@ -236,7 +239,7 @@ def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int])
 
 
 def _has_ended(process: GpuProcess) -> bool:
-    """Return whether a process of this user has ended although the last reading still lists it.
+    """Return whether a process of this user has exited, although the last reading still lists it.
 
     Return False for other users' processes, whose pids may belong to another PID namespace.
     """

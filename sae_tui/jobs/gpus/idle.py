@@ -1,4 +1,4 @@
-"""Finds GPUs that a job holds but does not use, based on their stored utilisation history."""
+"""Finds GPUs that a job holds but does not use, based on the stored history of their utilisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDLE_AFTER_S = 600.0
 
 
 def with_idle(held: Holders, data: DataDir) -> Holders:
-    """Add text about how long each held GPU has been idle; this takes a millisecond per GPU."""
+    """Add a description of how long each held GPU has been idle; this takes about 1 ms per GPU."""
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):

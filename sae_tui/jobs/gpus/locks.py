@@ -1,8 +1,8 @@
 """File locks that mark a GPU as in use for exactly as long as a process of the GPU's job is alive.
 
-The ranks inherit the descriptors of the locks. Therefore, a GPU that is still computing stays locked even if its
-supervisor is killed, and after a crash no lock must be cleaned up. The locks of real GPUs are in a single folder per
-machine, so that users with different data folders see each other's locks.
+The ranks inherit the descriptors of the locks. Therefore, a GPU stays locked while its rank runs, even if the
+supervisor is killed, and no locks have to be cleaned up after a crash. All locks of a machine's real GPUs are in one
+folder, so that users with different data folders see each other's locks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first folder is emptied at every boot, and on most machines all users can write to it.
-# The locks are not in a subfolder, since the user who created the subfolder would own it and could lock out others.
+# /run/lock is emptied at every boot, and on most machines all users can write to it.
+# The locks are not in a subfolder, since the user who created it would own it and could lock out other users.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
-# The time limit for reading the locks, which takes 0.1 ms unless the disk hangs.
+# The time limit for reading the locks. Reading takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
 _ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder with mode 1777"
 
@@ -86,7 +86,7 @@ def lock_folder(data: DataDir, gpu_source: str) -> Path:
 
 
 def lock_problem(data: DataDir, gpu_source: str) -> str:
-    """Return why the GPU locks are not visible to all users of the machine, or "" if they are visible."""
+    """Return why the GPU locks are not visible to all users of the machine, or "" if they are."""
     return _place(data, gpu_source)[1]
 
 
@@ -166,7 +166,7 @@ def pids_by_lock(lines: bytes) -> dict[str, int]:
 
 
 def owner(pid: int) -> str:
-    """Return text about the owner of a process, like `alice (pid 123)`, or only the pid if the process has ended."""
+    """Describe the owner of a process, like `alice (pid 123)`, or return only the pid if the process has exited."""
     try:
         return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
@@ -178,7 +178,7 @@ def _path(folder: Path, uuid: str) -> Path:
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Return whether any user can add files to a folder, but not remove other users' files, as in /tmp."""
+    """Return whether all users can add files to a folder, but cannot remove other users' files, as in /tmp."""
     try:
         return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:
@@ -186,7 +186,7 @@ def _is_open_to_all(folder: Path) -> bool:
 
 
 def _make_shared_folder(folder: Path) -> str:
-    """Create a folder with the permissions of /tmp; return why this is impossible, or "" on success."""
+    """Create a folder with the permissions of /tmp; return why this failed, or "" on success."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -201,8 +201,8 @@ def _make_shared_folder(folder: Path) -> str:
 def open_lock(path: Path) -> int:
     """Open a lock file, creating it if missing, and return its descriptor.
 
-    The file is opened read-only, since it may belong to another user; this is sufficient for a lock. Links are not
-    followed. Raise `OSError` if the path is not a regular file; opening a FIFO does not block.
+    The file is opened read-only, since it may belong to another user, and since a lock requires no more. Symbolic
+    links are not followed, and a FIFO does not block the call. Raise `OSError` if the path is not a regular file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = _open_or_create(path, flags)

@@ -1,4 +1,4 @@
-"""Tracks which GPUs of this machine our jobs hold, and creates GPU sources; can be used from any thread."""
+"""Tracks which GPUs of this machine our jobs hold, and creates GPU sources. Can be used from any thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Occupancy:
-    """Tracks the leases in the store; a query takes 20 µs if the store has not changed."""
+    """Tracks the GPU leases in the store; a query takes 20 µs if the store has not changed."""
 
     def __init__(self, data: DataDir) -> None:
         self._lock = threading.Lock()
@@ -54,9 +54,10 @@ class Occupancy:
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
-    """Return the GPU source with this name, which is one of `source_names`; simulated GPUs list the ranks of our jobs.
+    """Return the GPU source with this name, which must be one of `source_names`.
 
-    The number of simulated GPUs is `count` or, if `count` is None, the number in the name, as in "simulated:8".
+    Simulated GPUs list the ranks of our jobs as their processes. Their number is `count` or, if `count` is None, the
+    number in the name, as in "simulated:8".
     """
     name, _, named = name.partition(":")
     if name != "simulated":
@@ -66,5 +67,5 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
 
 
 def name_elsewhere(name: str, n_gpus: int) -> str:
-    """Return the name that makes another process open a source with the same GPUs."""
+    """Return the name with which another process can open a source with the same GPUs."""
     return f"{name}:{n_gpus}" if name == "simulated" and n_gpus else name

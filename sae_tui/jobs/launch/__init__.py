@@ -1,1 +1,1 @@
-"""Launches jobs: determines a job's settings, placement and memory need, and starts its supervisor."""
+"""Launches jobs: determines a job's settings, placement and memory requirement, and starts its supervisor."""

@@ -1,4 +1,4 @@
-"""Creates jobs from an existing job: with the same settings, with changed settings, or one job per point of a grid."""
+"""Creates jobs from an existing job: with the same or changed settings, or one job per point of a grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_AT_ONCE = 100
 
 
 def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> AnyJob:
-    """Return the settings of a job with its current name and these overrides.
+    """Return the settings of a job, with its current name and with `overrides` applied.
 
     Raise `JobFileError` if an override is invalid.
     """
@@ -40,7 +40,7 @@ def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) ->
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-    """Return a name that no other job has, such as `quick-2` if `quick` is taken, or `quick-3` if both are taken."""
+    """Return a name that is not taken, such as `quick-2` if `quick` is taken, or `quick-3` if both are."""
     names = set(taken)
     if name not in names:
         return name
@@ -59,7 +59,7 @@ def _present_name(data: DataDir, job_id: int) -> str:
 
 
 def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> AnyJob:
-    """Return the settings in the row of a job whose job file is missing.
+    """Return the settings in a job's row in the store; used if the job file is missing.
 
     The job's folder may have been deleted, or its launch may have been interrupted.
     """
@@ -73,7 +73,7 @@ def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> An
 
 
 def grid(axes: Iterable[str]) -> list[list[str]]:
-    """Expand axes such as `sae.k=16,32` and `train.lr=1e-3,3e-4` into all combinations, here four sets of overrides.
+    """Expand axes into all combinations: `sae.k=16,32` and `train.lr=1e-3,3e-4` give four sets of overrides.
 
     Raise `JobFileError` if an axis is invalid.
     """
@@ -85,7 +85,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
 
 
 def name_by_axes(job: AnyJob, axes: Iterable[str]) -> AnyJob:
-    """Append the job's values on the axes of the grid to its name, as in `name k=16 lr=0.001`."""
+    """Append the job's value on each axis of the grid to its name, as in `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
     values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]

@@ -21,8 +21,9 @@ _WRONG, _REMEDY = "# ✗", "# → correct it and save; if you change nothing, th
 def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
     """Open a job file in the editor until it is valid, and return its table; return None if the user changed nothing.
 
-    Comments at the top show the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot be run. Also
-    raise it if the editor exits without a valid job file; the message then names a file with the edited text.
+    Comments at the top of the file describe the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot
+    be run or reports failure, or if the user leaves an invalid file unchanged. In the latter two cases, the message
+    names a file with the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +68,7 @@ def _read(file: Path) -> str:
 
 
 def _objections(error: JobFileError, file: Path) -> list[str]:
-    """Return a message for every problem, with line numbers that include the comments to be inserted at the top."""
+    """Return a message for each problem; line numbers account for the comments to be inserted at the top."""
     shift = len(error.problems) + 1
     messages = [str(problem).replace(str(file), "this file") for problem in error.problems]
     return [re.sub(r"at line (\d+)", lambda match: f"at line {int(match[1]) + shift}", one) for one in messages]
@@ -87,7 +88,10 @@ def _without_comments(text: str) -> str:
 
 
 def _keep_text(written: str, first: str) -> str:
-    """Write an edited text to a file; return a message that the form is unchanged, with the path of that file."""
+    """Write the edited text to a file, and return a message with its path; the message says that the form is unchanged.
+
+    If the user changed nothing, write no file.
+    """
     if written == first:
         return "the form is unchanged"
     handle, path = tempfile.mkstemp(prefix="sae-tui-job-", suffix=".toml")

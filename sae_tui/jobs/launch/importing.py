@@ -1,4 +1,4 @@
-"""Imports an SAE of another tool as a job, which can be evaluated, compared, trained and exported like other jobs."""
+"""Imports an SAE from another tool as a job that can be evaluated, compared, trained and exported like other jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.contract.store.states import JobState
 
 
 class ImportAnswer(msgspec.Struct, frozen=True):
-    """The trainer's report of an import.
+    """The trainer's report on an import.
 
     `form` is the format of the imported files, and `architecture` is our name for the SAE's architecture. `check`
     contains metrics on rows of the data, and `warnings` describes implausible metrics.
@@ -58,8 +58,8 @@ def import_sae(
     """Create a job from the SAE in a folder; return the job's id and the trainer's report.
 
     The job uses the `activations` for evaluation and training. `arguments` are passed to the trainer's `import`
-    command, and `python` is the Python of the new job. Raise `UserError` if the SAE cannot be imported; no job is
-    created in this case.
+    command, and `python` is the new job's interpreter. If the SAE cannot be imported, raise `UserError` and create no
+    job.
     """
     tags = as_tags(tags)
     named_python.refuse(python)
@@ -69,7 +69,7 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         # The import runs in a separate process, because it needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
-        # Show the standard error of a download, since it contains the progress of the files.
+        # Show the standard error of a download, since it contains the progress for each file.
         from_hub = not os.path.lexists(folder)
         imported = answer_of("import", words, ImportAnswer, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
@@ -97,7 +97,7 @@ def import_sae(
 
 
 def _named(folder: Path) -> str:
-    """Return the absolute path of an existing folder; return the name of a repository on the hub unchanged."""
+    """Return the absolute path of an existing folder, or the unchanged name of a repository on the Hugging Face Hub."""
     return str(folder.absolute() if os.path.lexists(folder) else folder)
 
 
@@ -117,7 +117,7 @@ def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) ->
 
 
 def _place(data: DataDir, staged: Path, job: Job, undo: contextlib.ExitStack) -> None:
-    """Move the imported files to the job's folders; add callbacks to `undo` that remove them again."""
+    """Move the imported files to the job's folders; add callbacks to `undo` that delete these folders."""
     run, output = data.run(job.id), data.sae(job.id)
     data.refuse_links(job.id)
     for source, target in ((staged / "sae", output), (staged, run.root)):

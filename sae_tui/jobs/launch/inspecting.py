@@ -1,4 +1,4 @@
-"""Inspects stored activations with `sae-train inspect`, in a separate process because the inspection needs torch."""
+"""Inspects stored activations with `sae-train inspect`, which runs in a separate process because it needs torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DataFinding(msgspec.Struct, frozen=True):
 
 
 class Inspected(msgspec.Struct, frozen=True):
-    """The properties of stored activations, measured on `n_looked_at` of the rows; `gamma` is ‖mean‖/‖std‖."""
+    """The properties of stored activations, measured on a sample of `n_looked_at` rows; `gamma` is ‖mean‖/‖std‖."""
 
     n_tokens: int
     d_in: int
@@ -45,16 +45,17 @@ class Inspections:
     def inspect(
         self, place: str, is_over: Callable[[], bool] = lambda: False, python: str | None = None
     ) -> Inspected | None:
-        """Return the properties of the activations at `place`, or None if `is_over` becomes true before the result.
+        """Return the properties of the activations at `place`, or None if `is_over` returns True before they are known.
 
-        `python` is the interpreter to use instead of the app's. Raise `UserError` if the activations cannot be read.
+        `python` is the interpreter to use instead of the app's own. Raise `UserError` if the activations cannot be
+        read.
         """
         place = os.path.abspath(place)
         _, files = shards_at(place)
         if (state := fingerprint(files)) not in self._of:
             named_python.refuse(python)
             command = self._command or named_python.command(python, "inspect")
-            # The command also prints its result if it exits with 1 to report bad data.
+            # The command prints its result even if it exits with 1 to report bad data.
             answer = answer_of([*command, place, "--json"], python, is_over)
             if answer is None:
                 return None

@@ -1,4 +1,4 @@
-"""Turns the values of a launch form into a checked job and a one-line summary."""
+"""Converts the values of a launch form into a validated job and a one-line summary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, se
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
-# The user chooses this setting in the list of GPUs, so the form omits it.
+# The form omits this setting, since the user chooses the GPUs in a list.
 _BY_PICKER = "launch.gpus"
 
 
@@ -40,7 +40,7 @@ class Draft(msgspec.Struct, frozen=True):
     """The user's input in the launch form.
 
     `values` maps the paths of settings to valid values, and `wrong` maps them to messages about invalid values. `gpus`
-    is the value of `launch.gpus`. If the job is not a training, `values` also contains its `kind`.
+    is the value of `launch.gpus`. If the job is not a training job, `values` also contains its `kind`.
     """
 
     values: dict[str, Any]
@@ -49,20 +49,20 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Review(msgspec.Struct, frozen=True):
-    """The result of checking a draft: the job if the draft is valid, and messages about the draft."""
+    """The result of checking a draft: the job, or None if the draft is invalid, and messages about the draft."""
 
     job: AnyJob | None = None
     problems: tuple[Problem, ...] = ()
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
-    # Text about the GPU memory that the job would have to wait for, or "" if enough is free.
+    # A message that the job would have to wait for GPU memory, or "" if enough memory is free.
     lack: str = ""
-    # Maps the paths of overridden settings to their effective values, as far as these are known.
+    # Maps the paths of overridden settings to their effective values, if these are known.
     comes_to: dict[str, str] = {}
-    # The reason why no job can be launched here, although a job file can be written.
+    # Why no job can be launched here; a job file can be written nevertheless.
     refusal: str = ""
-    # True until the Python of the job has reported its packages.
+    # True until the job's interpreter has reported its packages.
     is_asking: bool = False
 
     @property
@@ -110,10 +110,10 @@ def review(
     cuda: bool,
     when_known: Callable[[], object] | None = None,
 ) -> Review:
-    """Check a draft against this machine; this reads the headers of the activation shards or of the language model.
+    """Check whether a draft can run on this machine, reading the headers of the activation shards or language model.
 
-    If the draft names a Python, that Python is run once to list its packages. If `when_known` is given, do not wait for
-    this list, but call `when_known` once it is available.
+    If the draft names an interpreter, that interpreter is run once to list its packages. If `when_known` is given, do
+    not wait for this list, but call `when_known` once it is available.
     """
     python = candidate.values.get(environment.SETTING)
     if not isinstance(python, str) or not python:
@@ -149,7 +149,7 @@ def _review(
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
-        # Omit warnings, since invalid values have been replaced by defaults, which the user did not type.
+        # Omit warnings, since they would be about the defaults that have replaced the invalid values.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
@@ -168,7 +168,7 @@ def _review(
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = kind.need(job, look, free, device=device, past=past)
-    # Also determine the memory need on a GPU if the job runs on the CPU, since the list of GPUs shows it.
+    # Even if the job runs on the CPU, estimate the memory that it would need on a GPU, since the list of GPUs shows it.
     beside = look
     if choices and not look.on_gpus:
         beside = propose(job.replace("launch", gpus="auto"), proposal.machine, used_before(past)).outlook
@@ -185,7 +185,7 @@ def _review(
 
 
 def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
-    """Return the free memory of the chosen devices; for a cluster, whose memory is unknown, return `FreeMemory()`."""
+    """Return the free memory of the chosen devices, or `FreeMemory()` for a cluster, whose memory is unknown."""
     if elsewhere:
         return FreeMemory()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
@@ -193,7 +193,7 @@ def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: 
 
 
 def _n_gpus(gpus: list[int] | str) -> int:
-    """Return the number of GPUs that `launch.gpus` selects by index or by count; 0 for the CPU."""
+    """Return the number of GPUs that `launch.gpus` selects by index or by count, or 0 for the CPU."""
     if isinstance(gpus, list):
         return len(gpus)
     word, _, count = gpus.partition(":")
@@ -210,7 +210,7 @@ def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str, ...]]]:
-    """Return the path, the definition and the allowed words of every setting in the form.
+    """Return the path, the definition and the allowed keywords of every setting in the form.
 
     The settings depend on the kind of job and on choices such as the SAE architecture.
     """
@@ -231,9 +231,10 @@ def kind_of(values: Mapping[str, Any]) -> str:
 
 
 def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
-    """Return the classes that define a job's settings: a list of all sections, then one list per section with a choice.
+    """Return lists of the classes that define a job's settings.
 
-    The list for a choice contains the class of the chosen entry, such as an architecture, or several for a sweep.
+    The first list contains the class of each section. It is followed by one list per section with a choice, such as
+    the architecture. This list contains the class of the chosen entry, or several classes for a sweep.
     """
     sections = job_class(kind_of(values)).sections
     of_entries = [
@@ -245,7 +246,7 @@ def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the chosen words of a section, which may be the default, or [] if the section does not offer a choice."""
+    """Return the chosen or default keywords of a section, or [] if the section does not offer a choice."""
     if section not in CHOSEN:
         return []
     field = CHOSEN[section][0]
@@ -265,7 +266,10 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_job_table(path: Path) -> dict[str, Any]:
-    """Return the table of a job file, completed with defaults; raise `JobFileError` that lists all problems."""
+    """Return the table of a job file, completed with defaults; if the file is invalid, raise a `JobFileError`.
+
+    The error lists all problems.
+    """
     judged = Judged(pipes=True)
     job, problems = job_file.parse_any(job_file.read_toml(path, judged), job_file.bases_of(path))
     if job is None:
@@ -282,16 +286,17 @@ def read_job_table(path: Path) -> dict[str, Any]:
 
 
 def question_about(code: Sequence[consent.Code], path: Path) -> str:
-    """Return the question that the user must confirm before the form is filled from a job file that runs code."""
+    """Return the question to be confirmed by the user before the form is filled from a job file that runs code."""
     lines = [f"  {each.path}: {printable(each.does)}" for each in code]
     asks = "Use these settings? Only if you trust the author of the file."
     return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])
 
 
 def _beside(job_file: Path, where: str) -> str:
-    """Return a path from a job file as the launch form needs it.
+    """Return a path in a job file, adapted for the launch form.
 
-    The path is made absolute if it exists relative to the job file's folder, but not relative to the base folders.
+    If the path exists relative to the job file's folder, but not relative to the base folders, return the absolute
+    path; otherwise, return it unchanged.
     """
     beside = (working_folder() / job_file).parent / where
     # For a folder that cannot be searched, os.path.exists returns False, whereas Path.exists raises.
@@ -308,7 +313,7 @@ def each_alone(job: AnyJob) -> list[AnyJob]:
 
 
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
-    """Return a draft as the text of a job file, which may be incomplete; `typed` contains invalid values as typed."""
+    """Return a draft as the text of a job file, which may be incomplete; `typed` contains the invalid input."""
     import tomli_w
 
     table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))
@@ -318,7 +323,7 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
     """Return a dict that maps overridden settings to their effective values, like `4.0 (from d_sae)`.
 
-    If a value is unknown, the number is omitted.
+    The text of an unknown value omits the number.
     """
     return {
         path: f"{reviewed.comes_to.get(path, '')}(from {by.rpartition('.')[2]})"
@@ -341,7 +346,7 @@ def presets() -> list[Path]:
 
 
 def default_preset() -> Path:
-    """Return the job file with the form's initial values; its training takes less than a minute on any machine."""
+    """Return the job file with the form's initial values; this job trains in less than a minute on any machine."""
     return shipped_data() / "presets" / "quick.toml"
 
 

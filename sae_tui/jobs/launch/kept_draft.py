@@ -1,4 +1,4 @@
-"""Saves the launch form to disk while the user fills it in, so that its values survive an exit or crash of the app."""
+"""Saves the launch form to disk while the user fills it in, so that the input survives an exit or crash of the app."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeptDraft:
         self._data = data
         # The kind of job in the draft file, or None if this form has no draft file.
         self._kind: str | None = None
-        # True if the form was filled from the draft file of an earlier form.
+        # True if the form was filled from a draft file that an earlier form left behind.
         self.is_left = False
 
     def note_filled(self, path: Path, kind: str) -> None:
@@ -41,7 +41,7 @@ class KeptDraft:
 
 
 def keep(data: DataDir, draft: Draft) -> None:
-    """Save the valid values of a draft in its draft file; ignore errors, since the form still contains the values."""
+    """Save the valid values of a draft to its draft file; ignore errors, since the form still contains the values."""
     with contextlib.suppress(OSError, UserError):
         if not data.root.exists():
             data.create()
@@ -67,5 +67,5 @@ def kept(data: DataDir, kind: str) -> Path | None:
 
 
 def file_of(data: DataDir, kind: str) -> Path:
-    """Return the path of the draft file for a kind of job; users who share a folder have separate files."""
+    """Return the path of the draft file for a kind of job; users who share a data folder have separate files."""
     return data.root / f"draft-{kind}-{os.getuid()}.toml"

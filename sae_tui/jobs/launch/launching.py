@@ -52,12 +52,11 @@ def launch(
     parent: int | None = None,
     start: Start | None = None,
 ) -> int:
-    """Record a job, start its supervisor and return the id of the job immediately.
+    """Record a job, start its supervisor, and return the job's id without waiting for the job.
 
-    The job waits for the jobs in `after` and, if `hold`, until it is released. Raise `JobFileError` if the job cannot
-    run; nothing is written in this case. Raise `UserError` if the job cannot be recorded, for example because the disk
-    is full; no job is created in this case. Also raise `UserError` if the supervisor does not start; the job's state is
-    then `failed`.
+    The job starts after the jobs in `after` have finished and, if `hold`, after it is released. If the job cannot run,
+    raise `JobFileError` and write nothing. If the job cannot be recorded, for example because the disk is full, raise
+    `UserError` and create no job. If the supervisor does not start, raise `UserError`; the job is then `failed`.
     """
     job = with_whole_python(job.with_paths([working_folder()]))
     after, tags = tuple(after), as_tags(tags)
@@ -98,7 +97,7 @@ def launch(
 
 
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
-    """Make the path of a job's Python absolute; if the job does not name a Python, use `otherwise`."""
+    """Expand `~` in the path of a job's interpreter; if the job does not name an interpreter, use `otherwise`."""
     python = otherwise if job.launch.python is None else job.launch.python
     if not python:
         return job
@@ -106,7 +105,10 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
-    """Launch jobs one after another and return their ids; if one fails, raise `UserError` with the launched jobs."""
+    """Launch jobs one after another and return their ids; if one fails, raise `UserError`.
+
+    The error lists the jobs that were already launched.
+    """
     launched: list[int] = []
     for job, placement in jobs:
         try:
@@ -148,11 +150,12 @@ def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
 
 
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` if an untrusted job file sets code to run or sbatch options.
+    """Raise `JobFileError` if an untrusted job file sets sbatch options or settings that run code.
 
-    `distrust` explains why the file is not trusted, for example because other users can write to it; "" if it is.
+    `distrust` explains why the file is not trusted, for example because other users can write to it. It is "" for a
+    trusted file.
     """
-    # Check local jobs too: the options are copied into our own job file, and a later resume may use SLURM.
+    # Check local jobs too, since the options are copied into our own job file, and a later resume may use SLURM.
     table = to_table(job)
     refusals = refused(table, Consent(overrides=tuple(overrides)))
     if job.launch.sbatch_options and not sets(overrides, SBATCH):
@@ -190,7 +193,10 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
 
 
 def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:
-    """Return a machine with only the job's GPUs for the checks of the job; the GPUs were checked at its placement."""
+    """Return a `Machine` that has only the job's GPUs, for the checks of the job.
+
+    The GPUs themselves were checked when the job was placed.
+    """
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root, promises=promises)

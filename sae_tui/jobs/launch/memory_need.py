@@ -1,4 +1,4 @@
-"""The memory that a job needs: an estimate, the peak of a similar job, and settings that would make the job fit."""
+"""The memory that a job needs: an estimate, the peak of a similar job, and changed settings with which it would fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# PyTorch's measured peak excludes the CUDA context, and the size of a process includes Python and PyTorch.
+# The peak that PyTorch measures excludes the CUDA context. The size of a process includes Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 
@@ -41,7 +41,7 @@ class PeakMemory(msgspec.Struct, frozen=True):
 
 
 class FreeMemory(msgspec.Struct, frozen=True):
-    """The free memory of a job's fullest GPU, or of the machine for a job on the CPU.
+    """The free memory of the fullest of a job's GPUs, or of the machine if the job runs on the CPU.
 
     `free_bytes` is None if it is unknown, and `where` is the name of the GPU or the machine.
     """
@@ -61,13 +61,13 @@ class Need(msgspec.Struct, frozen=True):
     otherwise: str = "a smaller batch_size or d_sae"
     # True if too little memory was free when the remedies were computed.
     judged_lacking: bool = False
-    # The memory need according to the outlook; it replaces the sum of `parts`, since it may be measured.
+    # The memory requirement according to the outlook. It replaces the sum of `parts`, since it may have been measured.
     taken_bytes: int | None = None
     on_gpus: bool = True
 
     @property
     def rank_bytes(self) -> int:
-        """The bytes that each rank needs; the queue waits for this amount of free memory, and all views show it."""
+        """The bytes that each rank needs; all views show this amount, and the queue waits until it is free."""
         return self.taken_bytes or self.parts.total
 
     @property
@@ -75,12 +75,12 @@ class Need(msgspec.Struct, frozen=True):
         return self.measured.peak_bytes if self.measured else None
 
     def lacks(self, capacity: FreeMemory) -> bool:
-        """Return whether less memory is free than the job needs; return False if the free memory is unknown."""
+        """Return whether less memory is free than the job needs, or False if the free memory is unknown."""
         return capacity.free_bytes is not None and capacity.free_bytes < self.rank_bytes * self.sharing
 
 
 def used_before(past: Iterable[Job]) -> UsedBefore:
-    """Return a function that returns the GPU memory that the newest finished job of the same shape has used."""
+    """Return a function that looks up how much GPU memory the newest finished job of the same shape used."""
 
     def find(job: JobConfig, data: DataShape, look: Outlook) -> Took | None:
         peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
@@ -90,7 +90,7 @@ def used_before(past: Iterable[Job]) -> UsedBefore:
 
 
 def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
-    """Return the free memory of the fullest of these GPUs; ignore GPUs that do not report their memory."""
+    """Return the free memory of the fullest of these GPUs, ignoring GPUs that do not report their memory."""
     free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
         for choice in choices
@@ -124,7 +124,10 @@ def measured_peak(
 def of_same_shape(
     job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> Iterator[Job]:
-    """Yield the finished jobs on this type of device whose steps need the same memory and computation, in order."""
+    """Yield the finished jobs on this type of device whose steps need the same memory and computation.
+
+    The jobs are yielded in the order of `past`.
+    """
     wanted = None
     for done in past:
         if done.state != JobState.FINISHED or done.d_in is None:
@@ -132,14 +135,14 @@ def of_same_shape(
         same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        # Ignore the number of rows, which is not recorded and only determines how many rows are held out.
+        # Ignore the number of rows, since it is not recorded and affects only how many rows are held out.
         wanted = wanted or _shape(job, data._replace(n_tokens=0), devices, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done
 
 
 def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
-    """Return everything that determines memory: the estimate, and settings whose effect on memory may be misjudged."""
+    """Return all that determines a job's memory: its estimate, and settings whose effect may be estimated wrongly."""
     asked = job.parallel, job.model_gpus
     work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [

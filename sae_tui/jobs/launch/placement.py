@@ -27,7 +27,8 @@ from trainer.contract.wording import gibibytes, join_words, plural
 class Recommendation(msgspec.Struct, frozen=True):
     """The recommended GPUs, best first.
 
-    `reasons` contains a reason for or against each GPU, and `shortfall` explains why there are fewer than requested.
+    `reasons` maps each GPU to the reason for or against it. `shortfall` explains why there are fewer GPUs than
+    requested.
     """
 
     gpus: tuple[int, ...]
@@ -39,8 +40,8 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """The devices of a job; `world_size` is their number.
 
-    If `any_gpus`, the job uses the first `world_size` GPUs that become free. For a job on a cluster, `gpus` is empty. A
-    job on simulated GPUs leases these GPUs, but its device is the CPU.
+    If `any_gpus`, the job uses the first `world_size` GPUs that become free. For a job on a cluster, `gpus` is empty.
+    A job on simulated GPUs leases these GPUs, but runs on the CPU.
     """
 
     device: Device
@@ -60,7 +61,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Recommend up to `count` GPUs of one vendor that are free, readable and large enough, most free memory first."""
+    """Recommend up to `count` available GPUs of one vendor with enough free memory, most free memory first."""
     reasons, usable = {}, []
     for choice in choices:
         alone = "a MIG slice, which cannot join other GPUs" if count > 1 and is_slice(choice.uuid) else ""
@@ -74,9 +75,9 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 
 
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
-    """Return the GPUs of the vendor that PyTorch is built for.
+    """Return the GPUs of the vendor that the PyTorch build supports.
 
-    If the vendor of the build is unknown, return the GPUs of the vendor that has the most of the `count` needed GPUs.
+    If that vendor is unknown, return the GPUs of the vendor that can provide the most of the `count` required GPUs.
     """
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:
@@ -90,7 +91,7 @@ def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoi
 
 
 def place(proposal: Proposal[Any], choices: Sequence[GpuChoice], *, multi_gpu_enabled: bool = True) -> Placement:
-    """Resolve `launch.gpus` on the machine of a proposal; raise `JobFileError` if the request cannot be met."""
+    """Resolve `launch.gpus` on the machine of a proposal; raise `JobFileError` if the request cannot be satisfied."""
     placement = _resolve(proposal, choices, multi_gpu_enabled)
     if fatal := errors(proposal.memory_problems()):
         raise JobFileError(fatal)
@@ -147,7 +148,7 @@ def machine(
     cuda: bool,
     promises: Promises = NO_PROMISES,
 ) -> Machine:
-    """Return this machine as input for the checks of a job; `cuda` is True if jobs can use CUDA on its GPUs."""
+    """Return a description of this machine for the checks of a job; `cuda` is True if jobs can use CUDA on its GPUs."""
     gpus = tuple(
         MachineGpu(
             index=choice.index,
@@ -182,7 +183,7 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """Return the GPUs with these indices, including busy ones, which the job waits for or shares.
+    """Return the GPUs with these indices; they may be busy, since the job can wait for them or share them.
 
     Raise `JobFileError` if a GPU does not exist or cannot be used.
     """
@@ -198,7 +199,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
 
 
 def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> None:
-    """Raise `JobFileError` if too few GPUs are usable; busy GPUs are usable, since the job waits for them."""
+    """Raise `JobFileError` if too few GPUs are usable; this includes busy GPUs, since the job waits for them."""
     count = proposal.devices
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')

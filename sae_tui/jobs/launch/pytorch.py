@@ -1,4 +1,4 @@
-"""Checks whether the PyTorch build that ranks will import supports the GPUs, based on the files of that build."""
+"""Checks whether the PyTorch build that the ranks will import supports the GPUs; reads only the build's files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OTHER_BUILD = "install another build of torch; pytorch.org/get-started shows the
 
 
 def cuda_problem(vendors: Collection[str] = ()) -> str:
-    """Return why no job can use a GPU with the installed PyTorch, or "" if a job can or if this is unknown.
+    """Return why no job can use a GPU with the installed PyTorch, or "" if jobs can or if this is unknown.
 
-    `vendors` are the vendors of the GPUs; by default, all vendors whose drivers are installed.
+    `vendors` contains the vendors of the GPUs, by default all vendors whose drivers are installed.
     """
     build = installed_build()
     if build is None:

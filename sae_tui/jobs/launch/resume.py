@@ -44,7 +44,7 @@ from trainer.contract.trust import distrust_of_file
 from trainer.contract.wording import join_words
 
 Place = Callable[[AnyJob], Placement]
-# The settings that decide where a job runs, and on how many ranks.
+# The settings that determine where a job runs, and on how many ranks.
 _PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
@@ -55,18 +55,18 @@ class ResumePlan(msgspec.Struct, frozen=True):
     placement: Placement
     step: int
     notes: tuple[str, ...] = ()
-    # The unit of `step`: "step" of a training, or "row" of an extraction.
+    # The unit of `step`: "step" for a training job, or "row" for an extraction job.
     counts: str = "step"
-    # False if there is no checkpoint; `step` does not show this, since the checkpoint of an imported SAE has step 0.
+    # Whether there is a checkpoint. `step` does not show this, since the checkpoint of an imported SAE has step 0.
     has_checkpoint: bool = True
-    # The total number of steps, or None unless the job is a training with a checkpoint.
+    # The total number of steps, or None unless the job is a training job with a checkpoint.
     total_steps: int | None = None
     # Why a job that has never run does not start yet, like `is held until it is released`.
     waits: str = ""
 
     @property
     def sentence(self) -> str:
-        """The predicate that follows "job 5" in a message, like `resumes from step 501`."""
+        """A predicate to be appended to "job 5", like `resumes from step 501`."""
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
             return f"resumes after the {self.step:,} rows of its complete shards" if self.step else begins
@@ -88,9 +88,9 @@ def resume(
 ) -> ResumePlan:
     """Put a job back into the queue; if the overrides change its devices, `place` chooses the new ones.
 
-    If `finish`, the job cools down from the step at which it resumes, and then finishes.
+    If `finish`, the job starts to cool down as soon as it resumes, and then finishes.
 
-    Raise `JobFileError` if an override changes a setting that cannot change, and `UserError` if the job cannot be
+    Raise `JobFileError` if an override changes a setting that cannot be changed, and `UserError` if the job cannot be
     resumed.
     """
     reconcile_and_revive(data)
@@ -130,7 +130,7 @@ def resume(
 
 
 def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> ResumePlan:
-    """Check whether a job can be resumed, and return the plan of the resume, without changing the job."""
+    """Check whether a job can be resumed, and return the plan for resuming it; do not change the job."""
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():
@@ -155,7 +155,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
 
 
 def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> ResumePlan:
-    """Return the plan for resuming an extraction, which continues after the last complete shard."""
+    """Return the plan for resuming an extraction job, which continues after its last complete shard."""
     judged = Judged()
     config = load_as(ExtractJob, paths.job_file, overrides, read=judged)
     refuse_options_of_others(judged.distrust, config, overrides)
@@ -169,7 +169,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 def _complete_launch(data: DataDir, job: Job) -> None:
     """Write the job file of a job whose launch was interrupted before the file was written.
 
-    Raise `UserError` if the job has run, since its job file was then deleted.
+    Raise `UserError` if the job has already run. In this case, the missing job file must have been deleted.
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
@@ -192,10 +192,10 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 
 
 def _with_its_place(job: Job) -> Job:
-    """Return the job with the values of `after` and `held` that it has when it is queued again.
+    """Return the job with the values of `after` and `held` that apply when it is queued again.
 
-    A job that has never run keeps both, and a job that has run loses both. A job that its user stopped is no longer
-    held, since `resume` also releases held jobs.
+    Both are kept if the job has never run, and cleared if it has. A job that the user stopped is no longer held, since
+    resuming it also releases it.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())
@@ -203,7 +203,7 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return a clause that explains why a queued job does not start yet, or "" if nothing prevents its start."""
+    """Return a clause that explains why a queued job does not start yet, or "" if nothing prevents it from starting."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 
@@ -235,14 +235,14 @@ def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -
 
 
 def _as_before(job: Job) -> Placement:
-    """Return the former placement of a job; if the job was allowed to use any GPUs, it is allowed to do so again."""
+    """Return the former placement of a job; a job that was allowed to use any GPUs may do so again."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
     gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
     return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """Move `exit.json` to the folder of its attempt; in the run folder, it would mark the resumed job as ended."""
+    """Move `exit.json` to the folder of its attempt. In the run folder, it would mark the resumed job as ended."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():

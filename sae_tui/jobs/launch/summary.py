@@ -1,4 +1,4 @@
-"""Lists the settings of a job for display: first the ones that identify a run, then others that are not default."""
+"""Lists the settings of a job for display: first those that identify a run, then others with non-default values."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return two lists of setting names and values: the important ones, most important first, and the default ones.
+    """Return two lists of setting names and values: the important settings, then those with their default value.
 
-    `became` contains the paths of settings that are "auto", with the values that were chosen for these settings.
+    The first list is sorted by importance. `became` contains the paths of settings that are "auto", with the values
+    that were chosen for them.
     """
     raw = table_of(config)
     job, _ = parse_any(raw)
-    if job is None:  # a setting of another version
+    if job is None:  # The job file contains settings of another version.
         return tuple((path, _word(value)) for path, value in _flat(raw)), ()
     table = to_table(job)
     settings = {path: (value, default) for path, value, default in _settings(table, job.kind)}
@@ -55,7 +56,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return the paths of settings that can be "auto", with the values that the ranks of a job chose for them."""
+    """Return the paths of settings that can be "auto", with the values that a job's ranks chose for them."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}
@@ -71,7 +72,7 @@ def settled(plan: Plan | None, total_steps: int | None) -> Entries:
 
 
 def _name(path: str, names: Counter[str]) -> str:
-    """Return the name of a setting; include its section if another section has a setting with the same name."""
+    """Return the name of a setting, with its section if another section has a setting with the same name."""
     name = path.partition(".")[2]
     return path if names[name] > 1 else name
 
@@ -92,7 +93,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _word(value: Any) -> str:
-    """Format a value as in a job file, but strings without quotes, and integers from 10,000 with commas."""
+    """Format a value as in a job file, but without quotes around strings, and with commas in integers from 10,000."""
     if isinstance(value, str):
         return value
     is_long = isinstance(value, int) and not isinstance(value, bool) and value >= _EXACT_BELOW

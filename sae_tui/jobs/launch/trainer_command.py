@@ -30,8 +30,8 @@ def answer_of(
 ) -> T:
     """Run a trainer command and return its result, decoded as `kind`; raise `UserError` if the command fails.
 
-    The command runs on the CPU, since it computes very little. `on_reached` is called from another thread. If
-    `shows_errors`, the command writes to the standard error of this program.
+    The command runs on the CPU, since it computes very little. `on_reached` is called on another thread. If
+    `shows_errors`, the command inherits the standard error of this program.
     """
     reading, writing = os.pipe()
     env = {**named_python.variables(python), **hide_all(), ENV_DESCRIPTOR: str(writing)}

@@ -7,6 +7,6 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
 def launcher(backend: str, setup: AttemptSetup) -> Attempt:
-    """Return an attempt of a launch backend; this does not start the attempt."""
+    """Return an attempt of this launch backend, without starting it."""
     attempt: Attempt = LAUNCH_BACKENDS[backend].load()(setup)
     return attempt

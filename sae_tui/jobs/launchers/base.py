@@ -1,4 +1,4 @@
-"""The interface between the supervisor and the ranks of an attempt, on this machine or on a cluster."""
+"""The interface through which the supervisor controls the ranks of an attempt, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RankCommand = Callable[[Path], Sequence[str]]
 class AttemptSetup(msgspec.Struct, frozen=True):
     """Everything that an attempt needs to start.
 
-    `locks` are descriptors of the GPU locks; the ranks inherit them, and so hold the GPUs as long as they are alive.
+    `locks` contains the descriptors of the GPU locks. The ranks inherit them, so that the GPUs stay locked while any
+    rank is alive.
     """
 
     job_id: int
@@ -41,12 +42,12 @@ class Attempt(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """True while the attempt is pending in an external scheduler, so that no step can be expected."""
+        """True while the attempt is pending in an external scheduler; no steps can be expected in this time."""
         ...
 
     @property
     def is_halted(self) -> bool:
-        """True if a rank is halted, so that it cannot continue on its own."""
+        """True if a rank is halted and cannot continue on its own."""
         ...
 
     @property
@@ -56,20 +57,20 @@ class Attempt(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """True if a rank ended prematurely, so that the other ranks cannot continue."""
+        """True if a rank exited prematurely, so that the other ranks cannot continue."""
         ...
 
     @property
     def codes(self) -> set[int | None]:
-        """The exit codes of all ranks: negative for a signal, None for a rank that has not ended."""
+        """The exit codes of all ranks: negative for a signal, None for a rank that has not exited."""
         ...
 
     def start(self) -> None:
-        """Start all ranks; after an `OSError` or `UserError`, the caller must stop the ranks that were started."""
+        """Start all ranks. After an `OSError` or `UserError`, the caller must stop the ranks that were started."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """Wait up to `timeout_s` seconds; return the ranks that have ended or, on a cluster, started in this time."""
+        """Wait up to `timeout_s` seconds; return the ranks that exited or, on a cluster, started in this time."""
         ...
 
     def rows(self) -> list[Rank]:
@@ -85,7 +86,7 @@ class Attempt(Protocol):
         ...
 
     def end(self) -> None:
-        """Ask all living ranks to stop; in later calls, kill them if their grace period has passed."""
+        """Ask all living ranks to stop; later calls kill them once their grace period has passed."""
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
@@ -100,7 +101,7 @@ class Attempt(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return text about an abnormal state of the ranks, such as a halted rank, or "" if all ranks seem to work."""
+        """Describe an abnormal state of the ranks, such as a halted rank, or return "" if all ranks seem to work."""
         ...
 
     def dump_stacks(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Submits, polls and cancels a SLURM job with SLURM's commands; slurmdbd is not required."""
+"""Submits, polls and cancels a SLURM job with SLURM's own commands; slurmdbd is not required."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.contract.settings.declare import show
 from trainer.contract.trust import open_own
 
 LOOK_EVERY_S = 1.5
-# The time limit for SLURM's commands: a busy controller responds late, and one that is down does not respond at all.
+# The time limit for SLURM's commands. A busy controller responds late, and one that is down does not respond at all.
 TIMEOUT_S = 15.0
-# A job that SLURM does not know this many times in a row has ended: SLURM forgets ended jobs after MinJobAge.
-# A restarted controller may briefly not know a running job.
+# A job is presumed to have ended if SLURM does not know it this many times in a row.
+# SLURM forgets ended jobs after MinJobAge, but a restarted controller may briefly not know a running job either.
 TIMES_UNKNOWN = 3
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -27,7 +27,7 @@ _OVER = {
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A job as squeue shows it: its state (`PENDING`), the reason for the state (`Resources`), and nodes (`n[1-2]`)."""
+    """A job as shown by squeue: its state (`PENDING`), the reason for the state (`Resources`), and nodes (`n[1-2]`)."""
 
     state: str
     reason: str = ""
@@ -39,11 +39,11 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class SlurmError(OSError):
-    """Raised with SLURM's own message if SLURM reports an error."""
+    """Raised if SLURM reports an error; contains SLURM's own message."""
 
 
 class SlurmJob:
-    """A submitted SLURM job; `seen` is its last known state, None until the controller has responded."""
+    """A submitted SLURM job; `seen` is its last known state, or None before the controller has responded."""
 
     def __init__(self, slurm_id: str) -> None:
         self.id = slurm_id
@@ -64,10 +64,10 @@ class SlurmJob:
 
     @classmethod
     def read(cls, file: Path) -> SlurmJob:
-        """Return the job whose number is in a file.
+        """Return the job whose number is stored in a file.
 
-        Since the job may be cancelled, raise `UserError` if other users can write to the file. Raise `SlurmError` if
-        the file contains no number, and `OSError` if it is missing.
+        Raise `UserError` if other users can write to the file, since they could have the wrong job cancelled. Raise
+        `SlurmError` if the file contains no number, and `OSError` if it is missing.
         """
         with open_own(file) as stream:
             slurm_id = stream.read(100).decode(errors="replace").strip()
@@ -106,7 +106,7 @@ class SlurmJob:
         return news
 
     def cancel(self, *options: str) -> bool:
-        """Cancel the job with these options of scancel; return False if the controller does not accept the request."""
+        """Cancel the job with these scancel options; return False if the controller does not accept the request."""
         _, failure = _run(["scancel", *options, self.id])
         if failure:
             note(f"scancel {self.id}: {failure}")
@@ -119,7 +119,7 @@ class SlurmJob:
 
 
 def _is_id(word: str) -> bool:
-    """Return whether a word is a job number; scancel could interpret other words as options or other jobs."""
+    """Return whether a string is a job number; scancel could interpret other strings as options or as other jobs."""
     return word.isascii() and word.isdigit()
 
 
@@ -129,7 +129,7 @@ def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _run(argv: Sequence[str]) -> tuple[str, str]:
-    """Run a command; return its output and the last line of its error output, which is "" if the command succeeded."""
+    """Run a command; return its output and "" if it succeeds, or "" and the last line of its error output if not."""
     try:
         process = _popen(argv)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Copies the progress that rank 0 writes to a file on another host into `metrics.db`.
+"""Copies progress from the file that rank 0 writes on another host into `metrics.db`.
 
-No other process writes to `metrics.db`.
+No other process writes to this `metrics.db`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Copies progress lines into a store; saves its position, so that a restarted supervisor continues from there."""
+    """Copies progress lines into a store; saves its position so that a restarted supervisor continues from there."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db
@@ -29,16 +29,16 @@ class Ingest:
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
-        """Store the complete lines since the last call, at most 4 MiB; return whether there were any.
+        """Store up to 4 MiB of complete lines that were added since the last call; return whether there were any.
 
-        Raise `StoreError` if the store cannot be written to; the next call tries to store the same lines again.
+        Raise `StoreError` if the store cannot be written to; the next call then retries with the same lines.
         """
         self._leave_lost_store()
         chunk = self._read()
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # Lines of this length are not ours; their pieces cannot be decoded and are skipped.
+        # The trainer never writes lines of this length. Their pieces cannot be decoded and are skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
@@ -64,7 +64,7 @@ class Ingest:
                 self._offset = 0
 
     def _read(self) -> bytes:
-        """Read new data. Open the file each time, since only this makes a network file system check for new data."""
+        """Read new data. Open the file each time, since a network file system checks for new data only on opening."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)
@@ -73,7 +73,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines in as few writes as possible, with one write before each line that rewinds the history."""
+        """Store the lines in as few writes as possible, but flush all earlier lines before one that rewinds the history."""
         writer = self._open()
         rows: list[MetricRow] = []
         events: list[Event] = []
@@ -90,7 +90,7 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Open the store, and read its events so that none is stored twice; metric rows replace earlier copies."""
+        """Open the store, and read its events so that none is stored twice. Metric rows replace earlier copies anyway."""
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
             self._identity = file_identity(self._db)

@@ -25,7 +25,7 @@ from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
 _DUMP_LIMIT_S = 20.0
-# Maps state letters in /proc/<pid>/stat to texts. State "D" lasts only briefly, unless a disk or a driver hangs.
+# Maps the state letters in /proc/<pid>/stat to descriptions. State "D" is brief unless a disk or a driver hangs.
 _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
 
 
@@ -34,7 +34,7 @@ class RankProcess(ChildRank, OneRank):
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, process, exit_file, log)
-        # `of` returns None only if the rank has already died; even then, no other process has its pid until we reap it.
+        # `of` returns None only if the rank has already died. Even then, its pid is not reused until we reap it.
         self._ref = ProcessRef.of(process.pid) or ProcessRef(process.pid, 0, boot_id())
 
     @property
@@ -45,7 +45,7 @@ class RankProcess(ChildRank, OneRank):
 class RankGroup(RankStates[RankProcess]):
     """All ranks of an attempt as child processes.
 
-    The ranks and this process hold the GPU locks together. If this process dies, the kernel sends the ranks a signal.
+    The ranks and this process share the GPU locks. If this process dies, the kernel sends a signal to the ranks.
     """
 
     is_waiting = False
@@ -89,7 +89,7 @@ class RankGroup(RankStates[RankProcess]):
         return [self._row(rank) for rank in wait_for_ends(self.living, timeout_s)]
 
     def end(self) -> None:
-        """Send SIGTERM to all living ranks; in later calls, send SIGKILL after 5 s."""
+        """Send SIGTERM to all living ranks; calls more than 5 s later send SIGKILL."""
         if self._ending_since is None:
             self._ending_since = time.monotonic()
             self._send(signal.SIGTERM)
@@ -115,18 +115,18 @@ class RankGroup(RankStates[RankProcess]):
 
 
 def _die_with(supervisor: int) -> None:
-    """Make the kernel send SIGTERM to this rank when the supervisor dies; exit if it has already died.
+    """Make the kernel send SIGTERM to this rank when the supervisor dies; exit if the supervisor has already died.
 
     This function runs in the rank's process before the rank's program is executed.
     """
-    # Reset the handlers, since the handlers of the supervisor would handle these signals until the program is executed.
+    # Reset the signal handlers, since the supervisor's handlers are inherited until the program is executed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor)
 
 
 def odd_state(pid: int) -> str:
-    """Return text about what prevents a process from running, or "" if it runs or waits for other processes."""
+    """Describe what prevents a process from running, or return "" if it runs or waits for other processes."""
     return _ODD.get(state_of(pid), "")
 
 
@@ -136,9 +136,9 @@ def is_halted(pid: int) -> bool:
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
-    """Write the Python stacks of these processes to a file, as far as they can be read.
+    """Write those Python stacks of these processes that can be read to a file.
 
-    The stacks of processes that are halted or wait in C++ code can be read too.
+    The stacks of processes that are halted or blocked in C++ code can be read too.
     """
     sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(sections).encode(errors="replace"))
@@ -150,7 +150,7 @@ def _stack(process: ProcessRef) -> str:
         return "(py-spy is not installed)"
     if not process.is_alive():
         return "(it has ended)"
-    # Do not pause the process while its stacks are read, since pausing a hanging process could make this one hang.
+    # Do not pause the process while its stacks are read, since this process could hang if it paused a hung process.
     arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
         done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=_DUMP_LIMIT_S)
@@ -160,6 +160,6 @@ def _stack(process: ProcessRef) -> str:
 
 
 def _py_spy() -> str | None:
-    """Return the path of py-spy, preferably of the one next to this Python, or None if py-spy is not installed."""
+    """Return the path of py-spy, or None if it is not installed; prefer the py-spy next to this Python interpreter."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")

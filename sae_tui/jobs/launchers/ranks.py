@@ -1,4 +1,4 @@
-"""The state of an attempt's ranks on any host: which are alive, how each has ended, and which failed first."""
+"""The state of an attempt's ranks on any host: which are alive, how each has exited, and which failed first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class RankStates(Generic[R]):
-    """A base class for attempts, with everything that depends only on the state of the ranks and not on their host."""
+    """A base class for attempts that contains everything that does not depend on the host of the ranks."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         self._job_id, self._command = setup.job_id, setup.command

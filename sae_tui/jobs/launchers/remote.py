@@ -1,4 +1,4 @@
-"""A rank on another host, which is followed through the files that it writes into the run folder."""
+"""A rank on another host, whose state is read from the files that it writes to the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank that is followed through its mark file; `launch_log` contains output from before the rank had a log."""
+    """A rank whose state is read from its mark file; `launch_log` contains output from before the rank had a log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -35,7 +35,7 @@ class RemoteRank(OneRank):
     def code(self) -> int | None:
         """The exit code, negative for a signal, or None while the rank runs.
 
-        The exit code is `EXIT_FAILED` if the rank has ended, but its mark does not record this.
+        If the rank has ended, but its mark file does not record this, the exit code is `EXIT_FAILED`.
         """
         if self.ended is None:
             return None
@@ -56,17 +56,17 @@ class RemoteRank(OneRank):
         return True
 
     def give_up(self, *, never_ran: bool) -> None:
-        """Record that a rank has ended although its mark does not show this; if it `never_ran`, it has not failed."""
+        """Record that a rank has ended, although its mark does not show this. A rank that `never_ran` did not fail."""
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """Return the time at which the rank recorded its end or, without a record, was given up.
+        """Return when the rank recorded its end or, if it recorded none, when it was given up.
 
         The time is in seconds since the epoch, according to the clock of the file system that all hosts share.
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
-        # Ignore a mark that was written when the rank started and does not record its end.
+        # Ignore a mark that was written when the rank started, and so does not record its end.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -87,14 +87,14 @@ class RemoteRank(OneRank):
 def _last_cause(log: Path) -> str:
     """Return the last error line that was written before the ranks had their own logs.
 
-    Skip lines about how SLURM then ended the other ranks, since these lines do not show the cause.
+    Skip lines in which SLURM reports that it ended the other ranks, since they do not show the cause.
     """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")
 
 
 def _is_of_the_end(line: str) -> bool:
-    """Return whether a line reports how SLURM ended the job, rather than that a program could not start."""
+    """Return whether a line reports how SLURM ended the job, and not that a program could not be started."""
     return line.startswith(("srun:", "slurmstepd")) and "execve()" not in line
 
 

@@ -1,7 +1,7 @@
 """The batch script of an attempt, and the sbatch command that submits it.
 
-No text of the job file is interpreted by a shell: options become arguments of sbatch, and words in the script are
-quoted.
+No shell interprets text from the job file: options are passed as arguments to sbatch, and the script quotes all other
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.rows import Device
 
-# A job is asked to save and stop this many seconds before its time limit; with a short limit, a quarter of the limit.
+# A job is asked to save and stop this many seconds before its time limit.
+# If the limit is short, the job is asked after three quarters of it.
 SAVE_S = 120
 
 # The batch shell runs on the first node and receives SIGUSR1 before the time limit. The ranks do not use MPI.
@@ -47,12 +48,12 @@ while [ "$code" -eq 138 ]; do
 done
 exit "$code"
 """
-# Makes ranks on the CPU use huge pages of 2 MB.
+# Makes ranks on the CPU use huge pages (2 MB).
 _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
 class NodeLayout(msgspec.Struct, frozen=True):
-    """The number of nodes, and the number of processes and of devices on each node."""
+    """The number of nodes, and the number of processes and devices on each node."""
 
     nodes: int
     per_node: int
@@ -64,7 +65,7 @@ class NodeLayout(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The number of CPU cores for each process: one for each of its devices."""
+        """The number of CPU cores per process: one for each of its devices."""
         return self.devices // self.per_node
 
 
@@ -111,9 +112,10 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
 
 
 def _save_s(limit: str | None) -> int:
-    """Return the number of seconds before the time limit at which the job is asked to save.
+    """Return how many seconds before the time limit the job is asked to save.
 
-    SLURM reads `90` and `90:00` as 90 minutes, and `1:30:00` as 1.5 hours; after a number of days, the hours follow.
+    SLURM reads `90` and `90:00` as 90 minutes, and `1:30:00` as 1.5 hours. If there is a number of days, it is
+    followed by the hours, as in `1-12:00`.
     """
     if limit is None:
         return SAVE_S
@@ -125,7 +127,7 @@ def _save_s(limit: str | None) -> int:
 
 
 def _exports(device: Device) -> str:
-    """Return a script line that sets the GPU variables of all vendors, since SLURM chooses the node and its GPUs."""
+    """Return a script line that sets the GPU variables of all vendors, since SLURM chooses the node and the GPUs."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

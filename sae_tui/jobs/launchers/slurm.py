@@ -1,6 +1,6 @@
 """Runs the ranks of an attempt on nodes that SLURM chooses.
 
-The supervisor stays on the host that submitted the job, and follows the ranks and their progress through files in the
+The supervisor stays on the host that submitted the job. It reads the state and progress of the ranks from files in the
 run folder, which all nodes can access.
 """
 
@@ -25,9 +25,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# A job that has failed is cancelled only after this time, since SLURM reports the reason if the job ends on its own.
+# A failed job is cancelled only after this time, since SLURM reports the reason if the job ends on its own.
 ENDS_ITSELF_S = 15.0
-# The delay after which a network file system shows the last data that a node has written.
+# The delay after which the last data that a node has written is visible on a network file system.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -42,7 +42,7 @@ _REASONS = {
 
 
 def cancel_left_behind(folder: Path) -> None:
-    """Cancel the SLURM job of an attempt whose supervisor has ended; `folder` is the folder of the attempt."""
+    """Cancel the SLURM job of an attempt whose supervisor has exited; `folder` is the folder of the attempt."""
     try:
         SlurmJob.read(folder / _ID_FILE).cancel()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def cancel_left_behind(folder: Path) -> None:
 
 
 class SlurmAttempt(RankStates[RemoteRank]):
-    """Submits the batch script of an attempt, follows the SLURM job, and copies its progress into the run's store."""
+    """Submits the batch script of an attempt, polls the SLURM job, and copies its progress into the run's store."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
@@ -60,7 +60,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._job = setup.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # The log of SLURM's output, and of the output of ranks before they have their own logs.
+        # Contains SLURM's output, and the output of the ranks from before they have their own logs.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -80,10 +80,9 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Submit the attempt to SLURM, or follow the job if it has already been submitted.
+        """Submit the attempt to SLURM, or attach to the job if it has already been submitted.
 
-        Raise `OSError` if SLURM refuses the job. SLURM allocates the GPUs, so there are no locks for the ranks to
-        inherit.
+        Raise `OSError` if SLURM refuses the job. Since SLURM allocates the GPUs, the ranks inherit no locks.
         """
         argv = self._command(write_spec(self._spec))
         id_file = self._folder / _ID_FILE
@@ -98,7 +97,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write SLURM's job number to a file; if this fails, cancel the job, since it could not be found again."""
+        """Write the SLURM job's number to a file; if this fails, cancel the job, since it could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -133,7 +132,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
                 write_whole(finish_file, b"")
 
     def end(self) -> None:
-        """Cancel the job, which can save during SLURM's KillWait; in later calls, kill it if 5 s have passed."""
+        """Cancel the job, which can still save during SLURM's KillWait; calls more than 5 s later kill it."""
         if self._slurm is None or self._ends_itself():
             return
         now = time.monotonic()
@@ -158,15 +157,15 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write the names of the nodes to the file, since this host cannot read the stacks of processes on them."""
+        """Write the names of the nodes to the file, since this host cannot read the stacks of remote processes."""
         where = self.describe() or "SLURM has not responded"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 
-    # The following methods track the state of the SLURM job.
+    # The methods below track the state of the SLURM job.
 
     @property
     def _state(self) -> str:
-        """The job's state as named by SLURM; empty until SLURM has responded."""
+        """SLURM's name for the job's state, or "" before SLURM has responded."""
         latest = self._slurm.seen if self._slurm else None
         return latest.state if latest else ""
 
@@ -177,7 +176,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # Read the progress after the marks, so that all progress from before the end of a rank is stored.
+        # Read the progress after the marks, so that all progress from before a rank's end is stored.
         with tolerate("reading the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
@@ -186,7 +185,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return news
 
     def _follow(self) -> None:
-        """Query the job's state from SLURM, and record a change of the state as an event."""
+        """Query the job's state from SLURM, and record each change of state as an event."""
         if self._slurm is None or not self._slurm.look() or (latest := self._slurm.seen) is None:
             return
         if latest.is_over:
@@ -202,15 +201,15 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel the job if it was asked to stop before it started, since it then has nothing to save.
+        """Cancel the job if it was asked to stop before it started, since there is nothing to save.
 
-        SLURM itself checks that the job has not started in the meantime.
+        SLURM cancels it only if it has not started in the meantime.
         """
         if self._asked_to_stop and self._slurm and not self._has_run:
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """Mark the ranks without a recorded end as ended, since the SLURM job is over; return these ranks."""
+        """Mark all ranks without a recorded end as ended, since the SLURM job is over, and return them."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -218,7 +217,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """Return whether the job is about to end on its own: if a rank fails, srun stops the other ranks."""
+        """Return whether the job is about to end on its own, since srun stops all ranks if one fails."""
         if self._over_since:
             return True
         if not self.has_failed:
@@ -238,7 +237,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             time.sleep(0.1)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """Add an event to the job, unless the last event had the same message."""
+        """Add an event to the job, unless the last reported event had the same message."""
         spec = self._spec
         if message == self._told or spec.control_db is None or spec.job_id is None:
             return

@@ -1,4 +1,4 @@
-"""Dependencies of queued jobs (`--after`): provides messages about unfinished jobs, and checks for cycles."""
+"""Dependencies between queued jobs (`--after`): messages about unfinished jobs, and a check for cycles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def comes_after(job_ids: Iterable[int]) -> str:
 
 
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
-    """Return text about queued jobs that would wait for ever if the jobs in `deleted` were deleted, or "".
+    """Describe the queued jobs that would wait forever if the jobs in `deleted` were deleted, or return "".
 
     Example: `job 2 comes after job 1 and would no longer start automatically`.
     """
@@ -39,7 +39,8 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
     """Return a clause about the first unfinished job on which a job depends, or "" if there is none.
 
-    When a finished job is deleted, it is removed from `after`. A deleted job that is still in `after` had not finished.
+    When a finished job is deleted, it is removed from `after`. Therefore, a deleted job that is still in `after` had
+    not finished.
     """
     for other in job.after:
         try:
@@ -47,7 +48,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         except Unreadable as error:
             return f"{comes_after([other])}, but {error}"
         if state is None and data.run(other).root.is_dir():
-            # The state of the other job is unknown, since the store was lost.
+            # The other job has files but no row, so the store was lost and the state of the other job is unknown.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` restores it"
         if state is None:
             remedy = f"stop waiting for it: `sae-tui after {job.id}`"
@@ -61,7 +62,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _word(control: Control, job_id: int, state: JobState) -> str:
-    """Return the word for a job's state, or the plain state if the rest of the job's row cannot be read."""
+    """Return the displayed word for a job's state, or the state's own name if the job's row cannot be read."""
     try:
         return describe_state(control.job(job_id)).word
     except Unreadable:

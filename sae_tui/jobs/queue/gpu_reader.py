@@ -27,17 +27,17 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Readings up to this age are reused, since a reading takes 0.1 s of one core.
+# Readings up to this age are reused, since taking a reading keeps a core busy for 0.1 s.
 FRESH_S = 5.0
-# To look up the name of a GPU, readings up to this age are used, since the name does not change.
+# Readings up to this age may be used to look up the name of a GPU, since the name does not change.
 NAMED_S = 86_400.0
-# The time limit includes the startup of Python, and the limits for opening the driver and for reading a GPU.
+# Includes the startup of Python, and the time limits for opening the driver and for reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 # Samples may be this many seconds older than requested while another process is reading the GPUs.
 LATE_S = 5.0
-# The time limit for the exit of a process that has responded; normally, it exits immediately.
+# How long a process that has responded may take to exit. Normally, it exits immediately.
 END_S = 1.0
-# The pause after a reading process hangs in the driver, which doubles with each further hang, and its maximum.
+# The pause after a reading process has hung in the driver. It doubles with each further hung process, up to a maximum.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
@@ -49,30 +49,30 @@ class GpuReader:
         # Each host has its own file, since hosts that share the data folder have different GPUs.
         self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
         self._lock = data.locks / f"cards-{data.host_word}.lock"
-        # The list of processes that hang in the driver.
+        # Contains the list of processes that hang in the driver.
         self._stuck_file = self._file.with_suffix(".stuck")
-        # The time since which another process has held the lock: monotonic, and as text with the time of day.
+        # When another process was first seen to hold the lock: the monotonic time, and the time of day as text.
         self._refused: tuple[float, str] | None = None
-        # The reason why there are no samples.
+        # Why there are no samples, or "".
         self.problem = ""
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
         """Return samples that are at most `fresh_s` seconds old; read the GPUs if necessary.
 
-        While another process is reading the GPUs, the samples may be older by `LATE_S`. Return () if there are no
-        samples; `problem` then explains why.
+        While another process is reading the GPUs, the samples may be up to `LATE_S` older than that. If there are no
+        samples, return () and set `problem` to the reason.
         """
         self.problem = ""
         if not self._has_reading() or not 0 <= self._age_s() <= fresh_s:
             self._read()
-        # Use `abs`, since an old reading must not count as fresh after the clock was set back.
+        # Use `abs`, so that an old reading is not considered fresh after the clock was set back.
         if not self._has_reading() or abs(self._age_s()) > fresh_s + LATE_S:
             self.problem = self.problem or "the reading could not be written"
             return ()
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _has_reading(self) -> bool:
-        # A missing reading has an infinite age; it is not fresh enough even if `fresh_s` is infinite.
+        # A missing reading has an infinite age. Check for it separately, since `fresh_s` can be infinite, too.
         return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
@@ -88,7 +88,7 @@ class GpuReader:
     def _read(self) -> None:
         """Read the GPUs, unless another process is reading them.
 
-        The lock merely avoids repeated reads. If its holder is halted or hangs, read the GPUs without the lock.
+        The lock only avoids redundant reads. If its holder is halted or hangs, read the GPUs without the lock.
         """
         with open(open_lock(self._lock)) as lock:
             if _is_ours(lock.fileno()):
@@ -143,7 +143,7 @@ def _is_ours(lock: int) -> bool:
 
 
 def _is_there(process: ProcessRef) -> bool:
-    """Return whether a process still exists; a killed process does if one of its threads hangs in the driver."""
+    """Return whether a process still exists. Even a killed process does if one of its threads hangs in the driver."""
     return process.boot_id == boot_id() and state_of(process.pid) != ""
 
 
@@ -152,9 +152,9 @@ def _who(pid: int | None) -> str:
 
 
 def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
-    """Return the line that a process prints, and its standard error; a complete line ends with a newline.
+    """Return the line that a process prints, and its standard error. The line is complete if it ends with a newline.
 
-    Do not wait for EOF, since a thread that hangs keeps the pipe open.
+    Do not wait for EOF, since a hung thread keeps the pipe open.
     """
     assert reader.stdout is not None
     assert reader.stderr is not None
@@ -174,7 +174,7 @@ def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, 
 
 
 def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
-    """Wait 1 s for a process to end, then kill it; return False if it has not ended after another second."""
+    """Wait 1 s for a process to exit, then kill it; return False if it still exists after another second."""
     for end in (reader.kill, lambda: None):
         try:
             reader.wait(END_S)
@@ -185,7 +185,7 @@ def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
-    """Return the key in `VENDORS` for the vendor of a job's GPUs, or "" if there are no GPUs or they are simulated."""
+    """Return the key in `VENDORS` for the vendor of a job's GPUs, or "" if the job has no GPUs or simulated ones."""
     if not job.gpu_uuids:
         return ""
     source = resolve(job.gpu_source)
@@ -207,8 +207,8 @@ def gpus(
 ) -> list[QueueGpu]:
     """Return a `QueueGpu` for every sample.
 
-    The use by our own jobs is determined only from their leases, since a job that has just started has not allocated
-    its memory yet.
+    Only leases determine which GPUs our own jobs use, since a job that has just started has not allocated its memory
+    yet.
     """
     ours = Holders(own_pids=held.own_pids, other_users=held.other_users, leases=held.leases, freed=held.freed)
     samples = list(samples)
@@ -242,7 +242,7 @@ def _gpu(
 
 
 def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
-    """Return the bytes that other users leave free on a GPU that our jobs use, or None if this is unknown.
+    """Return how many bytes other users leave free on a GPU that our jobs use, or None if this is unknown.
 
     Our jobs are assumed to use the memory of their leases, even before they allocate it. The memory of processes
     without a user name is attributed to our jobs up to the size of the leases, and beyond that to other users.
@@ -256,7 +256,7 @@ def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, le
 
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
-    """Return the expected number of seconds until the last job on a GPU ends; infinite if it is unknown."""
+    """Return the expected number of seconds until the last job on a GPU ends, or infinity if this is unknown."""
     ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
     return max(ends, default=0.0)
 

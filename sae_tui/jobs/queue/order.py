@@ -1,9 +1,9 @@
-"""Decides which queued job starts next; all supervisors reach the same decision from the same queue and GPUs.
+"""Decides which queued job starts next; given the same queue and GPUs, all supervisors reach the same decision.
 
-Jobs are ordered by priority, then by age. A job that cannot start yet reserves the GPUs that will become free for it
-first. Other jobs may use reserved GPUs if they are expected to end in time (backfill). Backfill ends when the waiting
-job has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits for at most `BACKFILL_S` plus the duration
-of the longest running job.
+Jobs are ordered by priority, then by age. A job that cannot start yet reserves those suitable GPUs that will become
+free first. Other jobs may use reserved GPUs if they are expected to end in time (backfill), until the waiting job has
+waited for `BACKFILL_S`. Therefore, a job that needs many GPUs waits for at most `BACKFILL_S` plus the duration of the
+longest running job.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BACKFILL_S = 3600.0
 class QueueGpu(msgspec.Struct, frozen=True):
     """A GPU from the queue's point of view.
 
-    `free_bytes` is the memory that other users leave free, None if unknown. `unusable` and `other_user` are obstacles
-    that remain when our jobs end. `frees_in_s` is the time until all our jobs on the GPU have ended.
+    `free_bytes` is the memory that other users leave free, or None if unknown. `unusable` and `other_user` describe
+    obstacles that remain after our jobs have ended. `frees_in_s` is the time until all our jobs on the GPU have ended.
     """
 
     index: int
@@ -44,7 +44,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
     def has_memory(self, job: Job) -> bool:
         """Return whether a job fits into the memory that other users leave free, regardless of our own jobs.
 
-        If the free memory is unknown, return True for a job that names its GPUs, and False for one that accepts any.
+        If the free memory is unknown, return True for a job that names its GPUs, and False for a job that accepts any.
         """
         if self.free_bytes is None:
             return not job.any_gpus
@@ -70,7 +70,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
     def with_job(self, job: Job) -> QueueGpu:
-        """Return this GPU with a lease of a job that will start on it before the others."""
+        """Return this GPU with an additional lease for a job that starts on it before the jobs considered next."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,
@@ -87,7 +87,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class _Reservation(msgspec.Struct, frozen=True):
-    """The reservation of a GPU for a waiting job; other jobs may use the GPU for the next `until_s` seconds."""
+    """A GPU's reservation for a waiting job; other jobs may use the GPU for the next `until_s` seconds."""
 
     job_id: int
     until_s: float
@@ -113,7 +113,7 @@ def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int
 
 
 def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
-    """Return the GPUs that a job may use; if the job accepts any GPU, return the GPUs visible at its launch."""
+    """Return the GPUs that a job may use; for a job that accepts any GPU, these are the GPUs visible at its launch."""
     if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
     source = resolve(job.gpu_source)
@@ -133,7 +133,7 @@ def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reserv
 
 
 def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
-    """Return whether a job may use a GPU, because it is not reserved or because the job would end early enough."""
+    """Return whether a job may use a GPU, either because it is not reserved or because the job would end early enough."""
     if gpu.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s
@@ -142,9 +142,9 @@ def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) 
 def _keep(
     job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
-    """Return a dict that maps the UUIDs of the GPUs that will be the first to be free for a job to its reservations.
+    """Reserve for a job the suitable GPUs that will become free first; return the reservations by GPU UUID.
 
-    Return {} if the job waits for other users, since it is unknown when their processes will end.
+    Return {} if the job waits for other users' processes, since it is unknown when these will end.
     """
     possible = [gpu for gpu in gpus if gpu.is_for(job) and gpu.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
@@ -164,7 +164,7 @@ def _ready_in_s(job: Job, gpu: QueueGpu) -> float:
 def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
     """Return why a job waits, like `GPU 0 is held by job 3 (ann)`.
 
-    If the job accepts any GPUs, the text contains a reason for each GPU: `2 GPUs: GPU 0 is …, GPU 1 is …`.
+    If the job accepts any GPUs, the text includes a reason for each GPU: `2 GPUs: GPU 0 is …, GPU 1 is …`.
     """
     wanted = [gpu for gpu in gpus if job.any_gpus or gpu.uuid in job.gpu_uuids]
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0

@@ -1,4 +1,4 @@
-"""Finds the activation folders that other jobs will write, for trainings that wait for these jobs."""
+"""Finds the activation folders that other jobs will write, for training jobs that wait for these jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.states import DONE
 
 
 def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
-    """Return the future content of the folders that the unfinished jobs in `after` will write, by folder.
+    """Return a dict that maps each folder that an unfinished job in `after` will write to its promised content.
 
     Raise `UserError` if a job does not exist.
     """
@@ -32,18 +32,18 @@ def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
 
 
 def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
-    """Return the future content of the folders that queued and running jobs will write, by folder."""
+    """Return a dict that maps each folder that a queued or running job will write to its promised content."""
     return {folder: one for job in jobs if not job.state.is_final for folder, one in _promises(job).items()}
 
 
 def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
-    """Return the ids of the queued and running jobs that write a folder that this job reads; it must wait for them."""
+    """Return the ids of the queued and running jobs that this job must wait for, since it reads folders they write."""
     folders = {folder for _, folder in job.folders_read}
     return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
 
 
 def refuse_other_rows(control: Control, job: Job, config: AnyJob) -> None:
-    """Raise `JobFileError` if the rows that a job waited for are not as its check at the launch assumed."""
+    """Raise `JobFileError` if the rows that a job waited for differ from what was promised when it was launched."""
     kept = {other: control.job(other) for other in job.after if control.state(other) is not None}
     for other, writer in kept.items():
         promises = _promises(writer)
@@ -65,6 +65,6 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
 
 def _promises(job: Job) -> Promises:
     table = table_of(job.config)
-    # Parse only jobs that write rows: most jobs do not, and there may be a thousand jobs.
+    # Parse only jobs that write rows, since most jobs do not, and there may be a thousand jobs.
     writer = parse_any(table)[0] if class_of(table).writes_rows else None
     return writer.promises(f"job {job.id}") if writer else NO_PROMISES

@@ -1,4 +1,4 @@
-"""A queued job: checks whether the job may use its GPUs, and then acquires the locks and leases of the GPUs."""
+"""A queued job: checks whether the job may use its GPUs, and then acquires their locks and leases."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job that may start reads the GPUs again, unless they have been read within this time.
+# A job that may start reads the GPUs again, unless they were read within this time.
 JUST_NOW_S = 1.0
-# A supervisor that does not start its job for this time although it could is regarded as silent.
+# A supervisor is regarded as silent if it could start its job, but has not done so for this time.
 SILENT_AFTER_S = 30.0
-# The states of a process that is halted by a signal or a debugger, or that waits for a disk.
+# The states of a process that was halted by a signal or a debugger, or that waits for a disk.
 _HALTED = ("T", "t", "D")
-# The pause between checks for each queued job, and its maximum; a check takes about 0.1 ms per queued job.
+# The pause between two checks, per queued job, and its maximum. A check takes about 0.1 ms per queued job.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 # A reason for waiting is not recorded again within this many seconds.
 RECORDED_FOR_S = 600.0
 
 
 class QueueEntry:
-    """The entry of a job in the queue; `job` is the last read row, and `locks` are the locks of the job's GPUs."""
+    """A job's entry in the queue; `job` is its last known row, and `locks` contains the locks of its GPUs."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Enter the queue; `is_ready` is called before locks are acquired, and may restart this program."""
@@ -50,16 +50,16 @@ class QueueEntry:
         self._again_at = 0.0
         self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # By job id: the time since which each job could have started, and the rows of jobs that are skipped.
+        # When each other job could first have started, and the rows of the jobs that are skipped; both by job id.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Acquire all GPUs of the job and set its state to `starting`, or record its reason for waiting in its row.
+        """Acquire all GPUs of the job and set its state to `starting`, or record in its row why it waits.
 
         Return whether the job starts. The more jobs are queued, the less often each of them checks, so that the total
-        load does not grow.
+        load stays constant.
         """
         if time.monotonic() < self._again_at:
             return False
@@ -78,7 +78,7 @@ class QueueEntry:
     def _is_news(self, kind: str, before: str) -> bool:
         """Return whether the reason for waiting is new and was not recorded in the last `RECORDED_FOR_S` seconds.
 
-        The limit is needed because the processes on a GPU may change every minute while a job waits for a month.
+        The limit is necessary because the processes on a GPU may change every minute, and a job may wait for a month.
         """
         now = time.monotonic()
         if kind == before or now - self._recorded_at.get(kind, -RECORDED_FOR_S) < RECORDED_FOR_S:
@@ -107,14 +107,14 @@ class QueueEntry:
         try:
             return self._lease(turn.gpus)
         finally:
-            # If the job does not start, always release the locks, since they would block the next try.
+            # If the job does not start, always release the locks, since they would block the next attempt.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
                 locks.release()
 
     def _turn(self) -> Turn:
-        """Return the GPUs that the job may use according to a fresh reading, or what the job waits for."""
+        """Return the GPUs that the job may use according to a recent reading, or what the job waits for."""
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
@@ -139,10 +139,10 @@ class QueueEntry:
         return planned[self.job.id]
 
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
-        """Skip jobs that could have started for 30 s but have not started, until their rows change.
+        """Skip jobs that could have started 30 s ago but have not, until their rows change.
 
-        The supervisors of these jobs are alive, but they are halted or hang, for example because a file server does not
-        respond, or they cannot lock the GPUs.
+        The supervisors of these jobs are alive, but they are halted or hung, for example because a file server does
+        not respond, or they cannot lock the GPUs.
         """
         now = time.monotonic()
         self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
@@ -150,7 +150,7 @@ class QueueEntry:
         self._silent |= {job.id: job for job in late}
 
     def _report_silent(self, job: Job) -> None:
-        """Record that the supervisor of a skipped job does not respond, unless it has recently given a sign of life."""
+        """Record that the supervisor of a skipped job does not respond, unless it has recently sent a heartbeat."""
         if not self._gave_sign(job):
             self._tell_silent(job)
 
@@ -163,10 +163,10 @@ class QueueEntry:
         self._silent[job.id] = self._control.job(job.id)
 
     def _report_halted(self) -> None:
-        """Record which supervisors of skipped jobs are halted or hang, since this job starts before these jobs.
+        """Record which supervisors of skipped jobs are halted or hung, since this job starts before these jobs.
 
-        A halted supervisor may have given a sign of life just before it was halted. `report_silent` later reports
-        supervisors that no longer give a sign of life.
+        A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports the supervisors
+        that no longer send heartbeats.
         """
         with tolerate("reporting supervisors that do not answer"):
             for job in tuple(self._silent.values()):
@@ -175,7 +175,7 @@ class QueueEntry:
                     self._tell_silent(job)
 
     def report_silent(self) -> None:
-        """Record which supervisors of skipped jobs give no sign of life; also used after this job has started."""
+        """Record which supervisors of skipped jobs send no heartbeats; also called after this job has started."""
         if not self._silent:
             return
         with tolerate("reporting supervisors that do not answer"):
@@ -190,7 +190,7 @@ class QueueEntry:
         return False
 
     def _is_in_line(self, job: Job) -> bool:
-        """Return whether another job can start as soon as its GPUs are free."""
+        """Return whether another job in the queue waits only for its GPUs."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
@@ -198,7 +198,7 @@ class QueueEntry:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # Correct the row here, since no other process may detect that the holder of a lease has died.
+            # Correct the row here, since there may be no other process that detects that the lease's holder has died.
             reconcile(self._data)
         if self._reader is None:
             return named_gpus(self.job, leases, active)
@@ -221,14 +221,15 @@ class QueueEntry:
             if not self._control.lease(self.job, gpus, capacity, **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
-            # The lock of the lease's holder is free, so its supervisor and ranks have ended. Correct its row.
+            # The GPU's lock was free, so the supervisor and ranks of the job that holds the lease have exited.
+            # Correct the row of that job.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
         return ""
 
     def _lock_obstacle(self, chosen: Sequence[QueueGpu], locks: GpuLocks) -> str:
-        """Return which process holds the lock of a GPU without a lease, or why the lock cannot be acquired."""
+        """Return which process locks a GPU without holding its lease, or why the lock cannot be acquired."""
         uuid = locks.refused or ""
         index = next((gpu.index for gpu in chosen if gpu.uuid == uuid), "?")
         if locks.why:
@@ -238,8 +239,8 @@ class QueueEntry:
 
 
 def _kind(obstacle: str) -> str:
-    """Return a reason for waiting without numbers and text in brackets, which often change.
+    """Return a reason for waiting without its numbers and text in brackets.
 
-    Examples are free memory and the processes of other users.
+    These parts change often, for example with the free memory and the processes of other users.
     """
     return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

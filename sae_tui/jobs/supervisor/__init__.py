@@ -1,1 +1,1 @@
-"""The supervisor, a process that follows a job from the queue to its end."""
+"""The supervisor: a process that manages a job from the queue to its end."""

@@ -1,4 +1,4 @@
-"""Runs one attempt of a job: starts its ranks, watches them, and determines why they ended."""
+"""Runs one attempt of a job: starts its ranks, monitors them, and determines why they exited."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
 
 TICK_S = 0.25
-# The time to wait for the driver's own error after a GPU has failed; GPU conditions are read every 2 s.
+# How long to wait for the driver's error report after a GPU has failed. GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone the job"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of an attempt: its ending, and whether it was paused or crashed.
+    """The outcome of an attempt: how it ended, and whether it was paused or crashed.
 
     After a crash, the job may be restarted.
     """
@@ -65,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class AttemptRunner:
-    """Runs the ranks of one attempt, from their start until the last of them has ended."""
+    """Runs the ranks of one attempt from their start until all of them have exited."""
 
     def __init__(
         self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
@@ -80,7 +80,7 @@ class AttemptRunner:
         self._stacks: threading.Thread | None = None
 
     def run(self) -> Outcome:
-        """Run the attempt; return its outcome once all ranks have ended."""
+        """Run the attempt; return its outcome once all ranks have exited."""
         try:
             attempt = self._begin()
         except (UserError, OSError) as error:
@@ -110,7 +110,7 @@ class AttemptRunner:
                 self._tell("gpu-fault", words, "error")
 
     def _let_save(self, attempt: Attempt) -> None:
-        """After an error in this program, ask the ranks to save and stop; stop them if they do not end in time."""
+        """Ask the ranks to save and stop after an error in this program; terminate them if they do not exit in time."""
         attempt.ask_to_stop()
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
@@ -124,7 +124,7 @@ class AttemptRunner:
         """Start the ranks and return the attempt; if a rank cannot be started, set `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
-        # The packages of another Python are not checked here, since they were checked at the launch.
+        # Do not check the packages of another interpreter here, since they were checked at the launch.
         there = OtherInterpreter(config.launch.python) if config.launch.python else None
         with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
             setup = self._setup(config)
@@ -159,14 +159,14 @@ class AttemptRunner:
         return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
 
     def _rank_command(self, config: AnyJob) -> RankCommand:
-        """Return the rank command with the Python that the job names; raise `UserError` if it must not be run."""
+        """Return the rank command with the job's interpreter; raise `UserError` if that interpreter must not be run."""
         if not (python := config.launch.python):
             return self._command
         named_python.refuse(python)
         return functools.partial(rank_command, python=named_python.whole(python))
 
     def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
-        """Decide which GPUs run only the language model, based on the memory that the job has requested on each GPU."""
+        """Choose the GPUs that run only the language model, based on the memory that the job requested on each GPU."""
         if config.model_gpus == 0:
             return spec
         had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
@@ -175,7 +175,7 @@ class AttemptRunner:
         return with_model_placed(spec, config, name, box, DeviceMemory(had, had), memory_of)
 
     def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
-        """Follow the ranks until all of them have ended; return the requests that were made in the meantime.
+        """Monitor the ranks until all of them have exited; return the requests that were made in the meantime.
 
         Forward requests to the ranks, publish their progress, and stop all ranks if one fails.
         """
@@ -201,7 +201,7 @@ class AttemptRunner:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """Record the stacks of an attempt that makes no progress, and give the attempt up after the time limit."""
+        """Dump the stacks of an attempt that makes no progress, and give up on the attempt after the time limit."""
         if attempt.is_waiting:
             watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
@@ -244,11 +244,11 @@ class AttemptRunner:
             self._control.add_event(self._job.id, kind, message, level)
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
-        """Return the outcome of an attempt whose ranks have all ended."""
+        """Return the outcome of an attempt whose ranks have all exited."""
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
-        # Ranks that hung may have saved and stopped when they were terminated, although no user asked them to stop.
+        # Hung ranks may have saved and stopped when they were terminated, although no user asked them to stop.
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
@@ -265,10 +265,10 @@ class AttemptRunner:
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 
     def _is_complete(self) -> bool:
-        """Return whether the training had written all its output before the ranks were stopped."""
+        """Return whether training had written all its output before the ranks were stopped."""
         heartbeat, job = self._heartbeat(), self._job
         with tolerate("reading its number of steps"):
-            # Read the row again: a run that was asked to finish early has fewer steps than planned.
+            # Read the row again, since a run that was asked to finish early has fewer steps than planned.
             job = self._control.job(job.id)
         is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
@@ -310,7 +310,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Start storing GPU samples while a job runs, in case no app is running; return None if this fails.
+    """Start to store GPU samples while a job runs, in case no app is running; return None if this fails.
 
     Errors in the recording never affect the job.
     """

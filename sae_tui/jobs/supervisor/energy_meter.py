@@ -1,4 +1,4 @@
-"""Measures the energy that GPUs use while a job holds them, and writes it into the job's row."""
+"""Measures the energy that GPUs use while a job holds them, and writes it to the job's row."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# The interval between updates is long enough to use little time, and short enough to lose little energy after a kill.
+# The interval between updates. Frequent updates would cost time; rare updates would lose energy readings after a kill.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# A smaller forward step of the clock is an ordinary adjustment.
+# Smaller forward steps of the clock are regarded as ordinary adjustments.
 JUMP_S = 60.0
 
 
 class EnergyMeter:
     """Adds the energy of one attempt to that of earlier attempts; does nothing for a job without GPUs.
 
-    The energy is computed from the stored samples of the GPUs; any process may have stored them. The energy of a shared
-    GPU includes the energy that its other users cause.
+    The energy is computed from stored GPU samples, no matter which process stored them. The energy of a shared GPU
+    includes the energy used by other jobs on that GPU.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EnergyMeter:
         self._meters = {uuid: GpuMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:
-        """Return the energy that the job has used until the given time, including its earlier attempts."""
+        """Return the energy that the job had used by the time `until`, including its earlier attempts."""
         if self._before is None:
             self._before = _used_before(self._control, self._job)
         return sum((meter.used(until) for meter in self._meters.values()), start=self._before)

@@ -23,7 +23,7 @@ from trainer.contract.store.states import JobState
 
 TIMES_MEDIAN = 10
 PUBLISH_EVERY_S = 1.0
-# The time limit for a start: importing torch and joining the process group take 10 to 30 s on a busy machine.
+# The time limit for a start. Importing torch and joining the process group take 10 to 30 s on a busy machine.
 SLOW_START_S = 120.0
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end immediately",
@@ -33,7 +33,7 @@ _WORDS: dict[RequestKind, str] = {
 
 
 class StallWatch:
-    """Detects a stall by comparing the time since the last progress, a step or a phase change, with the usual time."""
+    """Detects stalls by comparing the time since the last step or phase change with the usual duration of a step."""
 
     def __init__(self, after_s: float, now: float) -> None:
         self._after_s = after_s
@@ -54,7 +54,7 @@ class StallWatch:
         return self.quiet_s(now) > self.limit_s
 
     def begin(self, now: float) -> None:
-        """Measure the time without progress from `now` on."""
+        """Restart the measurement of the time without progress at the time `now`."""
         self._since = now
 
     def quiet_s(self, now: float) -> float:
@@ -77,7 +77,7 @@ class Watch:
         self._paths = paths
         self._run = LiveRun(paths)
         self._run.poll()
-        # The last heartbeat of the previous attempt, which must not be mistaken for one of this attempt.
+        # The last heartbeat of the previous attempt, which must not be mistaken for a heartbeat of this attempt.
         self._old_heartbeat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
@@ -92,7 +92,7 @@ class Watch:
         # Rank 0 touches its spec file to report steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
-        # The requests to stop, pause or kill the job.
+        # The requests to stop, pause or kill the job that have been made during this attempt.
         self.requests: set[RequestKind] = set()
         self._is_stopping = self._asked_to_finish = False
 
@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def asked_to_finish(self) -> bool:
-        """True if the job was asked to cool down and finish; this is not a stop request."""
+        """True if the job was asked to cool down and finish, which is not a stop request."""
         return self._asked_to_finish
 
     @property
@@ -115,14 +115,14 @@ class Watch:
 
     @property
     def is_given_up(self) -> bool:
-        """True if there was no step within the time limit, unless the run saves, evaluates or waits for disk space."""
+        """True if no step completed within the time limit, unless the run saves, evaluates or waits for disk space."""
         may_take_long = self._heartbeat is not None and self._heartbeat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 
     @property
     def is_overdue(self) -> bool:
-        """True if there was no step within the time limit in any phase; used for ranks that cannot continue."""
-        # The time limit is longer if a step usually takes minutes.
+        """True if no step completed within the time limit, in any phase; used for ranks that cannot continue."""
+        # The time limit is longer if steps usually take minutes.
         return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
     @property
@@ -131,7 +131,7 @@ class Watch:
 
     @property
     def _is_starting(self) -> bool:
-        """True before the first step, within the time limit for a start."""
+        """True before the first step, until the time limit for a start has passed."""
         is_before = self._heartbeat is None or is_before_first_step(self._heartbeat.phase)
         return is_before and time.monotonic() < self._late_at
 
@@ -140,9 +140,9 @@ class Watch:
         return self._stall.quiet_s(time.monotonic())
 
     def poll(self) -> bool:
-        """Read requests at every call, and publish progress about once per second.
+        """Read requests on every call, and publish progress about once per second.
 
-        Return whether the job's row had to be restored in a new store; the caller must then record the ranks again.
+        Return whether the job's row had to be restored in a new store. If so, the caller must record the ranks again.
         """
         was_lost = False
         with tolerate("following the job"):
@@ -159,7 +159,7 @@ class Watch:
         self._has_news |= self._run.poll()
         with contextlib.suppress(OSError):
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
-            if before not in (0, self._signed_ns):  # rank 0 is taking steps that it cannot store
+            if before not in (0, self._signed_ns):  # Rank 0 is taking steps that it cannot store.
                 self._stall.begin(time.monotonic())
         if heartbeat := self._heartbeat:
             self._is_quiet = self._stall.is_stalled((heartbeat.phase, heartbeat.step), time.monotonic())
@@ -178,7 +178,7 @@ class Watch:
             self.requests.add("stop")
 
     def close(self) -> None:
-        """Publish the last values, which rank 0 has written just before its end."""
+        """Publish the last values, which rank 0 wrote just before it exited."""
         self._look()
         with tolerate("publishing the last values"):
             self._publish()
@@ -195,14 +195,14 @@ class Watch:
             self._asked_to_finish |= "finish" in asked
             self._seen_version = version
         if self.requests and not self._is_stopping:
-            # If the store is unavailable, `_move` raises an error, and the next call tries again.
+            # If the store is unavailable, `_move` raises an error, and the next call retries.
             kind = next(kind for kind in _WORDS if kind in self.requests)
             self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
             self._is_stopping = True
         return was_lost
 
     def _restore_row(self) -> None:
-        """Restore the job's row in a store that replaced a deleted one."""
+        """Restore the job's row in the store that has replaced a deleted store."""
         job = msgspec.structs.replace(self._job, state=self._state)
         if self._control.restore(as_recorded(self._paths, job)):
             message = "the store was replaced while the job ran; earlier events are in its run folder"
@@ -226,7 +226,7 @@ class Watch:
         self._has_news = False
 
     def _tell_mode(self) -> None:
-        """Record once which mode the ranks have chosen; before this, the row contains the mode predicted for `auto`."""
+        """Record once which mode the ranks have chosen. Until then, the row contains the mode predicted for `auto`."""
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:
@@ -234,14 +234,14 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Warn once of a slow start, since ranks that hang before their first step do not write a heartbeat."""
+        """Warn once about a slow start, since ranks that hang before their first step do not write a heartbeat."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not started to train after {SLOW_START_S:.0f} s; its logs may show why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
     def _judge(self, phase: str) -> None:
-        """Set the job's state: running after the first heartbeat, stalled after too long without progress."""
+        """Set the job's state: running after the first heartbeat, or stalled after too long without progress."""
         stalled = self._is_quiet and not (self._is_starting or phase == WAITING)
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")

@@ -14,14 +14,14 @@ from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
-# The interval between checks for a driver error, which is read together with the GPU's condition.
+# The interval between checks for a driver error, which is part of the GPU's condition.
 POLL_S = 0.2
 
 
 class Recording:
-    """A recording of the samples of all GPUs, and of the faults of a job's GPUs.
+    """Records the samples of all GPUs, and the faults of a job's GPUs.
 
-    If another process of this host is elected to read the GPUs, there are neither samples nor faults.
+    If another process on this host is elected to read the GPUs, there are neither samples nor faults.
     """
 
     def __init__(self, recorder: Recorder, sampler: Sampler, uuids: Container[str]) -> None:

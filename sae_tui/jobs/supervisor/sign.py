@@ -1,4 +1,4 @@
-"""Gives signs of life of a supervisor that other hosts can see, and keeps the recorded host name up to date."""
+"""Sends heartbeats of a supervisor that other hosts can see, and keeps the recorded host name up to date."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Sign:
     """Touches the run's lock file, and keeps the host name in the job's row and in its leases up to date."""
 
     def __init__(self, control: Control, job_id: int, paths: RunPaths, check_others: Callable[[], object]) -> None:
-        """Prepare to give signs of life; `check_others` is called every 5 s to check the other supervisors."""
+        """Prepare to send heartbeats; `check_others` is called every 5 s to check the other supervisors."""
         self._control, self._job_id, self._file = control, job_id, paths.lock_file
         self._check_others = check_others
         self._host = ""
         self._due = self._check_due = 0.0
 
     def turn(self) -> None:
-        """Touch the file every 30 s; record a new host name immediately, since the job's row and leases contain it."""
+        """Touch the file every 30 s; record a changed host name immediately, since the job's row and leases use it."""
         host = socket.gethostname()
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + SIGN_EVERY_S

@@ -1,4 +1,4 @@
-"""Records the signals that terminate a supervisor, and kills the supervisor's descendant processes."""
+"""Records the termination signals that a supervisor receives, and kills the supervisor's descendant processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.contract.process import ProcessRef, parent_of
 
-# The time that a supervisor gives its ranks to save when it is terminated, for example at a shutdown.
+# How long a terminated supervisor lets its ranks save, for example during a shutdown.
 SAVE_S = 30.0
 
 
@@ -48,7 +48,7 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """Return the living children of a process; if a child dies, its own children become children of the subreaper."""
+    """Return the living children of a process. When a child dies, the subreaper becomes the parent of its children."""
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):

@@ -1,7 +1,7 @@
-"""The supervisor of a job, which waits for the GPUs, runs and restarts the ranks, and records how the job ends.
+"""The supervisor of a job: waits for the GPUs, runs and restarts the ranks, and records how the job ends.
 
-`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. While it waits for
-GPUs, a supervisor loads only the modules that it needs for this, since every queued job has such a process.
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. Since every queued
+job has a supervisor, a supervisor that waits for GPUs loads only the modules that it needs for waiting.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
-# The delay before the second restart; the first restart is immediate, and the delay doubles with each later one.
+# The delay before the second restart. The first restart is immediate, and the delay doubles with each later restart.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 
@@ -82,16 +82,16 @@ class Supervisor:
             signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
-        # The host name may differ from that at the launch if a container was recreated or a machine was renamed.
+        # The host name may have changed since the launch if a container was recreated or a machine was renamed.
         fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, **this_machine()}
         self._control.update(self._job.id, **fields)
         self._job = msgspec.structs.replace(self._job, **fields)
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Run the job from the queue to its end; return once all processes of the job have ended.
+        """Run the job from the queue to its end; return once all processes of the job have exited.
 
-        If this program itself fails, record the error as the job's failure, then raise it.
+        If this program itself fails, record the error as the reason for the job's failure, then re-raise it.
         """
         try:
             self._run()
@@ -121,7 +121,7 @@ class Supervisor:
                     write_record(self._paths, self._job)
                     return True
             if self._orders.to_end_since:
-                # Although the store cannot be read, `_conclude` can record the end of the job in the run folder.
+                # Even if the store cannot be read, `_conclude` can record the end of the job in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)
@@ -131,7 +131,7 @@ class Supervisor:
         """Stop all ranks, record that this program has failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
-        # If the package was replaced, the error may be due to modules of two versions. A restart avoids this.
+        # If the package was replaced, mixed modules of two versions may have caused the error. A restart avoids this.
         if self._is_waiting:
             self._installed.restart_if_replaced()
         end_descendants()
@@ -193,7 +193,7 @@ class Supervisor:
                 return self._apply_requests(outcome)
 
     def _apply_requests(self, crash: Outcome) -> Outcome:
-        """Return the outcome of a crash as a stop or a pause if one was requested between the crash and the restart."""
+        """If a stop or pause was requested after a crash, turn the outcome into a stop or pause; else, return `crash`."""
         asked: set[RequestKind] = set()
         with tolerate("checking for requests"):
             asked = self._control.open_requests(self._job.id) & ENDING
@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds before a restart; return False as soon as the job is asked to stop."""
+        """Wait `delay_s` seconds before a restart; if the job is asked to stop in this time, return False."""
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
@@ -245,8 +245,8 @@ class Supervisor:
     def _pause(self, ending: JobEnding) -> JobEnding | None:
         """Put the job back into the queue, where it is held, and free its GPUs for other jobs.
 
-        Return None if the job is paused. Return an ending if the job must stop instead, or if the pause cannot be
-        recorded.
+        Return None if the job is paused. If the job must stop instead, or if the pause cannot be recorded, return how
+        the job ends.
         """
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
@@ -266,7 +266,7 @@ class Supervisor:
 
     def _queue_again(self, fields: dict[str, Any]) -> bool:
         """Move the job from its current state to the queue; return False if the job must stop instead."""
-        # Record the state `stopping`, in case the store was unavailable when the pause was requested.
+        # Record the state `stopping` first, in case the store was unavailable when the pause was requested.
         self._control.transition(self._job.id, JobState.STOPPING)
         unless: tuple[RequestKind, ...] = ("stop", "kill")
         return self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
@@ -276,7 +276,7 @@ class Supervisor:
         self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
     def _conclude(self, ending: JobEnding) -> None:
-        """Write the ending to the run's files and then to the store; after that, the job may be resumed or deleted."""
+        """Record how the job ended in the run's files, then in the store. Then, the job may be resumed or deleted."""
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         with tolerate("recording the end"):
@@ -287,7 +287,7 @@ class Supervisor:
                 self._run_hook()
 
     def _record_end(self, ending: JobEnding) -> bool:
-        """Record the ending in the run folder and the store; return False if the store already contains an ending."""
+        """Record how the job ended in the run folder and the store; return False if the store already records an end."""
         self._job = self._row_at(ending)
         write_record(self._paths, self._job)
         if self._lock:
@@ -295,7 +295,7 @@ class Supervisor:
         return self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _row_at(self, ending: JobEnding) -> Job:
-        """Return the row of the ended job; if the row in the store cannot be read, use the supervisor's own copy."""
+        """Return the row of the ended job, based on the supervisor's own copy if the row in the store is unreadable."""
         job = self._job
         try:
             job = self._control.job(self._job.id)
@@ -318,7 +318,7 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Fork the supervisor; in the parent, return 0 once the supervisor has registered itself, or 1 if this has failed.
+    """Fork the supervisor; in the parent, return 0 once the supervisor has registered itself, or 1 if it fails to.
 
     This function never returns in the child.
     """

@@ -1,7 +1,7 @@
 """Restarts a waiting supervisor if its package has been replaced, for example by `pip install -U`.
 
-A supervisor loads many modules only when its job starts. Modules of a new version would not match the modules that are
-already loaded.
+A supervisor loads many modules only when its job starts. If they came from a new version, they would not match the
+modules that are already loaded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 import trainer
 
 PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
-# A program that imports all modules that a supervisor loads until its job ends.
+# A program that imports all modules that a supervisor ever loads.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
-# A package that cannot be loaded for this time is regarded as removed, since an upgrade takes less time.
+# A package that cannot be loaded for this long is regarded as removed, since an upgrade takes less time.
 REMOVED_AFTER_S = 120.0
 
 
 class Installed:
-    """Compares the installed package with its state when this object was created."""
+    """Detects whether the installed package has changed since this object was created."""
 
     def __init__(self) -> None:
         self._at_start = _state()
@@ -38,10 +38,10 @@ class Installed:
         return _state() == self._at_start
 
     def restart_if_replaced(self) -> bool:
-        """Restart the program of this process if its package has been replaced; otherwise, return True.
+        """Re-execute this program if its package has been replaced; otherwise, return True.
 
-        The new program has the same log and environment, but the locks are released. Return False if the package has
-        been replaced but cannot be loaded, as in the middle of an upgrade.
+        The new program keeps the log and the environment, but not the locks. Return False if the package has been
+        replaced but cannot be loaded, as in the middle of an upgrade.
         """
         if self.is_current():
             return True
@@ -52,7 +52,7 @@ class Installed:
         return False
 
     def may_end(self) -> bool:
-        """Restart as in `restart_if_replaced`; also return True if the package has been removed for good."""
+        """Do the same as `restart_if_replaced`, but also return True if the package has been removed for good."""
         if self.restart_if_replaced():
             return True
         self._refused_since = self._refused_since or time.monotonic()
@@ -60,12 +60,15 @@ class Installed:
 
 
 def _state() -> int:
-    # Combine the entries to one hash, since a set of all entries would use 0.5 MB in each waiting supervisor.
+    # Combine the entries into one hash, since a set of all entries would use 0.5 MB in each waiting supervisor.
     return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, modification time and size of each module below a folder; for a missing folder, zeros."""
+    """Yield the path, modification time and size of each module below a folder.
+
+    If a folder cannot be read, yield its own path with zeros.
+    """
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -35,7 +35,7 @@ from trainer.contract.wording import gibibytes
 def repair(data: DataDir, host: str = "") -> Iterator[str]:
     """Repair the stores step by step, and yield a message for each repair; no job is deleted.
 
-    If `host` is given, also end the jobs of that other host, which must have disappeared for good.
+    If `host` is given, also end the jobs of that host, which must be permanently gone.
 
     Raise `StoreError` if a store cannot be repaired.
     """
@@ -44,7 +44,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {backup.name}, and rebuilt"
-    # Empty the trash before the run folders are read, since after an interrupted deletion it contains files of a job.
+    # Empty the trash before the run folders are read, since this restores the files of interrupted deletions.
     try:
         if freed := trash.empty(data):
             yield f"{gibibytes(freed)} of deleted jobs were removed"
@@ -87,7 +87,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
 
 
 def _unknown_job(job_id: int) -> Job:
-    """Return a placeholder for a job whose row is unreadable; readable columns of the row replace its values."""
+    """Return a placeholder for a job whose row is unreadable. The row's readable columns then replace its values."""
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source="none", created=time.time(), error="its outcome is unknown: its row was lost",
@@ -113,13 +113,13 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     except StoreCorrupt:
         return set_aside(path, "corrupt")
     except StoreError:
-        # The store is not damaged: it is locked, from a newer version, or not readable by this user.
+        # The store is not corrupt. It is locked, was written by a newer version, or is not readable by this user.
         return None
     return None
 
 
 def _recover_job(data: DataDir, job_id: int) -> Job | None:
-    """Return a job as recorded in its folder: the row at its last start, with its ending and its progress.
+    """Return a job as recorded in its run folder: the row at its last start, updated with its progress and its end.
 
     Return None if the folder has neither a record nor a job file.
     """
@@ -134,12 +134,12 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
-    # Use the number of the folder as the id, since a folder that was copied manually is a separate job.
+    # Use the number of the folder as the id, since a manually copied folder is a separate job.
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 
 def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
-    """Return a row for a run without a record, based on its job file and its last attempt.
+    """Reconstruct the row of a run without a record from its job file and its last attempt.
 
     Return None if there is no readable job file.
     """

@@ -7,7 +7,7 @@ from trainer.contract.paths import DataDir, free_disk
 
 
 def store_warning(data: DataDir) -> str:
-    """Return a warning if the data folder is on a network file system, where the stores are slower; otherwise ""."""
+    """Return a warning if the data folder is on a network file system, where the stores are slower, or "" if not."""
     folder, _ = free_disk(data.root)
     name = network_file_system(folder)
     # Ignore file systems in which no files can be created.

@@ -1,7 +1,6 @@
 """Deletes jobs with their files by moving them to the trash, and restores them until the trash is emptied.
 
-A job's row is written to the trash before any file is moved, so that a deletion that is interrupted by a crash can be
-undone.
+A job's row is written to the trash before any file is moved, so that a deletion can be undone if a crash interrupts it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainer.contract.runs.lock import hold, is_held, still_going
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Event, Job, Rank
 
-# The file `whole` marks a job whose files are all in the trash.
+# The file `whole` exists if all files of the job are in the trash.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
@@ -100,7 +99,7 @@ def put_back(data: DataDir, job_id: int) -> str:
 
 
 def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Undo the deletion of these jobs where possible; raise `UserError` if any of the deletions cannot be undone."""
+    """Undo the deletion of as many of these jobs as possible; raise `UserError` if any deletion cannot be undone."""
     messages: list[str] = []
     problems: list[str] = []
     for job_id in job_ids:
@@ -114,10 +113,11 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Permanently remove the files of these jobs, or of all that can no longer be restored; return the freed bytes.
+    """Permanently delete the files of these jobs; return the number of freed bytes.
 
-    If the files of an interrupted deletion cannot be moved back, remove all other jobs, then raise `FilesLeft`.
-    Raise `UserError` if the trash is a link, whose target may contain files that were never deleted.
+    If `job_ids` is None, delete the files of all jobs that can no longer be restored. Undo interrupted deletions. If
+    this fails for some files, delete all other jobs, then raise `FilesLeft`. Raise `UserError` if the trash is a
+    symbolic link, since its target may contain files that were never deleted.
     """
     refuse_link(data.trash)
     freed = 0
@@ -132,7 +132,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # The row cannot be read. Move only the files back; `repair` then rebuilds the row from the run folder.
+            # The row cannot be read. Move only the files back, so that `repair` can rebuild the row from the run folder.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
@@ -144,12 +144,12 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
 
 def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
-    """Return whether the process that deleted a job may be alive, here, in another PID namespace or on another host."""
+    """Return whether the process that deleted a job may be alive, possibly in another PID namespace or on another host."""
     return owner.is_alive() or bool(is_held(_owner_file(data, owner.pid)))
 
 
 def _owner_file(data: DataDir, pid: int) -> Path:
-    """Return the lock file of a process that has deleted jobs; processes with the same pid on other hosts share it."""
+    """Return the lock file of a process that has deleted jobs. Processes with the same pid on other hosts share it."""
     return data.locks / f"trash-{pid}.lock"
 
 
@@ -164,7 +164,7 @@ def _clear_owner_files(data: DataDir) -> None:
 def _hold(file: Path) -> None:
     hold(file)
     if not file.exists():
-        # Lock the file again, since it was removed before it could be locked.
+        # Lock a new file, since the first one was removed before it could be locked.
         hold(file)
 
 
@@ -196,9 +196,9 @@ def _not_ended(data: DataDir, job: Job) -> str:
 
 
 def _remove(data: DataDir, folder: Path) -> None:
-    """Permanently delete a job's folder in the trash; keep an empty one for the newest job, to reserve its id."""
+    """Permanently delete a job's folder in the trash; for the newest job, keep an empty folder to reserve its id."""
     is_newest = int(folder.name) >= data.last_id()
-    # Access the folder through a descriptor of the trash, since the trash could be replaced by a link in the meantime.
+    # Access the folder through a descriptor of the trash, since a symbolic link could replace the trash at any time.
     with contextlib.suppress(FileNotFoundError):
         trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -224,7 +224,7 @@ def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # Remove this file first, so that the deletion is regarded as interrupted and the job's files are not deleted.
+        # Remove this file first. The deletion then looks interrupted, so that `empty` does not delete the job's files.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
@@ -248,7 +248,7 @@ def _move_all_back(data: DataDir, job_id: int) -> list[str]:
 
 
 def _move_back(source: Path, target: Path) -> str:
-    """Move a folder back from the trash; return why this has failed, or ""."""
+    """Move a folder back from the trash; return why this failed, or "" on success."""
     reason = "the target exists"
     try:
         _move(source, target)
@@ -258,6 +258,6 @@ def _move_back(source: Path, target: Path) -> str:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a folder; this is a single rename unless the target is on another disk."""
+    """Move a folder if it exists and the target does not; on the same disk, this is a single rename."""
     if source.exists() and not target.exists():
         shutil.move(source, target)

@@ -1,4 +1,4 @@
-"""Filters jobs by words that must all match, and sorts jobs."""
+"""Filters jobs by search terms, all of which must match, and sorts jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 
 J = TypeVar("J", bound=Job)
 
-# Jobs that run or will run come first, followed by failed jobs.
+# The order of states in a sorted list: jobs that run or will run come first, followed by failed jobs.
 _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
     JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
@@ -31,7 +31,7 @@ _ARCHITECTURE = re.compile(r"^\s*architecture\s*=\s*(\[[^\]]*\]|.+)$", re.MULTIL
 
 
 class Term(msgspec.Struct, frozen=True):
-    """A word of a filter, which must occur in the given field of a job, or in any field if `field` is ""."""
+    """A search term, which must occur in the given field of a job, or in any field if `field` is ""."""
 
     text: str
     field: str = ""
@@ -43,18 +43,18 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """Split text like `wide #good state:failed` into terms; ignore `#` or `field:` without text after it."""
+    """Split text like `wide #good state:failed` into terms; ignore a `#` or `field:` that is not followed by text."""
     return tuple(term for word in text.split() if (term := _term(word.casefold())).text)
 
 
 def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
-    """Return the jobs that match every word of `text`, in their original order."""
+    """Return the jobs that match every term in `text`, in their original order."""
     terms = parse(text)
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
 def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
-    """Sort the jobs by one of `orders`; of equal jobs, the newest comes first, and jobs without a value come last."""
+    """Sort the jobs by one of `orders`; ties are broken by newest first, and jobs without a value come last."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return orders()[by](newest)
 
@@ -67,14 +67,14 @@ def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | Non
 
 
 def architectures(job: Job) -> str:
-    """Return the SAE architecture of a job, such as `topk`, or several for a sweep, such as `topk batch_topk`."""
+    """Return the SAE architecture of a job, such as `topk`; for a sweep, return several, such as `topk batch_topk`."""
     return _architectures(job.config)
 
 
 def waits(job: Job) -> str:
-    """Return a short text about why a job waits; the text is shown after the job's state.
+    """Return a short reason why a job waits, to be shown after the job's state; "" if it does not wait.
 
-    The text starts with the job's priority if that is not 0. If the job's host is silent, the text describes this.
+    If the job's priority is not 0, the text starts with the priority. If the job's host is silent, the text says so.
     """
     if silent := getattr(job, "silent", ""):
         return str(silent)
@@ -85,10 +85,10 @@ def waits(job: Job) -> str:
 
 
 def _held_reason(job: Job) -> str:
-    """Return text about a held job, like `until released; comes after job 4`, or `at step 501, until resumed`."""
+    """Describe why a job is held, like `until released; comes after job 4`, or `at step 501, until resumed`."""
     word = describe_state(job).word
     waits_for = job.waits_for or ""
-    # Until the supervisor polls again, the row contains the reason for waiting from before the job was held.
+    # Until the supervisor polls again, the row contains the reason for waiting that applied before the job was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
     until = (
         f"at {kind_of(job.config).unit} {job.step}, until resumed"
@@ -100,7 +100,7 @@ def _held_reason(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
-    # Use a pattern, since a TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
+    # Use a regular expression, since a TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
     match = _ARCHITECTURE.search(config)
     return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
@@ -120,7 +120,7 @@ def _has_tag(job: Job, text: str) -> bool:
     return any(tag.casefold().startswith(text) for tag in job.tags)
 
 
-# The fields that a filter can name before a colon, each with its test; the text after the colon is casefolded.
+# The fields that a term can name before its colon, each with a match function. The text after the colon is casefolded.
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
@@ -147,7 +147,7 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # Ignore values on training batches, which are lower than values on held-out rows.
+        # Ignore values measured on training batches, since they are lower than values on held-out rows.
         known = None if is_of_batch else value
         # Sort unfinished jobs after all finished jobs.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
@@ -161,7 +161,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return a dict that maps the name of each sort order of a job list to its function; metrics sort best first."""
+    """Return a dict that maps the name of each sort order to its sort function; metrics are sorted best first."""
     metrics = key_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

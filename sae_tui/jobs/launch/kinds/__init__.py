@@ -1,6 +1,6 @@
-"""Determines what the app shows and records when a job of each kind is launched.
+"""Determines, for each kind of job, what the app shows and records when a job is launched.
 
-`KINDS` in the contract's catalog lists the kinds of job.
+The kinds of job are listed by `KINDS` in the contract's catalog.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ L = TypeVar("L", bound=AnyOutlook)
 
 
 class LaunchKind(Generic[J, L]):
-    """The summary, the memory need and the row of a kind of job.
+    """The summary, the memory requirement and the row in the store, for one kind of job.
 
-    The default implementations are sufficient for a kind of job whose needs are unknown.
+    The default implementations suit a kind of job whose requirements are unknown.
     """
 
     # The heading above the settings in the launch form.
     heading = "Settings"
 
     def needs(self, look: L, measured: PeakMemory | None = None) -> str:
-        """Return text about the job's needs, like `needs 8.2 GB on each of 3 GPUs`."""
+        """Describe the job's requirements, like `needs 8.2 GB on each of 3 GPUs`."""
         return f"needs {gibibytes(look.needs_bytes)}" if look.needs_bytes else "memory unknown"
 
     def summary(self, job: J, look: L, *, device: str, past: Iterable[Job]) -> str:
-        """Return one line about the devices and the needs of the job."""
+        """Return one line about the devices and the requirements of the job."""
         return f"{plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')} · {self.needs(look)}"
 
     def answer(self, look: L) -> dict[str, object]:
-        """Return the fields that `sae-tui validate --json` reports only for this kind of job."""
+        """Return the additional fields that `sae-tui validate --json` reports for this kind of job."""
         return {}
 
     def measured(self, job: J, look: L, device: str, past: Iterable[Job]) -> PeakMemory | None:
-        """Return the peak memory of a finished job of the same shape, or None if there is none."""
+        """Return the peak memory of a finished job of the same shape, or None if there is no such job."""
         return None
 
     def need(
         self, job: J, look: L, free: FreeMemory, *, device: Literal["cuda", "cpu"], past: Iterable[Job] = ()
     ) -> Need | None:
-        """Return the memory that each rank needs for each component, or None if it is unknown.
+        """Return the memory that each rank needs, by component, or None if it is unknown.
 
-        If `free` is too small, the result includes remedies. `device` is the device of the ranks; on simulated GPUs, it
-        is "cpu".
+        If `free` is too small, the result includes remedies. `device` is the device of the ranks, which is "cpu" for
+        simulated GPUs.
         """
         return None
 
@@ -64,6 +64,6 @@ class LaunchKind(Generic[J, L]):
 
 
 def launch_kind(kind: str) -> LaunchKind[Any, Any]:
-    """Return the object that describes launches of a kind of job."""
+    """Return the `LaunchKind` for a kind of job."""
     loaded: type[LaunchKind[Any, Any]] = pkgutil.resolve_name(KINDS[kind].launch)
     return loaded()

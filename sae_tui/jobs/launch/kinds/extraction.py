@@ -1,4 +1,4 @@
-"""Describes the launch of an extraction: a summary, the memory, disk space and time it needs, and its row."""
+"""Describes the launch of an extraction job: a summary, the required memory, disk space and time, and the job's row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.wording import duration, gibibytes, plural
 
 
 class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
-    """The launch of an extraction."""
+    """The launch of an extraction job."""
 
     heading = "Model and text"
 
@@ -57,7 +57,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
 
     def row(self, data: DataDir, job: ExtractJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
         fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
-        # If a job is resumed without a new outlook, do not change its earlier estimates.
+        # If a job is resumed without a new outlook, keep its earlier estimates.
         if isinstance(look := placement.look, ExtractionOutlook):
             fields |= {
                 "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,

@@ -1,4 +1,4 @@
-"""Describes the launch of a training: a summary, the memory and time it needs, and its row."""
+"""Describes the launch of a training job: a summary, the required memory and time, and the job's row in the store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_SHOWN = 6
 
 
 class LaunchTraining(LaunchKind[JobConfig, Outlook]):
-    """The launch of a training."""
+    """The launch of a training job."""
 
     heading = "Data and training"
 
@@ -45,7 +45,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
         """Return text like `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
 
         For a sweep, the text starts with a list of the SAEs. The time is based on a finished job of the same shape on
-        the same type of device; if there is none, it is estimated.
+        the same type of device. If there is no such job, the time is an estimate.
         """
         devices, work = look.devices, look.settled.work
         where = plural(devices, "GPU" if look.on_gpus else "CPU process")
@@ -101,7 +101,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
     """Return the outlook of a job on its former devices.
 
-    The only known property of these devices is the memory that the job needed on each of them.
+    All that is known about these devices is how much memory the job needed on each of them.
     """
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
@@ -123,9 +123,9 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
 
 
 def _factors(work: Workload) -> list[int]:
-    """Return the factors of an effective batch that are not 1: micro-batch size, micro-batches and data-parallel ranks.
+    """Return the factors of the effective batch size: micro-batch size, number of micro-batches, data-parallel ranks.
 
-    Return [] if the product of the factors is not the effective batch.
+    Factors of 1 are omitted. Return [] if the product of the factors is not the effective batch size.
     """
     factors = (work.micro_batch, work.micro_batches, work.data_ranks)
     return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
