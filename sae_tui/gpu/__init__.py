@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SEVERAL = "sae_tui.gpu.several:Several"
-# Sources that do not read real GPUs. The values are strings, so that listing the names does not import the classes.
+# Sources that do not read real GPUs. The values are import paths, so that listing the names imports no classes.
 _STAND_INS = {"simulated": "sae_tui.gpu.simulated:Simulated", "none": "sae_tui.gpu.none:NoGpus"}
 
 
@@ -23,7 +23,7 @@ def source_names() -> tuple[str, ...]:
 
 
 def load_source(name: str, **options: Any) -> GpuSource:
-    """Return the named source, not yet opened; `options` are passed to the source's constructor.
+    """Return the source with this name, without opening it; `options` are passed to the source's constructor.
 
     Raise `UserError` if no source has this name.
     """
@@ -44,9 +44,9 @@ def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
 
 
 def resolve(name: str) -> str:
-    """Resolve "auto" to the vendor whose driver is installed; return "auto" if several vendors' drivers are installed.
+    """Resolve "auto" to the vendor whose driver is installed, or keep "auto" if the drivers of several are installed.
 
-    If no driver is installed, return the first supported vendor; its source then reports what is missing. Return any
+    If no driver is installed, return the first supported vendor, whose source then reports what is missing. Return any
     other name unchanged.
     """
     if name != AUTO:
@@ -56,5 +56,5 @@ def resolve(name: str) -> str:
 
 
 def vendor_to_name(source_name: str) -> Vendor:
-    """Return the vendor to mention in messages about a source's GPUs; for simulated GPUs, return the first vendor."""
+    """Return the vendor to name in messages about a source's GPUs; for simulated GPUs, return the first vendor."""
     return VENDORS.get(source_name) or next(iter(VENDORS.values()))

@@ -12,7 +12,7 @@ from sae_tui.gpu.period import Period
 from sae_tui.gpu.sensors import Sensor
 
 Number = TypeVar("Number", int, float)
-HOTTEST_C = 100.0  # the upper end of the temperature axis
+HOTTEST_C = 100.0  # The upper limit of the temperature axis.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class ContributingGpus:
 class Aggregate(GpuSummary):
     """Totals over the healthy GPUs.
 
-    `gpu_count` is the number of all GPUs, including unhealthy ones. `counted` contains the number of GPUs that
-    contribute to each total.
+    `gpu_count` includes unhealthy GPUs. `counted` contains the number of GPUs that contribute to each total.
     """
 
     gpu_count: int
@@ -40,7 +39,7 @@ class Aggregate(GpuSummary):
 
 
 def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
-    """Combine the samples of all healthy GPUs; the stale last values of the other GPUs are ignored."""
+    """Combine the samples of all healthy GPUs, ignoring the stale last values of unhealthy GPUs."""
     alive = [sample for sample in samples if sample.healthy]
     memory = _both((sample.memory_used_bytes, sample.memory_total_bytes) for sample in alive)
     busy = _not_none(sample.utilization for sample in alive if not sample.is_latched)
@@ -66,7 +65,7 @@ class CapacityShares:
     """The share (0 to 1) of the GPUs' total capacity that was in use in each interval.
 
     Only GPUs that reported the value in the interval are included. A share is None if no GPU reported the value, or if
-    the reading of any GPU is missing.
+    a GPU has no reading in the interval.
     """
 
     memory: Sequence[float | None]
@@ -76,7 +75,7 @@ class CapacityShares:
 
 
 def shares(past: RecentHistory) -> CapacityShares:
-    """Return the share of the total capacity that all GPUs together used in each interval of a history."""
+    """Return the share of the GPUs' total capacity that was in use in each interval of a history."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     quantities = zip(*rows, strict=True) if rows else ((),) * 4
@@ -109,5 +108,5 @@ def _not_none(values: Iterable[Number | None]) -> list[Number]:
 
 
 def _both(pairs: Iterable[tuple[Number | None, Number | None]]) -> list[tuple[Number, Number]]:
-    """Return the pairs in which neither value is None."""
+    """Return the pairs that contain no None."""
     return [(one, other) for one, other in pairs if one is not None and other is not None]

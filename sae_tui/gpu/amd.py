@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI, whose Python module is loaded only when a source is opened."""
+"""Reads AMD GPUs through AMD SMI. Its Python module is loaded only when a source is opened."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 # If reading the four main sensors of a GPU takes longer than this, its other sensors are not read.
 SLOW_S = 0.1
 ENERGY_EVERY = 10
-LARGEST_PID = 1 << 22  # Linux's limit
+LARGEST_PID = 1 << 22  # Linux's limit.
 MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
-# A power limit above this value is in microwatts, as reported by ROCm 6 and 7; a lower one is in watts.
+# Power limits above this value are in microwatts, as reported by ROCm 6 and 7; lower limits are in watts.
 MOST_WATTS = 100_000
-# Partition modes in which a GPU is split; in mode SPX, it is not split.
+# Partition modes that split a GPU, unlike the mode SPX.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
 _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD GPUs of this machine, with AMD SMI's indices, which follow the order on the PCI bus."""
+    """All AMD GPUs of this machine, indexed like in AMD SMI: in the order of the PCI bus."""
 
     name = "amdsmi"
     cuda = True
     # The sources in this process that have the library open.
-    # AMD SMI does not count how often it was opened: the first call to close it closes it for all sources.
+    # AMD SMI does not count how often it was opened. The first call that closes it does so for all sources.
     _users: ClassVar[set[Amd]] = set()
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Amd:
 
     @property
     def _xgmi(self) -> int | None:
-        """AMD SMI's code for an XGMI link; both the code and the name of the constant depend on the version."""
+        """AMD SMI's code for an XGMI link. Both the code and the name of the constant depend on the version."""
         for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
             if found := getattr(getattr(self._smi, group, None), name, None):
                 return int(found)
@@ -114,7 +114,7 @@ class Amd:
 class _AmdGpu:
     """One AMD GPU.
 
-    Values that never change are read only until a read succeeds. The power limit is read again with each process list.
+    Values that never change are read only until one read succeeds. The power limit is reread with each process list.
     """
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
@@ -123,7 +123,7 @@ class _AmdGpu:
         self.handle = handle
         self.uuid: str | None = None
         self.name = _name(None)
-        self.is_stale = False  # True if the GPU can be read again only after the driver is reopened
+        self.is_stale = False  # True if the GPU can be read again only after the driver is reopened.
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
         self._asic: Mapping[str, Any] | None = None
@@ -149,7 +149,7 @@ class _AmdGpu:
         return self._details.read()
 
     def _identify(self) -> Mapping[str, Any] | None:
-        """Return the identity of the GPU, which is read only until a read succeeds.
+        """Return the identity of the GPU, which is read only until one read succeeds.
 
         ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID that
         `amd-smi list` shows.
@@ -163,7 +163,7 @@ class _AmdGpu:
         return self._asic
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a sample, using four driver calls and up to seven more for rarely changing values."""
+        """Return the fields of a sample; make four driver calls, and up to seven more for rarely changing values."""
         began = time.monotonic()
         busy = self._asking.get("utilization", "amdsmi_get_gpu_activity", self.handle)
         memory = self._asking.get("memory_used_bytes", "amdsmi_get_gpu_vram_usage", self.handle)
@@ -189,19 +189,19 @@ class _AmdGpu:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the sample fields of an unreadable GPU: a fault, or no fields if it has never supported a sensor."""
+        """Return the sample fields of an unreadable GPU: a fault, or no fields if it has never reported any sensor."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        # Read the identity again, since another GPU may respond next.
+        # Reread the identity, since another GPU may respond next.
         self._asic = None
         self.is_stale = self.is_stale or code in faults.STALE
         reason = faults.SILENT if code is None else faults.gpu(code)
         return {"healthy": False, "reason": reason, "withheld": code == faults.NO_PERMISSION}
 
     def _power_limit(self, again: bool) -> float | None:
-        """Return the power limit in watts; if `again`, read it again, since `amd-smi set --power-cap` may change it."""
+        """Return the power limit in watts; if `again`, reread it, since `amd-smi set --power-cap` can change it."""
         if again or self._power_limit_w is None:
             answer = self._asking.get("power_limit_w", "amdsmi_get_power_cap_info", self.handle)
             limit = number(answer, "power_cap")
@@ -211,7 +211,7 @@ class _AmdGpu:
     def _split(self, again: bool) -> str:
         """Return why a partition of a split GPU cannot be used, or "" if the GPU is not split.
 
-        If `again`, read the partition mode again, since `amd-smi set -C` may change it.
+        If `again`, reread the partition mode, since `amd-smi set -C` can change it.
         """
         if again or self._partition is None:
             self._partition = self._asking.get("unusable", "amdsmi_get_gpu_compute_partition", self.handle) or ""
@@ -219,7 +219,7 @@ class _AmdGpu:
         return faults.SPLIT % self._partition if self._partition in PARTITIONS else ""
 
     def _energy(self) -> float | None:
-        """Return the energy counter in joules at every `ENERGY_EVERY`th call; return None at all other calls.
+        """Return the energy counter in joules on every `ENERGY_EVERY`th call, and None on all other calls.
 
         No energy is missed between two reads, since the counter is cumulative.
         """
@@ -247,7 +247,7 @@ def _uuid(asic: Mapping[str, Any]) -> str | None:
 
 
 def _name(asic: Mapping[str, Any] | None) -> str:
-    """Return the product name, or a name with the chip number if AMD SMI does not know the product."""
+    """Return the product name, or a name with the chip's id if AMD SMI does not know the product."""
     name = printable(str((asic or {}).get("market_name", "")).strip())
     if not _is_told(name):
         return "AMD GPU"

@@ -1,4 +1,4 @@
-"""Calls AMD SMI. In the dicts that AMD SMI returns, "N/A" or a number with all bits set means "not supported"."""
+"""Calls AMD SMI. In the dicts that it returns, "N/A" or a number with all bits set means "not supported"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNSUPPORTED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 class Asking:
-    """Calls AMD SMI functions by name; records the fields that have failed since `begin`, and the last error code."""
+    """Calls AMD SMI functions by name; records the last error code, and the fields that have failed since `begin`."""
 
     def __init__(self, smi: ModuleType) -> None:
         self._smi: Any = smi
@@ -26,26 +26,26 @@ class Asking:
         self.failed, self.code = {}, None
 
     def get(self, field: str, function: str, *arguments: Any) -> Any:
-        """Return a function's result, or None if it is not supported or fails. A failure is recorded for `field`."""
+        """Call a function; return its result, or None if it is unsupported or fails. Record a failure for `field`."""
         try:
             return getattr(self._smi, function)(*arguments)
         except self._smi.AmdSmiLibraryException as error:
             if error.err_code not in faults.MISSING:
                 self.code = error.err_code
                 self.failed[field] = faults.sensor(error.err_code)
-        except (AttributeError, self._smi.AmdSmiException):  # a version without this function or these arguments
+        except (AttributeError, self._smi.AmdSmiException):  # This version lacks the function or these arguments.
             pass
-        except (UnicodeDecodeError, ValueError):  # text that is not UTF-8, a serial number that is not a number
+        except (UnicodeDecodeError, ValueError):  # Text is not UTF-8, or a serial number is not a number.
             self.failed[field] = "unexpected answer"
         return None
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Return a function's result, or None."""
+        """Call a function; return its result, or None if it is unsupported or fails."""
         return self.get(function, function, *arguments)
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first value of these keys in `answer` that is a number of at least `least`, or None."""
+    """Return the first value under these keys in `answer` that is a number of at least `least`, or None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

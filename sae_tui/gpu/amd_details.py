@@ -1,6 +1,6 @@
 """Reads the details of an AMD GPU.
 
-Reading takes four driver calls with each process list, and a dozen while the GPU's page is open.
+This takes four driver calls with each process list, and about a dozen while the GPU's page is open.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
 _FAN_MOST = 255
-# The Python module reports only whether a limit throttles the GPU, not which one.
+# The Python module reports only that a limit throttles the GPU, but not which limit.
 LIMITED = "power, current or temperature limit reached"
-# The throttling reason for each field in which MI300 and later chips report a throttling cause.
+# The throttling reason for each status field of MI300 and later chips.
 VIOLATIONS = {
     "active_ppt_pwr": "power limit reached",
     "active_socket_thrm": THROTTLING[1],
@@ -43,7 +43,7 @@ class AmdDetails:
         self._slowdown_c: int | None = None
 
     def temperature_c(self, asking: Asking) -> float | None:
-        """Return the hot-spot temperature, which makes the driver throttle; if unsupported, the edge temperature."""
+        """Return the hot-spot temperature, which triggers throttling, or the edge temperature if it is unsupported."""
         smi = self._smi
         current = smi.AmdSmiTemperatureMetric.CURRENT
         answer = asking.get("temperature_c", "amdsmi_get_temp_metric", self._handle, self._hottest, current)
@@ -56,7 +56,7 @@ class AmdDetails:
     def condition(self, *, whole: bool = True) -> Condition:
         """Return the GPU's memory errors and, if `whole`, also its clock, fan speed and throttling reasons.
 
-        Use up to four driver calls. The first call with `whole` also reads the slowdown temperature.
+        Make up to four driver calls. The first call with `whole` also reads the slowdown temperature.
         """
         if not whole:
             return Condition(ecc_uncorrected=self._uncorrected())
@@ -76,13 +76,13 @@ class AmdDetails:
         return _whole(number(self._asking.ask("amdsmi_get_gpu_total_ecc_count", self._handle), "uncorrectable_count"))
 
     def energy_j(self) -> float | None:
-        """Return the energy in joules since the driver was loaded; `counter_resolution` is in microjoules per count."""
+        """Return the energy in joules since the driver was loaded."""
         answer = self._asking.ask("amdsmi_get_energy_count", self._handle)
         counted, step = number(answer, "energy_accumulator", "power"), number(answer, "counter_resolution")
         return None if counted is None or step is None else counted * step / 1e6
 
     def read(self) -> GpuDetails:
-        """Return the details of the GPU; a sensor that does not respond is None."""
+        """Return the details of the GPU; the values of sensors that do not respond are None."""
         from sae_tui.gpu.details import GpuDetails
 
         ask, handle = self._asking.ask, self._handle
@@ -125,7 +125,7 @@ class AmdDetails:
         return None if speed is None else round(100 * min(speed, _FAN_MOST) / _FAN_MOST)
 
     def _slowed_by(self) -> tuple[str, ...] | None:
-        """Return the throttling reasons of a chip before MI300; later chips report them elsewhere, so return None."""
+        """Return the throttling reasons of a chip before MI300, or None for later chips (see `_violations`)."""
         metrics = self._asking.ask("amdsmi_get_gpu_metrics_info", self._handle) or {}
         held_back = metrics.get("indep_throttle_status", "N/A")
         return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()

@@ -1,4 +1,4 @@
-"""Messages for faults of an AMD GPU, its sensors, the driver or its library, by AMD SMI error code.
+"""Messages about faults of AMD GPUs, their sensors, the driver and its library, by AMD SMI error code.
 
 The codes are the same in ROCm 6 and 7.
 """
@@ -9,7 +9,7 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# Error codes for a value that the GPU, the driver or this library version does not provide; other codes are failures.
+# Error codes for values that the GPU, the driver or this library version does not provide. Other codes are failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
@@ -45,7 +45,7 @@ SENSOR = {
     31: "GPU lost",
     43: "unexpected answer",
 }
-# Programs compute through this device file, but AMD SMI can read most values without it.
+# Programs use this device file to compute on the GPU, but AMD SMI can read most values without it.
 COMPUTE_FILE = "/dev/kfd"
 JOIN_GROUPS = "join its groups with `sudo usermod -aG render,video $USER`, and log in again"
 SOURCE = {
@@ -67,13 +67,13 @@ def sensor(code: int) -> str:
 
 
 def source(code: int) -> SourceUnavailable:
-    """Return the error, including a remedy, for a driver that cannot read any GPU."""
+    """Return the error, including a remedy, to raise if the driver cannot read any GPU."""
     other = (f"AMD SMI reports error {code}", "see `amd-smi list` and `sudo dmesg | grep amdgpu`")
     return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error for a driver that finds no GPUs or shows none to this user."""
+    """Return the error to raise if the driver finds no GPUs or shows none to this user."""
     if of_driver():
         return source(NO_PERMISSION)
     remedy = "compare with `amd-smi list`; start a container with --device=/dev/kfd --device=/dev/dri"
@@ -81,17 +81,17 @@ def no_gpus() -> SourceUnavailable:
 
 
 def no_module() -> SourceUnavailable:
-    """Return the error for a machine without the Python module that reads AMD GPUs."""
+    """Return the error to raise if the Python module that reads AMD GPUs is missing."""
     return SourceUnavailable("there is no Python module amdsmi, which reads AMD GPUs", INSTALL)
 
 
 def broken_module(why: str) -> SourceUnavailable:
-    """Return the error for a module that cannot be used, for example because its version differs from the library's."""
+    """Return the error to raise if the module is unusable, for example because it does not match the library."""
     return SourceUnavailable(f"the Python module amdsmi cannot be used ({why})", INSTALL, is_broken=True)
 
 
 def of_driver() -> tuple[DriverFault, ...]:
-    """Return faults that prevent PyTorch from using GPUs that AMD SMI can read."""
+    """Return the faults that prevent PyTorch from using GPUs, although AMD SMI can read them."""
     if not os.path.exists(COMPUTE_FILE) or os.access(COMPUTE_FILE, os.R_OK | os.W_OK):
         return ()
     sentence = f"no permission to use {COMPUTE_FILE}, without which PyTorch sees no AMD GPU"

@@ -1,4 +1,4 @@
-"""Loads amdsmi, AMD's Python module, which works only with the matching version of ROCm's library."""
+"""Loads AMD's Python module amdsmi, which works only with the matching version of ROCm's library."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def load_amdsmi() -> ModuleType:
         raise faults.no_module()
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
-    # Capture the error that the module prints if it does not find the library: it would corrupt the screen.
+    # Capture the error that the module prints if it does not find the library, since it would corrupt the screen.
     words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):
             spec.loader.exec_module(module)
         return _checked(module)
-    except Exception as error:  # such as AttributeError or KeyError if the library is missing or too old
+    except Exception as error:  # For example, AttributeError or KeyError if the library is missing or too old.
         _forget()
         raise faults.broken_module(_reason(words.getvalue(), error)) from None
 
 
 class _OwnThread(io.StringIO):
-    """Captures the output of the thread that created it; output of other threads goes to `others`."""
+    """Captures the output of the thread that created it, and forwards the output of other threads to `others`."""
 
     def __init__(self, others: TextIO) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _OwnThread(io.StringIO):
 
 
 def _spec_of_rocm() -> ModuleSpec | None:
-    """Return the spec of the module that ROCm installed, if there is one."""
+    """Return the spec of the module that ROCm has installed, or None if there is no such module."""
     root = os.environ.get("ROCM_PATH") or os.environ.get("ROCM_HOME") or "/opt/rocm"
     folder = Path(root, "share", "amd_smi", "amdsmi")
     if not (folder / "__init__.py").is_file():
@@ -77,6 +77,6 @@ def _reason(printed: str, error: Exception) -> str:
 
 
 def _forget() -> None:
-    """Remove a partly loaded module from `sys.modules`, so that it can be loaded again."""
+    """Remove a partially loaded module from `sys.modules`, so that it can be loaded again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
         del sys.modules[name]

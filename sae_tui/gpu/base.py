@@ -32,20 +32,20 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# If more memory than this is used but belongs to no listed process, an unlisted process uses the GPU.
+# If more memory than this is in use but belongs to no listed process, an unlisted process must be using the GPU.
 # A desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
-# The minimum GPU memory of a computing process, which its CUDA context occupies.
+# The minimum GPU memory of a computing process: the size of a CUDA context.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
 # A desktop occasionally causes utilisation up to this percentage.
 IDLE_PERCENT = 5
-# Limits for values from files that other users may have written, so that sums and tables remain valid.
+# Limits on values from files that other users may have written, so that sums and tables remain valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 
-# Opening the driver initialises every GPU, which takes seconds if no GPU is in use and persistence mode is off.
+# Opening the driver initialises every GPU. This takes seconds if no GPU is in use and persistence mode is off.
 OPEN_LIMIT_S = 15.0
 GPU_LIMIT_S = 5.0
 # Reasons for involuntary throttling: heat, or a weak power supply.
@@ -78,7 +78,7 @@ ONE_PROCESS = "one process"
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that the driver reported for a GPU; after a fatal error, the GPU is unusable until it is reset."""
+    """An error that the driver reported for a GPU. After a fatal error, the GPU is unusable until it is reset."""
 
     number: int
     timestamp: float
@@ -88,13 +88,13 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The clocks of a GPU, the causes of throttling, and the GPU's health; they are read together with its processes.
+    """The clocks, throttling reasons and health of a GPU, which are read together with its processes.
 
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending` is True if memory rows await
-    replacement, and `rows_failed` if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is the
-    latest error since the program began to listen, or the latest fatal error if there was one. `recovery` is the action
-    that the driver requires before the GPU is used again, such as `a reset`; it also reflects earlier errors, and is
-    empty if no action is required. Impossible values become None.
+    replacement, and `rows_failed` is True if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is
+    the latest fatal error since the program started to listen, or the latest error if none was fatal. `recovery` is
+    the action that the driver requires before the GPU is used again, such as `a reset`. It also reflects earlier
+    errors, and is empty if no action is required. Impossible values become None.
     """
 
     sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
@@ -116,7 +116,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """The most serious reason not to run jobs on the GPU, as a long and a short text; both are empty if none."""
+        """The most serious reason not to run jobs on the GPU, as a long and a short text, or two empty strings."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -136,7 +136,7 @@ class Condition:
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
-        """The reasons for involuntary throttling, excluding limits set by a user, or None if unknown."""
+        """The reasons for involuntary throttling, which exclude limits set by a user, or None if unknown."""
         return None if self.slowed_by is None else tuple(words for words in self.slowed_by if words in THROTTLING)
 
 
@@ -144,9 +144,9 @@ class Condition:
 class GpuSample:
     """A reading of a GPU; `timestamp` is in seconds since the epoch.
 
-    `healthy` is False for a GPU that cannot be read; `reason` gives the cause in one clause. `unusable` explains why
-    jobs cannot run on a GPU that can be read. `failed` maps each field whose sensor failed or returned an impossible
-    value to the reason. Impossible values become None. Sensors that the GPU lacks are not in `failed`.
+    `healthy` is False for a GPU that cannot be read, and `reason` then explains why. `unusable` explains why jobs
+    cannot run on a GPU that can be read. If a sensor fails or returns an impossible value, its field is None, and
+    `failed` maps the field to the reason. Sensors that the GPU lacks are not in `failed`.
     """
 
     index: FewAtOnce
@@ -156,7 +156,7 @@ class GpuSample:
     _: KW_ONLY
     memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
-    # The free memory without the memory that the driver reserves or, if unknown, the total minus the used memory.
+    # Excludes the memory that the driver reserves. If the free memory is not reported, it is total minus used memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
     utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[
@@ -166,7 +166,7 @@ class GpuSample:
         Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)
     ] = None  # fmt: skip
     power_limit_w: Annotated[Measured | None, Sensor("Power limit", (0.5, WATTS[1]), public="power_limit")] = None
-    # Energy since the driver was loaded; only some samples include it.
+    # The energy since the driver was loaded. Only some samples include it.
     energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
@@ -178,7 +178,7 @@ class GpuSample:
     vendor: str = ""
     # True if the GPU cannot be read because only other users may use it.
     withheld: bool = False
-    # The time at which the GPU became unreadable, if it was readable before.
+    # When the GPU became unreadable, if it was readable before.
     unread_since: Time | None = None
     # True if the GPU shares host memory with other programs and the page cache.
     is_memory_shared: bool = False
@@ -203,7 +203,7 @@ class GpuSample:
 
     @property
     def obstacle(self) -> str:
-        """The reason why no job can run on a GPU that can be read; empty if jobs can run."""
+        """Why no job can run on a GPU that can be read, or "" if jobs can run."""
         return self.unusable or (self.condition.trouble[0] if self.condition else "")
 
     @property
@@ -231,7 +231,7 @@ class GpuSample:
     def is_used_unseen(self) -> bool:
         """True if unlisted processes are clearly using the GPU.
 
-        Utilisation alone is no proof: it is also high on an idle GPU that the driver has just initialised.
+        High utilisation by itself is no proof: it also occurs on an idle GPU that the driver has just initialised.
         """
         unexplained = self.unexplained_bytes
         if unexplained is not None and unexplained > UNSEEN_BYTES:
@@ -242,7 +242,7 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSummary:
-    """Sums, means and maxima over several GPUs; a value is None if no GPU has the sensor.
+    """Sums, means and maxima over several GPUs; a value is None if no GPU reports it.
 
     Used and total memory are summed over the same GPUs.
     """
@@ -258,7 +258,7 @@ class GpuSummary:
     total_power_w: Annotated[float | None, Sensor("Power draw of all GPUs", public="total_power_draw")] = None
 
 
-# Maps the field of each sensor in a sample or its condition to the sensor's name in JSON.
+# Maps the field name of each sensor in a sample or its condition to the sensor's name in JSON output.
 PUBLIC = {name: one.public for kind in (GpuSample, Condition) for name, one in exported(kind).items()}
 
 
@@ -277,7 +277,7 @@ def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
 
 
 def is_identified(sample: GpuSample) -> bool:
-    """Return whether a sample has its final UUID: until the UUID has been read once, it is a placeholder."""
+    """Return whether a sample contains the GPU's real UUID and not the placeholder used before the UUID was read."""
     return sample.failed.get("uuid") != "unknown"
 
 
@@ -299,7 +299,7 @@ class GpuPair:
 
 
 class DriverFault(NamedTuple):
-    """A driver fault that exists although the driver can read the GPUs, and the remedy."""
+    """A fault of a driver that can nevertheless read its GPUs, and the remedy."""
 
     sentence: str
     remedy: str
@@ -309,8 +309,8 @@ class DriverFault(NamedTuple):
 class GpuFacts:
     """Facts about the driver and its GPUs that do not change while the machine runs.
 
-    `cuda` is the latest CUDA version that the driver supports. `capabilities` and `nvlinks` (the number of active
-    links) have one entry per GPU. `pairs` contains all pairs of readable GPUs.
+    `cuda` is the latest CUDA version that the driver supports. `capabilities` contains the compute capability of each
+    GPU, and `nvlinks` its number of active links. `pairs` contains all pairs of readable GPUs.
     """
 
     driver: str | None = None
@@ -335,17 +335,17 @@ class SourceUnavailable(Exception):
 
 
 class GpuSource(Protocol):
-    """A way to read GPUs. Every call may block forever; each GPU is read only from its own thread."""
+    """A source of GPU readings. Every call may block forever, and each GPU is read only from its own thread."""
 
     name: str
-    cuda: bool  # whether PyTorch uses these GPUs as "cuda" devices, rather than CPU processes that simulate them
+    cuda: bool  # True if PyTorch uses these GPUs as "cuda" devices; False if CPU processes simulate them.
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable` on failure."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Read one GPU and, if `processes`, its processes; never raise, but return an unhealthy sample on a fault."""
+        """Read one GPU and, if `processes`, its processes. If this fails, return an unhealthy sample; never raise."""
         ...
 
     def facts(self) -> GpuFacts:

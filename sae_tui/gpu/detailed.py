@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DetailedSource(Protocol):
-    """A source that can also read the details of a GPU, on the GPU's own thread."""
+    """A source that can also read the details of a GPU, on that GPU's thread."""
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         """Return the details of a GPU, given its latest sample; may block like `sample`."""
@@ -23,7 +23,7 @@ class DetailedSource(Protocol):
 
 @runtime_checkable
 class SharesSource(Protocol):
-    """A source that can also read the GPU utilisation of each process, on the GPU's own thread."""
+    """A source that can also read the GPU utilisation of each process, on that GPU's thread."""
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
         """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
@@ -43,7 +43,7 @@ class MixedSource(Protocol):
 
 
 def vendor_of(source: object, index: int) -> str:
-    """Return the vendor of a GPU if the source has GPUs of several vendors, otherwise ""."""
+    """Return the vendor of a GPU if the source has GPUs of several vendors, or "" otherwise."""
     return source.vendor(index) if isinstance(source, MixedSource) else ""
 
 
@@ -52,7 +52,7 @@ class RememberingSource(Protocol):
     """A source whose driver has buffered readings before the app reads a GPU for the first time."""
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
-        """Return the buffered readings of a GPU that has been read before, oldest first; may block like `sample`."""
+        """Return a GPU's buffered readings, oldest first, after the GPU has been read once; may block like `sample`."""
         ...
 
 
@@ -61,7 +61,7 @@ class HurriedSource(Protocol):
     """A source that can shorten its current reads before it is closed."""
 
     def hurry(self) -> None:
-        """Make all reads omit processes and condition from now on; may be called from any thread."""
+        """Make all further reads omit the processes and the condition; may be called from any thread."""
         ...
 
 

@@ -29,9 +29,9 @@ class Instance:
 class GpuDetails:
     """A reading of a GPU's details and condition; `None` means "sensor not supported".
 
-    `energy_j` is the energy since the driver was loaded, and `ecc_corrected` the number of corrected memory errors
-    since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists the fields
-    with impossible values, with the reason for each.
+    `energy_j` is the energy since the driver was loaded, and `ecc_corrected` is the number of corrected memory errors
+    since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists each
+    field that has an impossible value, with the reason.
     """
 
     timestamp: float

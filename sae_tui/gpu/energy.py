@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# If two power readings are further apart than this, the energy used between them is unknown.
+# If two power readings are further apart than this, the energy used between them is considered unknown.
 LONGEST_GAP_S = 10.0
 # GPUs draw at most 1.2 kW, so a counter that implies more power than this limit was reset or is broken.
 MOST_W = 5000.0
@@ -21,8 +21,8 @@ class EnergyReading(NamedTuple):
 class Used(NamedTuple):
     """The energy used in an interval, and the interval's duration.
 
-    `lasted_s` is the total duration, `known_s` the time with measurements, and `counted_s` the time that the hardware
-    counter covers.
+    `lasted_s` is the total duration, `known_s` is the time covered by measurements, and `counted_s` is the time
+    covered by the hardware counter.
     """
 
     joules: float = 0.0
@@ -37,9 +37,9 @@ class Used(NamedTuple):
 class GpuMeter:
     """Measures the energy that one GPU has used since `begin`; readings must arrive in chronological order.
 
-    Between two readings of the energy counter, the energy is the difference of the readings, even across a gap.
-    Elsewhere, the energy is the power integrated by the trapezoidal rule. The first power reading also applies to the
-    time before it, and the last one to the time after it, up to `LONGEST_GAP_S` each.
+    The energy between two readings of the energy counter is their difference, even across a gap. Elsewhere, the power
+    is integrated by the trapezoidal rule. The first power reading is also used for the time before it, and the last
+    one for the time after it, for up to `LONGEST_GAP_S` each.
     """
 
     def __init__(self, begin: float) -> None:
@@ -48,17 +48,17 @@ class GpuMeter:
         self._last: EnergyReading | None = None
         self._newest: float | None = None
         self._counter: EnergyReading | None = None
-        # The energy since the last counter reading, from power readings; the next counter reading replaces this value.
+        # The energy since the last counter reading, from power readings. The next counter reading replaces this value.
         self._pending = Used()
         self._settled = Used()
 
     @property
     def newest(self) -> float:
-        """The time of the last reading; before the first reading, the start time."""
+        """The time of the last reading, or the start time before the first reading."""
         return self._begin if self._newest is None else self._newest
 
     def add(self, reading: EnergyReading) -> None:
-        """Add a reading; ignore it unless it is later than the last one."""
+        """Add a reading, unless it is not later than the last one."""
         if reading.timestamp < self._begin or (self._newest is not None and reading.timestamp <= self._newest):
             return
         self._newest = reading.timestamp
@@ -78,7 +78,7 @@ class GpuMeter:
         return total._replace(lasted_s=max(0.0, end - self._begin))
 
     def _area(self, reading: EnergyReading) -> Used:
-        """Return the energy since the last power reading; zero if that reading is too old."""
+        """Return the energy since the last power reading, or zero if that reading is too old."""
         assert reading.power_w is not None
         seconds = reading.timestamp - (self._last.timestamp if self._last else self._begin)
         if seconds > LONGEST_GAP_S:
@@ -87,7 +87,7 @@ class GpuMeter:
         return Used((before + reading.power_w) / 2 * seconds, 0.0, seconds)
 
     def _count(self, reading: EnergyReading) -> None:
-        """Finalise the interval since the last counter reading, using the counter's difference if it is plausible."""
+        """Finalise the interval since the last counter reading; use the counter's difference if it is plausible."""
         last, self._counter = self._counter, reading
         if last and last.counter_j is not None and reading.counter_j is not None:
             joules, seconds = reading.counter_j - last.counter_j, reading.timestamp - last.timestamp

@@ -1,4 +1,4 @@
-"""Messages for faults that GPUs of any vendor can have; messages for a single vendor are in separate modules."""
+"""Messages about faults that GPUs of any vendor can have. Vendor-specific messages are in separate modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NO_ANSWER_YET = "no answer yet"
 
 
 def silent(limit_s: float, tool: str) -> SourceUnavailable:
-    """Return the error for a driver that did not respond within `limit_s` seconds; `tool` is the vendor's program."""
+    """Return the error to raise if a driver did not respond in `limit_s` seconds; `tool` is the vendor's program."""
     return SourceUnavailable(
         f"the GPU driver did not answer within {limit_s:g} s", f"see whether {tool} does, or reboot", is_broken=True
     )

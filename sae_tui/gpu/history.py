@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the GPU history of a host; only one process per host, which holds a file lock, does so at a time."""
+"""Writes `gpu.db`, the GPU history of a host. A file lock ensures that only one process per host does so at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# After this time, a write to the store is reported as hanging.
+# A write to the store is reported as hung after this time.
 # Normally, a write takes less than a second, plus up to 5 s of waiting for another writer.
 SILENT_AFTER_S = 30.0
-# A minute's row is computed from stored readings, so that it is correct even if two processes write the same minute.
+# The row of a minute is computed from stored readings, so that it is correct even if two processes write it.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -44,7 +44,7 @@ HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > 
 class Recorder:
     """Stores the samples from the sampler's rings, if this process is the elected writer of its host.
 
-    The recorder starts the sampler only once its process is elected, so that a standby process does not read the GPUs.
+    The recorder starts the sampler only once its process is elected, so that standby processes do not read the GPUs.
     If the store cannot be written to, `problem` explains why, sampling continues, and the rings are stored later.
     """
 
@@ -59,7 +59,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # The monotonic time at which the current turn started; between turns, it is None.
+        # The monotonic time when the current turn started, or None between turns.
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -78,7 +78,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """The reason why nothing can be stored, such as a disk that does not respond, or None if there is none."""
+        """Why nothing can be stored, for example because a disk does not respond, or None."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
@@ -102,7 +102,7 @@ class Recorder:
         self._thread.start()
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Store the remaining samples and let another process take over; return False if the disk is too slow."""
+        """Store the remaining samples and let another process take over; return False if this exceeds `timeout`."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -118,7 +118,7 @@ class Recorder:
             return self._changed.wait_for(lambda: self._is_at_rest or not self._thread.is_alive(), timeout)
 
     def resume(self) -> None:
-        """Try again to become the writer of this host."""
+        """Resume the attempts to become the elected writer of this host."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -157,7 +157,7 @@ class Recorder:
         except UserError as error:
             self._give_up(str(error))
         except Exception as error:
-            # This thread must survive every error of the store, the disk or a GPU.
+            # This thread must survive every store, disk or GPU error.
             self._give_up(f"the history of GPUs cannot be stored: {error!r}")
         finally:
             self._begun = None
@@ -173,7 +173,7 @@ class Recorder:
         jobs = self._jobs_by_uuid()
         with explain_errors(self._path):
             with transaction(db):
-                # Leave the readings in the ring until the GPU's UUID is known.
+                # Keep the readings in the ring until the GPU's UUID is known.
                 for sample in filter(is_identified, self._sampler.latest()):
                     rows = self._rows(db, sample)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
@@ -181,7 +181,7 @@ class Recorder:
                 self._upkeep.turn(db, now)
 
     def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[RingReading]:
-        """Return the readings in the ring that no process has stored yet."""
+        """Return the readings in a GPU's ring that no process has stored yet."""
         key = sample.index, sample.uuid
         rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
         if rows and key not in self._stored:
@@ -190,12 +190,12 @@ class Recorder:
         return rows
 
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[RingReading]) -> list[RingReading]:
-        """Return the readings after the last one that is already stored.
+        """Return the readings in `rows` that follow the last stored one.
 
-        If none of them is stored, return the readings that are later than all stored ones.
+        If none of them is stored, return those that are later than all stored readings.
         """
         times = [row.timestamp for row in rows]
-        # Search all indices of this host, since the GPU may have had another index before.
+        # Search all GPU indices of this host, since the GPU may previously have had another index.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
         stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
         known = [place for place, time_ in enumerate(times) if time_ in stored]
@@ -218,19 +218,19 @@ class Recorder:
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
     def _open(self) -> sqlite3.Connection:
-        """Open the store; the next turn then determines again which readings the store contains."""
+        """Open the store, and make the next turn determine again which readings the store contains."""
         self._stored = {}
         return open_writer(self._path, "gpu")
 
     def _leave_file_of_others(self) -> None:
         """Switch to a separate file for this host if the shared file of earlier versions contains rows of other hosts.
 
-        Hosts that write to the same file block each other, and damage it if locks do not work across hosts.
+        Hosts that write to the same file block each other, and corrupt it if locks do not work across hosts.
         """
         if self._path == self._own_path:
             return
         if self._own_path.exists():
-            # Another process of this host has switched to the separate file since this process started.
+            # Another process on this host has switched to the separate file since this process started.
             self._file.close()
             self._use(self._own_path, self._upkeep.retention)
         elif self._path.exists():

@@ -24,11 +24,11 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# After this many seconds, another process has stored all samples that it took before this process started.
+# By this time, another process has stored all samples that it took before this process started.
 STORED_BY_S = 6.0
-# Without a persistence daemon, the driver first initialises the GPUs, which takes several seconds per GPU.
+# Without a persistence daemon, the driver must first initialise the GPUs, which takes several seconds per GPU.
 OPENING_S = 15.0
-# The time limit for a pause, so that a hanging driver or disk does not prevent the suspension of the app.
+# The time limit for pausing, so that a hung driver or disk does not prevent the suspension of the app.
 _PAUSE_LIMIT_S = 3.0
 
 
@@ -53,13 +53,13 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # The GPUs whose rings have been filled by the first read of the store (False) and by the final one (True).
+        # The UUIDs of the GPUs whose rings were filled by the first (False) and the final (True) read of the store.
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
     @property
     def problem(self) -> str:
-        """The reason why there are no GPUs or why their history is not stored; empty if there is no problem."""
+        """Why there are no GPUs or why their history is not stored, or "" if there is no problem."""
         if self._sampler.problem:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
@@ -77,7 +77,7 @@ class Monitor:
 
     @property
     def hidden(self) -> str:
-        """Text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES` if some GPUs are hidden; empty if all GPUs are shown."""
+        """Text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES` if some GPUs are hidden, or "" if all are shown."""
         return count_visible(len(self.latest()), self._sampler.count, self.source_name)
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class Monitor:
         self._recorder.start()
 
     def stop(self) -> None:
-        """Stop sampling and storing within 0.5 s; `stuck` is then True if a thread hangs in the driver or on a disk."""
+        """Stop sampling and storing within 0.5 s; set `stuck` to True if a thread hangs in the driver or on a disk."""
         self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
@@ -124,16 +124,16 @@ class Monitor:
     def sm_percents(self, index: int) -> Mapping[int, int]:
         """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
 
-        The dict is empty if the sampling of these percentages is off or has not yielded a result yet.
+        The dict is empty if these percentages are not sampled, or have not been sampled yet.
         """
         return self._sampler.sm_percents(index)
 
     def look_at(self, index: int | None) -> None:
-        """Start reading the details of this GPU regularly; if `index` is None, stop reading details."""
+        """Start to read the details of this GPU regularly, or stop reading details if `index` is None."""
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the latest details of the GPU selected by `look_at`; before the first read, return None."""
+        """Return the latest details of the GPU selected by `look_at`, or None before they are first read."""
         return self._sampler.details(index)
 
     def past(self, n: int) -> RecentHistory:
@@ -145,7 +145,7 @@ class Monitor:
         """Fill the ring of each GPU with its stored history as soon as the GPU's UUID is known.
 
         Read the store again after `STORED_BY_S`, to close the gap between the last batch that another process stored
-        and the first sample of this process. Repeat this until the monitor stops, since a GPU may appear much later or
+        and the first sample of this process. Continue until the monitor stops, since a GPU may appear much later or
         replace another GPU.
         """
         begun, final = time.monotonic(), False
@@ -155,7 +155,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # This thread must continue, whatever the store contains.
+                # This thread must continue, no matter what the store contains.
                 self._past_problem = f"the stored history of the GPUs cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

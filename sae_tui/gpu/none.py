@@ -1,4 +1,4 @@
-"""A GPU source for a machine without GPUs."""
+"""A GPU source for machines without GPUs."""
 
 from __future__ import annotations
 

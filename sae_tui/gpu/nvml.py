@@ -1,4 +1,4 @@
-"""Reads NVIDIA GPUs through NVML. Only `open` loads pynvml, since loading takes 70 ms."""
+"""Reads NVIDIA GPUs through NVML. pynvml is loaded only by `open`, since loading it takes 70 ms."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
 
 # If reading the four main sensors of a GPU takes longer than this, its other sensors are not read.
 SLOW_S = 0.1
-LARGEST_PID = 1 << 22  # Linux's limit; drivers 535.43 to 535.86 return pids like 4294967295
+LARGEST_PID = 1 << 22  # Linux's limit. Drivers 535.43 to 535.86 return pids like 4294967295.
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
 # While an unlisted process uses a GPU, the GPU's process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# More than the number of times that the app opens the driver in one process.
+# An upper bound on how often the app opens the driver in one process.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
 UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)
 POWER = (("nvmlDeviceGetPowerUsage",),)
 POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagementLimit",))
-ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # in mJ; not supported by GPUs before Volta
+ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # In mJ; not supported by GPUs before Volta.
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
 # NVML's codes for the path between two GPUs.
 PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-# NVML's codes for queries about two GPUs; pynvml's constant for the first one is a tuple by mistake.
+# NVML's codes for queries about two GPUs. pynvml's constant for the first code is mistakenly a tuple.
 PEER_READ, PEER_NVLINK = 0, 2
 MOST_NVLINKS = 36
 Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA GPUs of this machine, with NVML's indices, which do not change when a GPU fails.
+    """All NVIDIA GPUs of this machine, with NVML's indices, which remain the same when a GPU fails.
 
-    The indices of MIG slices follow the indices of the GPUs.
+    The indices of MIG slices follow those of the GPUs.
     """
 
     name = "nvml"
@@ -143,14 +143,14 @@ class Nvml:
         return any(gpu.is_stale for gpu in self._gpus)
 
     def close(self) -> None:
-        """Close NVML. If the driver must be reopened, undo all `nvmlInit` calls of this process, which NVML counts."""
+        """Close NVML. If the driver must be reopened, undo all `nvmlInit` calls of this process, as NVML counts them."""
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
                 self._nvml.nvmlShutdown()
 
 
 class _GpuFault(Exception):
-    """Raised when a GPU cannot be read at all, with NVML's error code."""
+    """Raised if a GPU cannot be read at all; contains NVML's error code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(faults.gpu(code))
@@ -160,13 +160,13 @@ class _GpuFault(Exception):
 class _NvmlGpu:
     """One NVIDIA GPU.
 
-    Values that never change are read once per handle. After a fault, a new handle is looked up, so that the GPU can
-    recover. UUID, power limit and MIG mode rarely change; they are read again only when the processes are read. If
+    Values that never change are read once per handle. After a fault, a new handle is requested, so that the GPU can
+    recover. The UUID, power limit and MIG mode rarely change, so they are reread only together with the processes. If
     `is_stale`, the GPU can be read again only after the driver is reopened.
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
-        # The index in this source, and the index of the entire GPU, which differs for a slice.
+        # The index in this source, and NVML's index of the GPU. They differ only for a slice.
         self.index = self.gpu = index
         # True if reads skip optional values, because the driver is about to be closed.
         self.is_hurried = False
@@ -175,7 +175,7 @@ class _NvmlGpu:
         self._nvml, self._has_slices = nvml, bool(slices)
         self._handle: Any = None
         self._static: dict[str, Any] = {}
-        # The last UUID and name that could be read; they are kept while the GPU cannot be read.
+        # The last known UUID and name, which are kept while the GPU cannot be read.
         self._identity: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
         self._failed: dict[str, str] = {}
@@ -202,7 +202,7 @@ class _NvmlGpu:
         )  # fmt: skip
 
     def details(self, sample: GpuSample) -> GpuDetails:
-        """Return the details of the GPU; all of them are None if the GPU cannot be read."""
+        """Return the details of the GPU, all of which are None if the GPU cannot be read."""
         from sae_tui.gpu.details import GpuDetails
 
         handle = self._handle
@@ -216,15 +216,15 @@ class _NvmlGpu:
         return {} if self._handle is None else self._details.sm_percents(self._handle)
 
     def buffered(self) -> tuple[RingReading, ...]:
-        """Return the readings that the driver has buffered; empty if the GPU cannot be read."""
+        """Return the readings that the driver has buffered, or () if the GPU cannot be read."""
         from sae_tui.gpu.nvml_buffer import buffered
 
         return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a healthy sample, using four driver calls and up to six more for rarely changing values.
+        """Return the fields of a healthy sample; raise `_GpuFault` if the GPU cannot be read.
 
-        Raise `_GpuFault` if the GPU cannot be read.
+        This takes four driver calls, and up to six more for rarely changing values.
         """
         self._identify(again=processes)
         power_limit = self._once("power_limit_w", POWER_LIMIT)
@@ -259,22 +259,22 @@ class _NvmlGpu:
         }
 
     def _identify(self, *, again: bool) -> None:
-        """Look up the handle if needed; read UUID and name with each new handle, or if `again`.
+        """Get a handle if there is none; read the UUID and name with each new handle, or if `again`.
 
-        If another GPU now has this index, discard everything known about the old one.
+        If another GPU now has this index, discard all that is known about the previous GPU.
         """
         is_new = self._handle is None
         if is_new:
             self._static, self._condition_due = {}, 0.0
             self._handle = self._look_up()
         elif again:
-            # The commands `nvidia-smi -pl` and `-mig` may change the power limit and the MIG mode while the app runs.
+            # `nvidia-smi -pl` and `nvidia-smi -mig` may change the power limit and the MIG mode while the app runs.
             for field in ("power_limit_w", "mig", *(("uuid",) if time.monotonic() >= self._condition_due else ())):
                 self._static.pop(field, None)
         before = self._identity.get("uuid")
         self._once("uuid", UUID)
         if not is_new and before is not None:
-            # A single failed read of the UUID through the same handle does not mean that the GPU was replaced.
+            # If the UUID cannot be read through the same handle, this does not mean that the GPU was replaced.
             self._failed.pop("uuid", None)
         if before is not None and self._static.get("uuid", None if is_new else before) != before:
             self._static.pop("name", None)
@@ -289,7 +289,7 @@ class _NvmlGpu:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
     def _read_condition(self, handle: Any, *, whole: bool) -> Condition:
-        """Return the condition, reading it again if due; if not `whole`, read only the GPU's health, not its clocks."""
+        """Return the condition, rereading it if due; unless `whole`, read only the GPU's health, not its clocks."""
         if self._condition is None or time.monotonic() >= self._condition_due:
             self._condition = self._details.condition(handle, whole=whole)
             self._condition_due = time.monotonic() + (CONDITION_EVERY_S if whole else SLOW_CONDITION_EVERY_S)
@@ -302,7 +302,7 @@ class _NvmlGpu:
         return self._memory
 
     def _energy(self) -> int | None:
-        """Return the energy counter in mJ at every `ENERGY_EVERY`th call; return None at all other calls.
+        """Return the energy counter in mJ on every `ENERGY_EVERY`th call, and None on all other calls.
 
         No energy is missed between two reads, since the counter is cumulative.
         """
@@ -310,14 +310,14 @@ class _NvmlGpu:
         return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _look_up(self) -> Any:
-        """Return the handle of the GPU; raise `_GpuFault` if it cannot be read."""
+        """Return a new handle of the GPU; raise `_GpuFault` if the GPU cannot be read."""
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
             raise _GpuFault(error.value) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
-        """Return a field that rarely changes; read it until a read succeeds or shows that it is not supported."""
+        """Return a rarely changing field; read it only until a read succeeds or shows that the field is unsupported."""
         if field not in self._static:
             answer = self._get(field, variants)
             if field in self._failed:
@@ -328,7 +328,7 @@ class _NvmlGpu:
     def _get(self, field: str, variants: Variants) -> Any:
         """Return the result of the first function in `variants` that this driver supports.
 
-        Return None if the driver supports no variant, or if the call fails.
+        Return None if the driver supports none of the variants, or if the call fails.
         """
         for position in range(self._variant.get(variants, 0), len(variants)):
             self._variant[variants] = position
@@ -341,7 +341,7 @@ class _NvmlGpu:
                 return self._note(field, error.value)
             except UnicodeDecodeError as error:
                 answer = error.object
-            except AttributeError:  # an older pynvml
+            except AttributeError:  # An older pynvml lacks this function.
                 continue
             self._answered = True
             return answer
@@ -353,7 +353,7 @@ class _NvmlGpu:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID or, if it is unknown, a placeholder, which cannot be used to pin a job.
+        """Return the UUID or, if it is unknown, a placeholder to which no job can be pinned.
 
         Record a missing UUID in `failed`.
         """
@@ -363,7 +363,7 @@ class _NvmlGpu:
         return uuid or f"GPU-index-{self.index}"
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the compute and graphics processes; return a process that is in both lists only once."""
+        """Return the compute and graphics processes, without duplicates."""
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
@@ -375,9 +375,9 @@ class _NvmlGpu:
 
 
 class _Slice(_NvmlGpu):
-    """A slice of a GPU, with its own memory and processes. The driver measures everything else for the entire GPU.
+    """A slice of a GPU, with its own memory and processes. The driver measures all other values for the entire GPU.
 
-    The entire GPU's errors and compute mode also determine whether the slice may be used.
+    Whether the slice may be used also depends on the errors and the compute mode of the entire GPU.
     """
 
     def __init__(self, nvml: ModuleType, index: int, place: SliceLocation) -> None:
@@ -397,7 +397,7 @@ class _Slice(_NvmlGpu):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        # After a fault, this index may belong to another slice.
+        # Identify the slice on each read, since this index may belong to another slice after a fault.
         self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
@@ -415,7 +415,7 @@ class _Slice(_NvmlGpu):
 
 
 def _signed(degrees: int | None) -> int | None:
-    """Return the signed temperature, since NVML returns temperatures below 0 as large unsigned numbers.
+    """Convert a temperature to a signed number, since NVML returns temperatures below 0 as large unsigned numbers.
 
     A value with all bits set is not a temperature, and is returned unchanged.
     """
@@ -424,6 +424,6 @@ def _signed(degrees: int | None) -> int | None:
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger of two amounts of memory, ignoring unknown ones (None, or all bits set)."""
+    """Return the larger of two memory sizes, ignoring unknown sizes (None, or all bits set)."""
     sizes = [each for each in (one, other) if each is not None and each < (1 << 64) - 1]
     return max(sizes, default=None)

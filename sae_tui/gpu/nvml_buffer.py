@@ -1,4 +1,4 @@
-"""Reads the samples that an NVIDIA driver has buffered: about the last 20 seconds, at six samples per second."""
+"""Reads the samples that an NVIDIA driver has buffered: six per second for about the last 20 seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from sae_tui.gpu.ring import RingReading
 from sae_tui.gpu.sensors import PERCENT, WATTS, is_possible
 
-# NVML's sample types, each with the corresponding field of a reading, and the divisor and limits of its values.
+# NVML's sample types, each with the corresponding field of a reading, and the divisor and limits for its values.
 _KINDS = ((0, "power_w", 1000.0, WATTS), (1, "utilization", 1.0, PERCENT))
 
 
 def buffered(nvml: ModuleType, handle: Any) -> tuple[RingReading, ...]:
-    """Return the mean reading of each buffered second, oldest first; empty if the driver does not report samples."""
+    """Return the mean reading of each buffered second, oldest first, or () if the driver does not report samples."""
     by_second: dict[int, dict[str, list[float]]] = {}
     for kind, field, divisor, limits in _KINDS:
         with contextlib.suppress(nvml.NVMLError, AttributeError):

@@ -1,6 +1,6 @@
 """Reads the details of an NVIDIA GPU from NVML.
 
-Reading takes five driver calls with each process list, and two dozen while the GPU's page is open.
+This takes five driver calls with each process list, and about two dozen while the GPU's page is open.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails, Instance
 
 
-_CRITICAL = 8  # event type
+_CRITICAL = 8  # NVML's event type for Xid errors.
 _MOST_AT_ONCE = 100
-# NVIDIA's document "XID Errors" lists about 150 errors; these are the ones that occur in training.
+# NVIDIA's document "XID Errors" lists about 150 errors. These are the errors that occur during training.
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
@@ -47,12 +47,12 @@ WORDS = {
 }
 
 
-# Xids that, according to NVIDIA's list, require a reset, a repair or a new GPU.
+# Xid errors that, according to NVIDIA's list, require a reset, a repair or a new GPU.
 FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
 
 
 def in_words(number: int) -> str:
-    """Return the error as text, like `Xid 79: the GPU has fallen off the bus`."""
+    """Describe an Xid error, like `Xid 79: the GPU has fallen off the bus`."""
     words = WORDS.get(number)
     return f"Xid {number}: {words}" if words else f"Xid {number}, see NVIDIA's list of Xid errors"
 
@@ -67,7 +67,7 @@ class XidListener:
         self._last: Xid | None = None
 
     def poll(self, handle: Any) -> Xid | None:
-        """Return the latest error since the first call, or the latest fatal error if there was one, without waiting."""
+        """Return the latest fatal error since the first call, or the latest error if none was fatal; do not wait."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._listens_to is not handle:
                 self._listen(handle)
@@ -75,13 +75,13 @@ class XidListener:
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 number = int(event.eventData)
-                # A later non-fatal error must not hide a fatal one.
+                # A later non-fatal error must not hide a fatal error.
                 if number in FATAL or not (self._last and self._last.is_fatal):
                     self._last = Xid(number, time.time(), in_words(number), number in FATAL)
         return self._last
 
     def _listen(self, handle: Any) -> None:
-        """Register for the GPU's errors; after a failure, do not try again with the same handle."""
+        """Register for the GPU's errors; after a failure, do not retry with the same handle."""
         self._listens_to, before, self._events = handle, self._events, None
         if before is not None:
             self._nvml.nvmlEventSetFree(before)
@@ -99,8 +99,8 @@ _METRICS = (2, 3, 5)
 class Activity:
     """The activity of a GPU in percent; unknown values are None.
 
-    `sm` is the share of multiprocessors that are busy, `occupancy` the number of active warps relative to the maximum,
-    and `tensor` the share of time in which the tensor cores are busy.
+    `sm` is the share of multiprocessors that are busy, `occupancy` is the number of active warps relative to the
+    maximum, and `tensor` is the share of time in which the tensor cores are busy.
     """
 
     sm: float | None = None
@@ -109,14 +109,14 @@ class Activity:
 
 
 class ActivityReader:
-    """Measures the activity between two reads; a GPU that does not support this is queried only once."""
+    """Measures a GPU's activity between two reads; a GPU that does not support this is queried only once."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
         self._samples: list[Any] | None = None
 
     def read(self, handle: Any) -> Activity:
-        """Return the activity since the last read; it is unknown at the first read and on GPUs without support."""
+        """Return the activity since the last read, which is unknown on the first read and on unsupported GPUs."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._samples is None:
                 self._samples = []
@@ -147,7 +147,7 @@ _CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
 _SENT, _RECEIVED = 0, 1
 _MEMORY_V2 = 0x2000028
 _MOST_NVLINKS = 18
-# The reason "idle" is omitted, since an idle GPU lowers its clocks merely because it has no work.
+# Throttling reasons by bit. "Idle" is omitted, since an idle GPU lowers its clocks only because it has no work.
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",
@@ -162,7 +162,7 @@ _IDLE = 0x001
 # Memory errors and the compute mode rarely change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
-# The number of NVML's field for the action that the driver requires after an error, and the meaning of its values.
+# The number of the NVML field for the action that the driver requires after an error, and the meaning of its values.
 _RECOVERY_FIELD = 230
 RECOVERIES: Mapping[int | None, str] = {
     0: "",
@@ -177,7 +177,7 @@ RECOVERIES: Mapping[int | None, str] = {
 # Maps the type of a field's value to the union member that contains the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
-_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # the replacement on GPUs before Ampere
+_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # The equivalent for GPUs before Ampere.
 
 
 class NvmlDetails:
@@ -189,13 +189,13 @@ class NvmlDetails:
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
         self._health, self._health_due = Condition(), 0.0
-        # Functions that this GPU does not support; they are not called again.
+        # Functions that this GPU does not support, so that they are not called again.
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
-        """Return the GPU's health and, if `whole`, also its clocks, using up to ten driver calls.
+        """Return the GPU's health and, if `whole`, also its clocks.
 
-        The first call with `whole` also reads the slowdown temperature.
+        This takes up to ten driver calls. The first call with `whole` also reads the slowdown temperature.
         """
         if time.monotonic() >= self._health_due:
             self._health, self._health_due = self._read_health(handle), time.monotonic() + HEALTH_EVERY_S
@@ -226,7 +226,7 @@ class NvmlDetails:
         )
 
     def _read_field(self, handle: Any, field: int) -> int | None:
-        """Return the value of the NVML field with this number; do not read an unsupported field again."""
+        """Return the value of the NVML field with this number, or None; never read an unsupported field twice."""
         name = f"field {field}"
         if name in self._missing:
             return None
@@ -239,7 +239,7 @@ class NvmlDetails:
         return None if kind is None else int(getattr(answer.value, kind))
 
     def read(self, handle: Any) -> GpuDetails:
-        """Return the details of the GPU; a sensor that does not respond is None."""
+        """Return the details of the GPU; the values of sensors that do not respond are None."""
         from sae_tui.gpu.details import GpuDetails
 
         ask = self._ask
@@ -289,7 +289,7 @@ class NvmlDetails:
         return text(self._ask("nvmlSystemGetDriverVersion")), cuda_version(newest)
 
     def _instances(self, handle: Any) -> tuple[Instance, ...]:
-        """Return the slices of a GPU; empty if the GPU is not split."""
+        """Return the slices of a GPU, or () if the GPU is not split."""
         from sae_tui.gpu.details import Instance
 
         parts = []
@@ -312,7 +312,7 @@ class NvmlDetails:
         return (*known, f"for an unknown reason ({unknown:#x})") if unknown else known
 
     def _pcie(self, handle: Any, direction: int) -> float | None:
-        """Return the PCI Express traffic in one direction, in bytes per second; NVML blocks for 20 ms to measure it."""
+        """Return the PCI Express traffic in one direction, in bytes/s; NVML blocks for 20 ms to measure it."""
         kilobytes: int | None = self._ask("nvmlDeviceGetPcieThroughput", handle, direction)
         return None if kilobytes is None else kilobytes * 1024.0
 
@@ -331,12 +331,12 @@ class NvmlDetails:
         return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
 
     def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
-        """Return the result of an NVML function; do not call an unsupported function again."""
+        """Return the result of an NVML function, or None; never call an unsupported function twice."""
         if function in self._missing:
             return None
         try:
             return getattr(self._nvml, function)(handle, *arguments)
-        except AttributeError:  # an older pynvml
+        except AttributeError:  # An older pynvml lacks this function.
             self._missing.add(function)
         except self._nvml.NVMLError as error:
             if error.value in (MISSING | {NOT_SUPPORTED}):
@@ -351,7 +351,7 @@ class NvmlDetails:
 
 
 def text(answer: str | bytes | None) -> str | None:
-    """Decode text from NVML and replace unprintable characters; return None for None."""
+    """Decode text from NVML and replace unprintable characters; None is returned unchanged."""
     words = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
     return words and printable(words)
 

@@ -1,7 +1,7 @@
-"""Messages for faults of an NVIDIA GPU, its sensors or the driver.
+"""Messages about faults of NVIDIA GPUs, their sensors and the driver.
 
-NVIDIA's own messages are not used, since NVIDIA has two different messages for the same code ("GPU requires restart"
-and "GPU requires reset"), and neither contains a remedy.
+NVIDIA's own messages are not used, since one code can have two different messages ("GPU requires restart" and "GPU
+requires reset"), and neither contains a remedy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sae_tui.gpu.faults import LOST
 
 NOT_SUPPORTED = 3
 NO_LIBRARY = 12
-MISMATCH = 18  # the versions of the library and the driver differ
-# Error codes for a function that this driver or pynvml lacks, or whose arguments have a different layout.
+MISMATCH = 18  # The versions of the library and the driver differ.
+# Error codes for functions that this driver or pynvml lacks, or whose arguments have a different layout.
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are listed as separate GPUs"
 UNCUT = "MIG is enabled, but the GPU has no slices; `nvidia-smi mig -cgi` creates some"
 # Error codes after which NVML must be reopened: the driver was reloaded, or does not recognise a handle or an index.
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
-# Error codes for a GPU that only other users may use.
+# Error codes for GPUs that only other users may use.
 WITHHELD = frozenset({4, 17})
-# Messages for error codes that the look-up of a GPU or all of its sensors return.
+# Messages for error codes that are returned when a GPU's handle is requested, or by all of its sensors.
 CARD = {
     1: "the driver was unloaded",
     2: "the driver no longer recognises this GPU",
@@ -89,7 +89,7 @@ def sensor(code: int) -> str:
 
 
 def _unsupported_vendors(drm: Path) -> list[str]:
-    """Return the unsupported manufacturers of this machine's GPUs; empty if one of its GPUs is from NVIDIA."""
+    """Return the unsupported manufacturers of this machine's GPUs, or [] if any GPU is from NVIDIA."""
     ids = set()
     for file in drm.glob("card*/device/vendor"):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def _unsupported_vendors(drm: Path) -> list[str]:
 
 
 def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
-    """Return the error for a machine without NVIDIA's library; mention the machine's unsupported GPUs, if any."""
+    """Return the error to raise if NVIDIA's library is missing; mention the machine's unsupported GPUs, if any."""
     reason, remedy = SOURCE[NO_LIBRARY]
     if makers := _unsupported_vendors(drm):
         remedy = f"the GPU here is made by {' and '.join(makers)}; only GPUs of NVIDIA and AMD are supported"
@@ -106,7 +106,7 @@ def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
 
 
 def source(code: int) -> SourceUnavailable:
-    """Return the error, including a remedy, for a driver that cannot read any GPU."""
+    """Return the error, including a remedy, to raise if the driver cannot read any GPU."""
     if code == NO_LIBRARY:
         return no_library()
     other = (f"the NVIDIA driver reports error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
@@ -114,14 +114,14 @@ def source(code: int) -> SourceUnavailable:
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error for a driver that finds no GPUs."""
+    """Return the error to raise if the driver finds no GPUs."""
     return SourceUnavailable(
         "the NVIDIA driver sees no GPUs", "compare with `nvidia-smi -L`; start a container with --gpus all"
     )
 
 
 def broken_pynvml(why: str) -> SourceUnavailable:
-    """Return the error for a pynvml that cannot be imported, or is a different module of that name."""
+    """Return the error to raise if pynvml cannot be imported, or is a different module of that name."""
     return SourceUnavailable(
         f"the Python module pynvml cannot be used ({why})",
         "run `pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py`",

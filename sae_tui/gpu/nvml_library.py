@@ -1,4 +1,4 @@
-"""Loads pynvml, and reloads NVIDIA's library after a driver update."""
+"""Loads pynvml, and reloads NVIDIA's NVML library after a driver update."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _spellings = itertools.count(1)
 
 
 def load_pynvml() -> Any:
-    """Return the module pynvml; raise `SourceUnavailable` if it is missing, broken or another module of that name."""
+    """Return the module pynvml; raise `SourceUnavailable` if it is missing, broken or a different module."""
     try:
         module = importlib.import_module("pynvml")
-    except Exception as error:  # another package of that name may raise any exception
+    except Exception as error:  # A different package of that name may raise any exception.
         raise faults.broken_pynvml(str(error)) from None
     if not hasattr(module, "nvmlMemory_v2"):
         raise faults.broken_pynvml("it does not come from nvidia-ml-py")
@@ -29,13 +29,13 @@ def load_pynvml() -> Any:
 
 
 def has_renewed(pynvml: Any) -> bool:
-    """Replace NVIDIA's loaded library with the installed one; return False if they are the same.
+    """Replace NVIDIA's loaded library with the installed library; return False if they are the same.
 
-    A driver update replaces the file, but the library in memory does not match the new driver. The new file is loaded
-    as a second library in this process. Call this only while the library is not initialised.
+    A driver update replaces the file, but the library in memory remains the old one, which does not match the new
+    driver. Load the new file as a second library in this process. Call this only while NVML is not initialised.
     """
     for path in _installed():
-        with contextlib.suppress(OSError, AttributeError):  # AttributeError: another version of pynvml
+        with contextlib.suppress(OSError, AttributeError):  # Other versions of pynvml may lack these attributes.
             library = ctypes.CDLL(path)
             if library._handle != pynvml.nvmlLib._handle:
                 pynvml._nvmlGetFunctionPointer_cache.clear()
@@ -48,6 +48,6 @@ def _installed() -> Iterator[str]:
     """Yield the path of each library file that this process has loaded, even if the file was replaced."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
-    # For a known path, the loader returns the library in memory, so use an equivalent path with another spelling.
+    # For a known path, the loader returns the library in memory. Therefore, use a different spelling of the path.
     same = "./" * next(_spellings)
     yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})

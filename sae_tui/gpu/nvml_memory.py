@@ -1,7 +1,7 @@
-"""Determines the size and use of an NVIDIA GPU's memory.
+"""Determines the total and used memory of an NVIDIA GPU.
 
-GB10 and Jetson use host memory, and the host also uses the memory of a Grace chip's GPU. Page cache in such shared
-memory is regarded as free, since the kernel drops it as soon as a program needs memory.
+The GPUs of GB10 and Jetson use host memory, and on Grace chips, the host also uses the GPU's memory. Page cache in such
+shared memory is regarded as free, since the kernel drops it as soon as a program needs memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from trainer.contract.machine_memory import machine_memory
 
-# Version 1 of the call counts the memory reserved by the driver, 0.1 to 1 GB, as used.
+# Version 1 of this call reports the memory that the driver reserves, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# Slices use version 1 of the call, since not every driver supports the newer version for slices.
+# Version 1 is used for slices, since not all drivers support the newer version for slices.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 # Chips without separate GPU memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
@@ -27,7 +27,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class MemoryKind(NamedTuple):
-    """The memory type of a GPU, and the NUMA node of its memory.
+    """The type of a GPU's memory, and the memory's NUMA node.
 
     If `is_integrated`, the GPU uses host memory. If `is_coherent`, the kernel also uses the GPU's memory as host
     memory.

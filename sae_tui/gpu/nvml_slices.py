@@ -1,4 +1,4 @@
-"""Finds the slices (MIG instances) of split NVIDIA GPUs; programs see each slice as a separate GPU."""
+"""Finds the slices (MIG instances) of split NVIDIA GPUs. Programs see each slice as a separate GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIMIT_S = 2.0
 
 
 class SliceLocation(NamedTuple):
-    """The location of a slice: NVML's index of the GPU, and the number of the slice on it.
+    """The location of a slice: NVML's index of the GPU, and the slice's number on that GPU.
 
     The numbers of a GPU's slices need not be consecutive.
     """
@@ -49,7 +49,7 @@ def places_of(nvml: ModuleType, gpu: int) -> list[SliceLocation]:
 
 
 def _slices_of(nvml: ModuleType, gpu: int) -> Iterator[SliceLocation]:
-    # GPUs and drivers without MIG support return an error; an older pynvml lacks these functions.
+    # GPUs and drivers without MIG support return an error, and older versions of pynvml lack these functions.
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         handle = nvml.nvmlDeviceGetHandleByIndex(gpu)
         is_split, _ = nvml.nvmlDeviceGetMigMode(handle)

@@ -1,4 +1,4 @@
-"""Calls a driver that may never respond: every call runs on a separate thread and has a timeout."""
+"""Calls a driver that may never respond. Every call runs on a separate thread and has a timeout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def is_stuck() -> bool:
-    """Return whether a call of `on_thread` is still running; if so, only `os._exit` is sure to end the process."""
+    """Return whether a call started by `on_thread` is running; if so, only `os._exit` reliably ends the process."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
@@ -48,7 +48,7 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
 
 
 def close_source(source: GpuSource, limit_s: float = CLOSE_LIMIT_S) -> None:
-    """Close the driver, since a GPU cannot be reset while its driver is open; give up after `limit_s` seconds."""
+    """Close the driver, since a GPU cannot be reset while the driver is open; give up after `limit_s` seconds."""
     with contextlib.suppress(Exception):
         on_thread(source.close).result(limit_s)
 
@@ -66,7 +66,7 @@ def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tuple[GpuSample, ...]:
-    """Read all GPUs in parallel and return one sample of each; the sample of a GPU that hangs is unhealthy."""
+    """Read all GPUs in parallel and return one sample of each; the sample of a hung GPU is unhealthy."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s
     return tuple(
@@ -75,7 +75,7 @@ def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tup
 
 
 def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: float, vendor: str) -> GpuSample:
-    """Return the sample, or an unhealthy one if the GPU failed or did not respond before the deadline."""
+    """Return the sample, or an unhealthy sample if the GPU failed or did not respond before the deadline."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""The user and command line of a process on a GPU; the vendors' drivers report only its pid."""
+"""Looks up the user and command line of a process on a GPU, since the vendors' drivers report only its pid."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Owners are cached for this time, since reading the owner of a process takes 0.4 ms and a new thread.
+# Owners are cached for this time, since reading a process's owner takes 0.4 ms and a new thread.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
-# Cached results by pid and start time, each with the monotonic time when it expires.
+# Cached owners by pid and start time, each with the monotonic time when it expires.
 _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
 def owner(pid: int) -> Owner:
-    """Return a process's user and command line, each None if unknown, for example because the process has ended."""
+    """Return a process's user and command line; each is None if unknown, for example because the process has exited."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -53,7 +53,7 @@ def _read(process: psutil.Process) -> Owner:
 
 
 def command_line(arguments: Iterable[str], most: int | None = 200) -> str:
-    """Return the command line without secrets and without the program's folder, truncated to `most` characters."""
+    """Return the command line with secrets masked and the program's folder removed, truncated to `most` characters."""
     program, *rest = (*arguments,) or ("",)
     # Mask before truncating, since a partial secret would not be recognised.
     return " ".join(masked_arguments([os.path.basename(program), *rest]))[:most]

@@ -1,6 +1,6 @@
 """Aligns the samples of all GPUs to a common grid of clock intervals.
 
-Without this grid, the readings of a GPU that responds slowly would be drawn later than the other GPUs' readings.
+Without this grid, the readings of a slowly responding GPU would be drawn later than the other GPUs' readings.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ BLANK = RingReading(0.0)
 
 @dataclass(frozen=True, slots=True)
 class RecentHistory:
-    """The readings of each GPU in the last intervals, oldest first, and the last power limit that each GPU reported."""
+    """The readings of each GPU in the latest intervals, oldest first, and the last power limit that it reported."""
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
-    is_period: bool = False  # True if the entire history is drawn, scaled to the available columns
+    is_period: bool = False  # True if the entire history is drawn, scaled to the available columns.
 
     def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
-        """Return the last `n` values of a GPU's field `name`, oldest first; return all values if this is a period.
+        """Return the last `n` values of a GPU's field `name`, oldest first, or all values if this is a period.
 
         Missing values are None.
         """
@@ -39,7 +39,7 @@ class RecentHistory:
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> RecentHistory:
     """Return the readings of these GPUs in the last `n` intervals.
 
-    The last interval is the current one or, if no GPU has a reading in the current interval yet, the previous one.
+    The last interval is the current one, unless no GPU has a reading in it yet; then, it is the previous one.
     """
     rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)
@@ -56,7 +56,7 @@ def merge(
 ) -> list[RingReading]:
     """Return a GPU's stored readings, with gaps filled by readings that its driver has buffered.
 
-    Omit buffered readings after `now`, since the driver's clock may differ from the system's.
+    Omit buffered readings later than `now`, since the driver's clock may differ from the system clock.
     """
     known = {interval_of(reading.timestamp, interval_s) for reading in stored}
     fresh = [one for one in remembered if one.timestamp <= now and interval_of(one.timestamp, interval_s) not in known]
@@ -66,10 +66,10 @@ def merge(
 def on_grid(newest_first: Iterable[RingReading], last: int, n: int, interval_s: float) -> list[Slot]:
     """Return a GPU's latest reading in each of the `n` intervals up to `last`.
 
-    A reading is repeated in later intervals for as long as a GPU may be silent (`SILENT_AFTER_S`).
+    A reading is repeated in the following empty intervals for as long as a GPU may be silent (`SILENT_AFTER_S`).
     """
     first = last - n + 1
-    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the read and one for the sampler's cycle
+    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # Add one for the read and one for the sampler's cycle.
     slots: list[Slot] = [BLANK] * n
     after: tuple[int, RingReading] | None = None
     for reading in newest_first:
@@ -93,9 +93,10 @@ def _bridge(
     after: tuple[int, RingReading] | None,
     reach: int,
 ) -> None:
-    """Fill the intervals between two readings: repeat the first reading in a short gap, set a longer gap to None.
+    """Fill the intervals between two readings.
 
-    In a long gap, only the intervals near a reading are set to None; the other intervals remain `BLANK`.
+    In a short gap, repeat the first reading. In a long gap, set the intervals near a reading to None, and leave the
+    other intervals `BLANK`.
     """
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1

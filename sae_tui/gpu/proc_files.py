@@ -1,7 +1,7 @@
 """Reads the files of a process in /proc with a time limit.
 
-The kernel locks the memory of a process while its command line or environment is read. A process that hangs in a driver
-may hold the memory lock forever, and so block the reader.
+The kernel locks the memory map of a process while its command line or environment is read. A process that hangs in a
+driver may hold this lock forever, and thus block the reader.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 LIMIT_S = 0.5
 _MOST_BYTES = 1 << 18
 _THREAD_NAME = "proc-file"
-# Reads that have not returned yet, each with the monotonic time until which callers wait for it.
+# Unfinished reads, each with the monotonic time until which callers wait for it.
 _under_way: dict[Path, tuple[Future[bytes], float]] = {}
 _guard = threading.Lock()
 
 
 def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
-    """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, `TimeoutError` if the read hangs.
+    """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, or `TimeoutError` if the read hangs.
 
-    Simultaneous calls for a file share one read and its time limit, so there is at most one thread per file.
+    Concurrent calls for the same file share one read and its time limit, so that there is at most one thread per file.
     """
     with _guard:
         is_new = path not in _under_way
@@ -49,7 +49,7 @@ def _read(path: Path, answer: Future[bytes]) -> None:
 
 
 def arguments_of(pid: int) -> list[str]:
-    """Return the command line of a process or, if it cannot be read, the program's name (up to 15 characters)."""
+    """Return the command line of a process, or the program's name (up to 15 characters) if it cannot be read."""
     folder = Path(f"/proc/{pid}")
     try:
         text = os.fsdecode(read_file(folder / "cmdline")).rstrip("\0")

@@ -1,4 +1,4 @@
-"""Reads the processes on the GPUs, with data from the operating system, while the process list is shown."""
+"""Reads the processes on the GPUs and their data from the operating system, while the process list is displayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
 from trainer.contract.process import ProcessRef, in_container, parent_of
 
-# Patterns for the control groups that container programs and SLURM create, each with the name of the program.
+# Patterns for the cgroups that container runtimes and SLURM create, each with the name to display.
 _GROUPS = (
     (re.compile(r"docker[-/]([0-9a-f]{12})[0-9a-f]{52}"), "docker"),
     (re.compile(r"libpod-([0-9a-f]{12})[0-9a-f]{52}"), "podman"),
@@ -36,10 +36,10 @@ _MOST_ANCESTORS = 32
 class ProcessDetails:
     """A process on one or more GPUs; `started` is in seconds since the epoch.
 
-    `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors that the process uses;
-    for several GPUs, it is the highest share. `identity` is None if the driver lists the process but it is not visible
-    here: it has ended, or its pid belongs to another container. `container` is empty if the app runs in the same
-    container. `ancestors` are the parent of the process, its grandparent and so on.
+    `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors that the process uses,
+    or the highest share if the process uses several GPUs. `identity` is None if the driver lists the process, but it
+    is not visible here because it has exited or its pid belongs to another container. `container` is empty if the app
+    runs in the same container. `ancestors` contains the parent of the process, its grandparent and so on.
     """
 
     pid: int
@@ -66,7 +66,7 @@ class Ancestor:
 
 
 class ProcessReader:
-    """Reads the processes on GPUs; remembers them between reads, since CPU usage is computed from two reads."""
+    """Reads the processes on GPUs, and remembers them between reads, since CPU usage is computed from two reads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _OsProcess] = {}
@@ -74,7 +74,7 @@ class ProcessReader:
     def read(
         self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
     ) -> tuple[ProcessDetails, ...]:
-        """Return each process once, largest GPU memory first.
+        """Return all processes without duplicates, sorted by GPU memory in descending order.
 
         `sm_percents` maps each GPU index to a dict that maps pids to percentages of multiprocessors.
         """
@@ -99,7 +99,7 @@ class ProcessReader:
         shares = [sm_percents[index][pid] for index, _ in on_gpus if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
-        # The driver's pid belongs to another container if, in this one, a process of another user has that pid.
+        # If the process with this pid belongs to another user here, the driver's pid is from another container.
         if host is not None and None is not listed.user != host.user:
             host = None
         return ProcessDetails(
@@ -126,7 +126,7 @@ class _OsProcess:
     @classmethod
     def of(cls, pid: int) -> _OsProcess | None:
         """Return the process that currently has this pid, or None."""
-        # Read the identity first, to detect if later reads belong to another process with the same pid.
+        # Read the identity first, so that it is detected if the pid is reused during the reads below.
         identity = ProcessRef.of(pid)
         with _unless_gone():
             host = cls(_process(pid), identity) if identity else None
@@ -146,13 +146,13 @@ class _OsProcess:
 
 
 def _process(pid: int) -> Any:
-    import psutil  # takes 15 ms, so import it only when the processes are shown
+    import psutil  # The import takes 15 ms, so import it only when the processes are displayed.
 
     return psutil.Process(pid)
 
 
 def _unless_gone() -> contextlib.AbstractContextManager[None]:
-    """Suppress the errors that occur if the process has ended or may not be read."""
+    """Suppress the errors that occur if the process has exited or may not be read."""
     import psutil
 
     return contextlib.suppress(psutil.Error, OSError)
@@ -181,7 +181,7 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job in which a process runs, or "" if there is none or if it is the app's own."""
+    """Return the container or cluster job of a process, or "" if there is none, or if the app runs in the same one."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
@@ -210,9 +210,9 @@ class Surroundings:
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read the working folder, program and environment of a process; only the process's user and root may read them.
+    """Read the working folder, program and environment of a process; only its user and root may read them.
 
-    The result still contains secrets; `Surroundings.shown` hides them.
+    The result contains secrets, which `Surroundings.shown` hides.
     """
     if process.identity is None:
         return Surroundings()
@@ -221,7 +221,7 @@ def surroundings(process: ProcessDetails) -> Surroundings:
     environment = b""
     with contextlib.suppress(OSError):
         environment = read_file(here / "environ")
-    # If the process has ended, the values may belong to another process with the same pid.
+    # If the process has exited, the values may belong to another process with the same pid.
     if not process.identity.is_alive():
         return Surroundings()
     pairs = (entry.partition("=") for entry in environment.decode("utf-8", "replace").split("\0") if "=" in entry)
@@ -243,10 +243,10 @@ SIGNALS = {
 
 
 def send_signal(process: ProcessDetails, number: signal.Signals, source_name: str) -> str:
-    """Send a signal to exactly the process that was shown; return a message about the result.
+    """Send a signal to exactly the process that was displayed; return a message about the result.
 
-    Raise `UserError` if the process has ended, belongs to another user or is not visible here. In a container, also
-    raise it if the process with this pid has not opened the GPU driver, since the pid that the driver reports then
+    Raise `UserError` if the process has exited, belongs to another user or is not visible here. In a container, also
+    raise it if the process with this pid has not opened the GPU driver. In this case, the pid that the driver reports
     belongs to a process in another container.
     """
     what = f"process {process.pid}"
@@ -268,7 +268,7 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 
 def _driver_files(source_name: str) -> frozenset[str]:
-    """Return the device files of the GPU drivers of a source; empty for simulated GPUs."""
+    """Return the device files of a source's GPU drivers, or an empty set for simulated GPUs."""
     if source_name == "simulated":
         return frozenset()
     vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()

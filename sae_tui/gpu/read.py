@@ -1,4 +1,4 @@
-"""Prints one sample of each GPU as JSON, with `python -m sae_tui.gpu.read SOURCE`.
+"""Prints one sample of each GPU as JSON when run as `python -m sae_tui.gpu.read SOURCE`.
 
 The GPUs are read in this separate process because a driver may hang.
 """
@@ -29,8 +29,8 @@ PROBE_LIMIT_S = 30.0
 class Probe:
     """Checks in a separate process whether lost GPUs can be read again, for example after a reset.
 
-    The app's own process reopens the driver only after the probe has read a lost GPU, since reopening interrupts the
-    history of the other GPUs and may hang.
+    The app's own process reopens the driver only after a probe has succeeded in reading a lost GPU, since reopening
+    interrupts the history of the other GPUs and may hang.
     """
 
     def __init__(self, source_name: str) -> None:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    # The newline marks the end of the output, because a process that hangs in the driver never closes the pipe.
+    # The newline marks the end of the output, since a process that hangs in the driver never closes the pipe.
     sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0

@@ -14,7 +14,7 @@ CAPACITY = 600
 
 
 class RingReading(NamedTuple):
-    """The fields of a sample that are kept in the history; a field is None if its sensor did not respond."""
+    """The fields of a sample that the history keeps; a field is None if its sensor did not respond."""
 
     timestamp: float
     utilization: float | None = None
@@ -22,7 +22,7 @@ class RingReading(NamedTuple):
     temperature_c: float | None = None
     power_w: float | None = None
     memory_total_bytes: float | None = None
-    energy_j: float | None = None  # stored readings do not include the energy
+    energy_j: float | None = None  # Always None in readings from the store.
 
     @property
     def is_blank(self) -> bool:
@@ -31,7 +31,7 @@ class RingReading(NamedTuple):
 
 
 class Readable(Protocol):
-    """Anything with the attributes of a reading: a live sample or a stored one."""
+    """An object with the attributes of a reading, such as a live or a stored sample."""
 
     @property
     def timestamp(self) -> float: ...
@@ -51,7 +51,7 @@ class Ring:
     """A thread-safe ring buffer of the latest samples of one GPU; its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self.power_limit_w: float | None = None  # from the latest sample that has it
+        self.power_limit_w: float | None = None  # From the latest sample that contains it.
         self._lock = threading.Lock()
         self._readings: deque[RingReading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
@@ -78,9 +78,9 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
-        """Insert stored readings of a GPU, oldest first, before the live ones; replace earlier stored readings.
+        """Insert stored readings of a GPU, oldest first, before the live readings; replace earlier stored readings.
 
-        Ignore readings that are not older than the first live one. Insert nothing if another GPU now has this index.
+        Ignore readings that are not older than the first live reading. If another GPU now has this index, do nothing.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -91,7 +91,7 @@ class Ring:
             self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
-        """Return the latest live sample, or None before the first one."""
+        """Return the latest live sample, or None before the first sample."""
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[RingReading]:
@@ -106,8 +106,8 @@ class Ring:
     def since(self, position: int | None, uuid: str) -> tuple[list[RingReading], int]:
         """Return the live readings after a position, oldest first, and the new position.
 
-        If `position` is None, return all readings. Return no readings if the GPU at this index does not have this UUID.
-        A position is a count of readings rather than a time, since a clock may be set back.
+        If `position` is None, return all readings. If the GPU at this index has another UUID, return no readings. A
+        position is a number of readings rather than a time, since the clock may be set back.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -119,5 +119,5 @@ class Ring:
 
 
 def reading_of(of: Readable) -> RingReading:
-    """Return the history fields of a sample as a reading."""
+    """Return a reading that contains the history fields of a sample."""
     return RingReading(of.timestamp, *(getattr(of, name, None) for name in RingReading._fields[1:]))

@@ -1,4 +1,4 @@
-"""Reads each GPU on its own thread, so that a GPU that hangs never blocks the others or the app."""
+"""Reads each GPU on its own thread, so that a hung GPU never blocks the other GPUs or the app."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
-# The minimum time between two openings of a driver that can be opened but does not recognise its GPUs.
+# The minimum interval at which to reopen a driver that can be opened but does not recognise its GPUs.
 _REOPEN_AFTER_S = 5.0
 SILENT_AFTER_S = 5.0
-# If a read takes longer than this, the samples that the driver has buffered are not read, since that takes more calls.
+# If a read takes longer than this, the driver's buffered samples are not read, since this requires more calls.
 _QUICK_S = 0.3
 
 
@@ -49,15 +49,15 @@ class SamplerStatus(StrEnum):
 
 @dataclass(slots=True)
 class _SampledGpu:
-    """The latest sample and the ring of a GPU; only the GPU's own thread writes them."""
+    """The latest sample and the ring of a GPU; only that GPU's thread writes them."""
 
     sample: GpuSample
     ring: Ring
-    answered: float  # the monotonic time of the last response
-    took_s: float = 0.0  # duration of the last read
-    buffered: tuple[RingReading, ...] | None = None  # the driver's buffer at the first healthy read
+    answered: float  # The monotonic time of the last response.
+    took_s: float = 0.0  # The duration of the last read.
+    buffered: tuple[RingReading, ...] | None = None  # The driver's buffer at the first healthy read.
     details: GpuDetails | None = None
-    sm_percents: Mapping[int, int] = field(default_factory=dict)  # by pid
+    sm_percents: Mapping[int, int] = field(default_factory=dict)  # Maps pids to percentages of multiprocessors.
 
 
 class Sampler:
@@ -78,7 +78,7 @@ class Sampler:
         self._gpus: tuple[_SampledGpu, ...] = ()
         self._rings: dict[int, Ring] = {}
         self._threads: list[threading.Thread] = []
-        self._opened = 0.0  # monotonic time
+        self._opened = 0.0  # The monotonic time when the driver was last opened.
         self._probe = Probe(source.name)
         self._changed = threading.Condition()
         self._stopping = self._paused = self._is_open = False
@@ -91,7 +91,7 @@ class Sampler:
 
     @property
     def count(self) -> int:
-        """The number of GPUs; 0 until the source is open."""
+        """The number of GPUs, or 0 until the source is open."""
         return len(self._gpus)
 
     def start(self) -> None:
@@ -100,13 +100,13 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` can end the process."""
+        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` ends the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # Wait for the first thread first: it starts the others, so none is added once it has ended.
+        # Wait for the first thread first, since it starts the others. Once it has exited, no threads are added.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -114,7 +114,7 @@ class Sampler:
         return ended
 
     def pause(self, timeout: float) -> bool:
-        """Close the driver until `resume` is called, since a GPU cannot be reset while its driver is open.
+        """Close the driver until `resume` is called, since a GPU cannot be reset while the driver is open.
 
         Return False if the driver is not closed within `timeout` seconds.
         """
@@ -135,12 +135,12 @@ class Sampler:
             self._changed.notify_all()
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the latest sample of each GPU in index order, or an unhealthy sample if the GPU no longer responds."""
+        """Return the latest sample of each GPU, in index order; GPUs that no longer respond have unhealthy samples."""
         now = time.monotonic()
         return tuple(self._current(gpu, now) for gpu in self._gpus)
 
     def ring(self, index: int) -> Ring:
-        """Return the ring of a GPU; the ring may be requested and filled before the source is open."""
+        """Return the ring of a GPU, which may be requested and filled before the source is open."""
         if index not in self._rings:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
@@ -164,12 +164,12 @@ class Sampler:
     def sm_percents(self, index: int) -> Mapping[int, int]:
         """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
 
-        The dict is empty if the sampling of these percentages is off or has not yielded a result yet.
+        The dict is empty if these percentages are not sampled, or have not been sampled yet.
         """
         return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
 
     def look_at(self, index: int | None) -> None:
-        """Start reading the details of this GPU regularly; if `index` is None, stop reading details."""
+        """Start to read the details of this GPU regularly, or stop reading details if `index` is None."""
         if index == self._looked_at:
             return
         with self._changed:
@@ -177,7 +177,7 @@ class Sampler:
             self._changed.notify_all()
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the latest details of the GPU selected by `look_at`; before the first read, return None."""
+        """Return the latest details of the GPU selected by `look_at`, or None before they are first read."""
         return self._gpus[index].details if index < len(self._gpus) and index == self._looked_at else None
 
     def _run(self) -> None:
@@ -195,9 +195,9 @@ class Sampler:
             self._close()
 
     def _open(self) -> int | None:
-        """Open the source and return the number of GPUs; return None if the sampler stops first.
+        """Open the source and return the number of GPUs, or None if the sampler stops first.
 
-        Try again every `REOPEN_EVERY_S`, so that a driver that becomes available is detected.
+        Retry every `REOPEN_EVERY_S`, to detect a driver that becomes available later.
         """
         while self._may_open():
             try:
@@ -208,7 +208,7 @@ class Sampler:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, SamplerStatus.UNAVAILABLE
             self._now_closed()
-            # If the driver is broken, keep the GPUs, but mark them as unreadable, since they still exist.
+            # If the driver is broken, keep the GPUs, since they still exist, but mark them as unreadable.
             self._gpus = tuple(self._unread(gpu, problem.reason) for gpu in self._gpus if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
@@ -218,7 +218,7 @@ class Sampler:
         with self._changed:
             if self._paused:
                 self._status = SamplerStatus.OPENING
-                # After the pause, the last readings are outdated.
+                # The last readings will be outdated after the pause.
                 self._gpus = tuple(self._unread(gpu, faults.NO_ANSWER_YET) for gpu in self._gpus)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
             self._is_open = not self._stopping
@@ -230,12 +230,12 @@ class Sampler:
             self._changed.notify_all()
 
     def _must_reopen_safely(self) -> bool:
-        with contextlib.suppress(Exception):  # this thread must survive any error of a source
+        with contextlib.suppress(Exception):  # This thread must survive any error of a source.
             return self._must_reopen()
         return False
 
     def _must_reopen(self) -> bool:
-        """Return whether the driver must be reopened: it has lost GPUs, has different GPUs now, or can read none."""
+        """Return whether the driver must be reopened, since its GPUs have changed or recovered, or none can be read."""
         now = time.monotonic()
         if now - self._opened < _REOPEN_AFTER_S:
             return False
@@ -252,7 +252,7 @@ class Sampler:
 
     def _close(self) -> None:
         """Stop the GPU threads that are not stuck, and close the driver so that it can be reopened."""
-        # Each thread ends once its entry is no longer in `_gpus`, so replace all entries with copies.
+        # Replace all entries with copies, since each thread exits once its entry is no longer in `_gpus`.
         self._gpus = tuple(replace(gpu) for gpu in self._gpus)
         with self._changed:
             self._changed.notify_all()
@@ -269,7 +269,7 @@ class Sampler:
         while self._is_current(gpu):
             # Add half an interval, since sums of floats are not exact.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Also list the processes if an unlisted one uses the GPU.
+            # Also list the processes if an unlisted process uses the GPU.
             due = due or gpu.sample.is_used_unseen
             try:
                 self._turn(gpu, due)
@@ -292,8 +292,8 @@ class Sampler:
         if not sample.healthy:
             sample = _lost(gpu.sample, sample)
         if sample.uuid != gpu.sample.uuid:
-            gpu.buffered = None  # another GPU has this index now
-        # Update the ring before the latest sample, so that the ring never contains an older GPU than the sample.
+            gpu.buffered = None  # Another GPU has this index now.
+        # Update the ring before the latest sample, so that the ring is never of an older GPU than the sample.
         gpu.ring.append(sample)
         gpu.sample, gpu.answered = sample, time.monotonic()
         gpu.took_s = gpu.answered - begun
@@ -304,7 +304,7 @@ class Sampler:
         gpu.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, gpu: _SampledGpu) -> bool:
-        """Return whether a GPU is still sampled: the sampler has not stopped, and the driver has not been reopened."""
+        """Return whether a GPU is still sampled, that is, the sampler has not stopped or reopened the driver."""
         index = gpu.sample.index
         return not self._stopping and index < len(self._gpus) and self._gpus[index] is gpu
 
@@ -336,7 +336,7 @@ class Sampler:
     def _read_details(self, sample: GpuSample) -> GpuDetails | None:
         if not sample.healthy or not isinstance(self.source, DetailedSource):
             return None
-        with contextlib.suppress(Exception):  # missing details must not make the GPU unreadable
+        with contextlib.suppress(Exception):  # Missing details must not make the GPU unreadable.
             return self.source.details(sample.index, sample)
         return None
 
@@ -352,20 +352,20 @@ class Sampler:
         return _blank(gpu.sample, f"has not answered for {now - gpu.answered:.0f} s")
 
     def _is_silent(self, gpu: _SampledGpu, now: float) -> bool:
-        """Return whether the current read of a GPU takes too long; return False if the GPU is already unreadable."""
+        """Return whether the current read of a GPU is taking too long, or False if the GPU is already unreadable."""
         if self._status is SamplerStatus.OPENING:
             return False
         waiting = gpu.sample.healthy or gpu.sample.reason == faults.NO_ANSWER_YET
         return waiting and now - gpu.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
     def _record_silence(self) -> None:
-        """Append an unhealthy sample to the ring of a silent GPU, so that its history keeps advancing."""
+        """Append an unhealthy sample to the ring of each silent GPU, so that its history keeps advancing."""
         for gpu, sample in zip(self._gpus, self.latest(), strict=True):
             if sample is not gpu.sample:
                 gpu.ring.append(sample)
 
     def _new_gpu(self, index: int, old: Sequence[_SampledGpu]) -> _SampledGpu:
-        """Return the initial state of a GPU, with its last sample from before the driver was reopened, if any."""
+        """Return the initial state of a GPU, including its last sample from before the driver was reopened, if any."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _SampledGpu(old[index].sample, self.ring(index), time.monotonic())
@@ -380,7 +380,7 @@ class Sampler:
         return _SampledGpu(sample, gpu.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, gpu: _SampledGpu | None = None) -> None:
-        """Wait until the deadline; return early if the sampler stops or pauses, or if its settings or GPUs change."""
+        """Wait until the deadline; return early if the sampler stops or pauses, or its settings or GPUs change."""
         interval, was, shares = self._interval, self._looked_at, self._shares_wanted
         with self._changed:
             self._changed.wait_for(
@@ -403,32 +403,32 @@ class Sampler:
 
 
 def interval_of(timestamp: float, interval_s: float) -> int:
-    """Return the number of the clock interval that contains a time; all GPUs, apps and hosts use the same numbers."""
+    """Return the number of the clock interval that contains a time. All GPUs, apps and hosts use the same numbers."""
     return math.floor(timestamp / interval_s)
 
 
 def until_next(now: float, interval_s: float) -> float:
-    """Return the seconds until the next clock interval has started.
+    """Return the seconds until a tenth of the next clock interval has passed.
 
-    Add a tenth of an interval, so that a thread that wakes slightly early, or while the clock is being adjusted, does
-    not wake in the previous interval.
+    Without this margin, a thread that wakes slightly early, or while the clock is being adjusted, could wake in the
+    previous interval.
     """
     return (interval_of(now, interval_s) + 1.1) * interval_s - now
 
 
 def _join(thread: threading.Thread, deadline: float) -> bool:
-    """Wait for a thread until the deadline; return whether it has ended."""
+    """Wait for a thread until the deadline; return whether it has exited."""
     thread.join(max(0.0, deadline - time.monotonic()))
     return not thread.is_alive()
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Set `unread_since` of an unhealthy sample to the time at which the previously readable GPU became unreadable."""
+    """Set `unread_since` of an unhealthy sample to the time when the previously readable GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 
 def _blank(last: GpuSample, reason: str) -> GpuSample:
-    """Return a sample for a GPU that cannot be read, with the GPU's identity but without values."""
+    """Return a sample without values for a GPU that cannot be read; keep the GPU's identity."""
     failed = {key: words for key, words in last.failed.items() if key == "uuid"}
     return GpuSample(
         last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed, vendor=last.vendor

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "…"
-# Variables whose values are harmless. The values of all others are hidden, since a secret may have any name.
+# Variables whose values are harmless. All other values are hidden, since a variable with any name may contain a secret.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"
@@ -16,19 +16,19 @@ _HARMLESS = re.compile(
     r"|MASTER_(ADDR|PORT)|HF_(HOME|HUB_OFFLINE|HUB_CACHE|DATASETS_CACHE)|TRANSFORMERS_(CACHE|OFFLINE)|TOKENIZERS_PARALLELISM"
     r"|WANDB_(MODE|PROJECT|DIR)|SAE_TUI_(DATA_DIR|JOB_ID)"
 )
-# Words that, in the name of an option or key, indicate a secret value.
+# Words that indicate a secret value if they occur in the name of an option or key.
 _SECRET_WORD = re.compile(
     "key|token|secret|password|passwd|passphrase|pass|pwd|pw|pin|pat|credentials?|cookie|auth|authorization|bearer"
     "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Tokens with the prefixes that well-known services use.
+# Tokens with the prefixes of well-known services.
 _TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN[\s\S]*")
-# The pattern is greedy, since a password may contain a slash, a space or an @.
+# Greedy, since a password in a URL may contain a slash, a space or an @.
 _IN_ADDRESS = re.compile(r"(\w://)[^\"']*@")
 _HOOK = re.compile(r"(hooks?\.[\w.-]+/)\S+", re.IGNORECASE)
 # A name and its value within a text, such as JSON, a query or a header.
@@ -43,14 +43,14 @@ _BEHIND_PROGRAM = re.compile(
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]+")
 _SCHEMES = ("Bearer", "Basic", "Token")
-# Options whose value is a password, or a user name and password, by program or subcommand (`docker login`).
+# Options whose value is a password, or a user name with a password, by program or subcommand (`docker login`).
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
     "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
 }  # fmt: skip
-# These programs accept a password only directly after -p; after a space, the next word is a database name.
+# These programs accept a password only directly after -p. If a space follows, the next word is a database name.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
-# Longer texts are truncated, since searching them would take seconds.
+# Longer text is truncated, since searching it would take seconds.
 _LONGEST = 4096
 
 
@@ -60,12 +60,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether the value of the variable with this name may be shown."""
+    """Return whether the value of the environment variable with this name may be shown."""
     return bool(_HARMLESS.fullmatch(name)) and (name in ("PWD", "OLDPWD") or not is_secret_name(name))
 
 
 def masked(text: str) -> str:
-    """Mask everything in a text that looks like a secret; truncate long texts, since searching them is slow."""
+    """Mask everything in `text` that looks like a secret; truncate long text, since searching it is slow."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
@@ -78,9 +78,9 @@ def masked(text: str) -> str:
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Mask the secrets in a command line, recognised by option names and token formats.
+    """Mask the secrets in a command line, which are recognised by option names and token formats.
 
-    A program may start another one (`sudo curl -u …`), so any argument may name a program whose options follow.
+    Since a program may start another program (`sudo curl -u …`), any argument may name a program whose options follow.
     """
     program, hides, previous, shown = "", False, "", []
     for argument in arguments:
@@ -104,7 +104,7 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def _secret_option(program: str, argument: str) -> str:
-    """Return the option at the start of an argument if this program's option has a secret value, otherwise ""."""
+    """Return the option that an argument starts with if its value is secret for this program, or "" otherwise."""
     for option in _OPTIONS.get(program, ()):
         if argument == option or argument.startswith(f"{option}=" if option.startswith("--") else option):
             return option
@@ -112,6 +112,6 @@ def _secret_option(program: str, argument: str) -> str:
 
 
 def _announces_secret(argument: str) -> bool:
-    """Return whether the next argument is a secret, such as after `--hf-token`, `token:` or `aws_secret_access_key`."""
+    """Return whether a secret follows this argument, as after `--hf-token`, `token:` or `aws_secret_access_key`."""
     is_name = argument.startswith("-") or argument.endswith(":") or re.fullmatch(r"\w+_\w+", argument)
     return bool(is_name) and "=" not in argument and is_secret_name(argument)

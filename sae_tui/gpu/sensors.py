@@ -1,8 +1,8 @@
-"""The sensors of a GPU, which are declared once, at the fields of a reading, for all views and the JSON output.
+"""Declares the sensors of a GPU once, in the fields of a reading, for all views and the JSON output.
 
-Drivers sometimes return impossible values, such as a number with all bits set, or a negative number as an unsigned one.
-The readings of all vendors are checked, since a single impossible value would make the sums, stored values and plots of
-all GPUs wrong.
+Drivers sometimes return impossible values, such as a number with all bits set, or a negative number that was converted
+to an unsigned one. The readings of all vendors are checked, since a single impossible value would make the sums, stored
+values and plots of all GPUs wrong.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from trainer.contract.printable import printable
 
 IMPOSSIBLE = "impossible value"
 Limits = tuple[float, float]
-BYTES = (0, 1 << 50)  # the largest machines have about 2^45 bytes
-PERCENT = (0, 200)  # fans exceed 100 % of their rated speed, and some drivers report 105 % utilisation
+BYTES = (0, 1 << 50)  # The largest machines have about 2^45 bytes.
+PERCENT = (0, 200)  # Fans can exceed 100 % of their rated speed, and some drivers report 105 % utilisation.
 MHZ = (0, 20_000)
 WATTS = (0.0, 10_000.0)
 DEGREES = (-60, 200)
 COUNT = (0, 1 << 48)
-JOULES = (0.0, 1e13)  # 10 kW for 30 years
+JOULES = (0.0, 1e13)  # About 10 kW for 30 years.
 
 
 class Unit(NamedTuple):
-    """A unit, and the corresponding base unit of Prometheus; one unit is `times / per` base units."""
+    """A unit, and the corresponding base unit in Prometheus; one unit equals `times / per` base units."""
 
     words: str
     base: str
@@ -33,7 +33,7 @@ class Unit(NamedTuple):
     per: float = 1
 
 
-# Maps the ending of a field's name to the unit of the field. The name of the utilisation does not contain a unit.
+# Maps the last part of a field's name to the field's unit. The field `utilization` has no unit in its name.
 UNITS: Mapping[str, Unit] = {
     "utilization": Unit("%", "utilization_ratio", per=100),
     "percent": Unit("%", "ratio", per=100),
@@ -49,11 +49,11 @@ UNITS: Mapping[str, Unit] = {
 class Sensor:
     """The declaration of a measured value.
 
-    `words` describe the value in the JSON reference and for Prometheus; a value without words is not exported. `public`
-    is the value's name in JSON, and `null` explains the meaning of null there. `limits` are the lowest and the highest
-    possible values, inclusive. A sensor with a `heading` is a column in every list of GPUs, and also appears on the
-    cards and in the map; a narrow terminal omits the column with the highest `drop` first. A sensor with a `title` is
-    an entry in a `group` on the page of a GPU.
+    `words` describe the value in the JSON reference and in Prometheus; a value without `words` is not exported.
+    `public` is the value's name in JSON, and `null` explains what null means there. `limits` are the lowest and the
+    highest possible values, inclusive. A sensor with a `heading` is a column in every list of GPUs, and also appears
+    on the cards and in the map. In a narrow terminal, the columns with the highest `drop` are omitted first. A sensor
+    with a `title` is an entry in a `group` on a GPU's page.
     """
 
     words: str = ""
@@ -78,12 +78,12 @@ class Sensor:
 
     @property
     def metric(self) -> str:
-        """The sensor's name for Prometheus."""
+        """The sensor's name in Prometheus."""
         stem, _, _ = self.name.rpartition("_")
         return "_".join(filter(None, (stem, self.unit.base))) if self.unit else self.name
 
     def in_base_unit(self, value: object) -> float | None:
-        """Return a value in the base unit of Prometheus, or None if it is not a number."""
+        """Return a value in Prometheus's base unit, or None if it is not a number."""
         if not isinstance(value, int | float):
             return None
         return value * self.unit.times / self.unit.per if self.unit else value
@@ -93,7 +93,7 @@ _FOUND: dict[type[Any], Mapping[str, Sensor]] = {}
 
 
 def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
-    """Return a dict that maps each field of a class of readings to its sensor."""
+    """Return a dict that maps each field of a reading class to its sensor."""
     if kind not in _FOUND:
         hints = get_type_hints(kind, include_extras=True)
         _FOUND[kind] = {
@@ -106,7 +106,7 @@ def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
 
 
 def exported(kind: type) -> Mapping[str, Sensor]:
-    """Return a dict that maps each field that is included in JSON output to its sensor."""
+    """Return a dict that maps each field that is exported to JSON to its sensor."""
     return {name: one for name, one in sensors_of(kind).items() if one.words}
 
 
@@ -122,11 +122,11 @@ def is_possible(value: object, limits: Limits | None) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     lowest, highest = limits
-    return lowest <= value <= highest  # False for NaN
+    return lowest <= value <= highest  # False for NaN.
 
 
 def drop_impossible(reading: Any) -> dict[str, str]:
-    """Set the fields with impossible values to None; return a dict that maps each of these fields to the reason."""
+    """Set fields with impossible values to None; return a dict that maps each of these fields to the reason."""
     sensors = sensors_of(type(reading))
     names = [name for name, one in sensors.items() if not is_possible(getattr(reading, name), one.limits)]
     failed = {name: _words(getattr(reading, name)) for name in names}

@@ -1,4 +1,4 @@
-"""A source for a machine with GPUs of several vendors; the GPUs of each vendor have consecutive indices."""
+"""A source for machines with GPUs of several vendors. The GPUs of each vendor have consecutive indices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# This limit is shorter than that for opening the entire source, so that the drivers that respond can still be used.
+# Shorter than the time limit for opening the entire source, so that the drivers that respond can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 
@@ -33,7 +33,7 @@ class Several:
     def __init__(self, sources: Sequence[GpuSource]) -> None:
         self.cuda = any(source.cuda for source in sources)
         self._sources = sources
-        # The source of each GPU, and the index of the GPU in that source.
+        # The source of each GPU, and the GPU's index in that source.
         self._gpus: list[tuple[GpuSource, int]] = []
         self._faults: list[SourceUnavailable] = []
 
@@ -86,10 +86,10 @@ class Several:
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
-        """Return the combined facts of all vendors, with the GPU indices of this source."""
+        """Return the combined facts of all vendors, with GPU indices of this source."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._gpus) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
-        # If one vendor's GPUs work, missing software for another vendor is not a fault.
+        # Missing software for one vendor is not a fault if another vendor's GPUs work.
         unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
         capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
         nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}

@@ -1,4 +1,4 @@
-"""Simulated GPUs for the demo, tests and screenshots; jobs on simulated GPUs run on the CPU."""
+"""Simulated GPUs for the demo, tests and screenshots. Jobs on simulated GPUs run on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDLE_TEMPERATURE_C = 33.0
 BUSY_TEMPERATURE_C = 74.0
 SLOWDOWN_C = 93
 _AT_POWER_LIMIT = 0.98
-WARM_UP_S = 45.0  # time constant of heating and cooling
+WARM_UP_S = 45.0  # The time constant of heating and cooling.
 
 Occupied = Callable[[], Mapping[str, tuple[int, int]]]
 
@@ -54,10 +54,10 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 
 
 class Simulated:
-    """Simulates a machine with four GPUs, one of them used by another user; a larger `count` repeats these four.
+    """Simulates a machine with four GPUs, one of which is in use by another user; a larger `count` repeats the four.
 
     `occupied` returns a dict that maps the UUID of each GPU on which one of our jobs runs to the job's pid and memory
-    in bytes; any thread may call it. All values of a GPU are computed from `occupied` and the clock.
+    in bytes. It may be called from any thread. All values of a GPU are computed from `occupied` and the clock.
     """
 
     name = "simulated"
@@ -87,12 +87,12 @@ class Simulated:
         return self._gpus[index].details(self._clock(), sample)
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return percentages that split the GPU's utilisation equally between its processes."""
+        """Return percentages that divide the GPU's utilisation equally between its processes."""
         pids = [process.pid for process in sample.processes or ()]
         return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
 
     def facts(self) -> GpuFacts:
-        """Return facts with groups of four GPUs on one CPU socket, and NVLink between the first two GPUs of a group."""
+        """Return facts in which each CPU socket has four GPUs, with NVLink between the first two of them."""
         n_gpus = len(self._gpus)
         pairs = tuple(starmap(_pair, combinations(range(n_gpus), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
@@ -120,9 +120,9 @@ def is_simulated(uuid: str) -> bool:
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Parse a text like "1:lost,2:no_power" into a dict that maps GPU indices to faults.
+    """Parse a string like "1:lost,2:no_power" into a dict that maps GPU indices to faults.
 
-    Raise `UserError` if the text is invalid.
+    Raise `UserError` if the string is invalid.
     """
     fault_by_index: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -164,7 +164,7 @@ class _SimulatedGpu:
         )  # fmt: skip
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
-        """Return details that match the utilisation in the sample."""
+        """Return details that are consistent with the utilisation in the sample."""
         from sae_tui.gpu.details import GpuDetails
 
         busy = (sample.utilization or 0) / 100
@@ -191,7 +191,7 @@ class _SimulatedGpu:
         )
 
     def _running(self, uuid: str) -> tuple[GpuProcess, ...]:
-        """Return the processes on the GPU: the other user's and our job's."""
+        """Return the other user's process and our job's process on the GPU, if they exist."""
         foreign = (self._kind.foreign,) if self._kind.foreign else ()
         if uuid not in (occupied := self._occupied()):
             return foreign
@@ -199,7 +199,7 @@ class _SimulatedGpu:
         return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
-        """Return a percentage: 0 for an idle GPU, 80 to 95 for our job, and about 97 for another user's job."""
+        """Return the utilisation in percent: 0 if idle, 80 to 95 for our job, or about 97 for another user's job."""
         if not busy:
             return 0.0
         wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)
@@ -207,7 +207,7 @@ class _SimulatedGpu:
 
 
 class _Heat:
-    """A temperature that exponentially approaches the temperature of an idle or busy GPU."""
+    """A GPU temperature that exponentially approaches its idle or busy value."""
 
     def __init__(self, *, hot: bool) -> None:
         self._busy = hot
@@ -225,7 +225,7 @@ class _Heat:
 
 
 def _condition(busy: float) -> Condition:
-    """Return the condition of a GPU at a utilisation of `busy` (0 to 1); from 0.98, the power limit slows it down."""
+    """Return the condition of a GPU with a utilisation of `busy` (0 to 1); from 0.98, the power limit throttles it."""
     return Condition(
         sm_clock_mhz=round(1485 * busy) + 210,
         performance_state=2 if busy else 8,
@@ -238,5 +238,5 @@ def _condition(busy: float) -> Condition:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container without an entry in /etc/passwd
+    except (KeyError, OSError):  # Some containers lack an entry in /etc/passwd.
         return str(os.getuid())

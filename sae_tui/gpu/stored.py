@@ -1,4 +1,4 @@
-"""Reads the samples of GPUs, and their means per time step, from `gpu.db`.
+"""Reads GPU samples, and their means per time step, from `gpu.db`.
 
 A GPU is identified by its UUID, since its index may change.
 """
@@ -25,16 +25,16 @@ from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
 # The history is read in windows of this many seconds, and all rows of a window are read before the first is yielded.
-# A statement that stayed open while a user pages through the output would prevent truncation of the write-ahead log.
+# A statement that stays open while a user pages through the output would prevent truncation of the write-ahead log.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_GPUS = 100_000
-# Rows further in the future than this are not read; they were written while a clock was wrong.
+# Rows further in the future than this are ignored, since they were written while the clock was wrong.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The primary key contains the GPU index, since only one GPU has it at any time; the UUID identifies that GPU.
-# Each row of `places` is an index with the time ranges to read.
+# The primary key contains the GPU index, which only one GPU has at any time. The UUID identifies that GPU.
+# Each row of `places` is a GPU index with the time ranges to read.
 # CROSS JOIN keeps the order of the tables, so that each row of `places` becomes a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
@@ -54,7 +54,7 @@ ROWS = PLACES + "SELECT * FROM samples UNION ALL SELECT * FROM minutes ORDER BY 
 
 
 def _mean(name: str) -> str:
-    """Return SQL for the mean of a column, weighted by the number `n` of samples."""
+    """Return SQL for the mean of a column, weighted by the number of samples `n`."""
     return f"sum(1.0 * n * {name}) / sum(1.0 * n * ({name} IS NOT NULL))"
 
 
@@ -76,7 +76,7 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A row of the history: one sample, or the mean of several samples; `samples` is their number.
+    """A row of the history: a sample, or the mean of several samples; `samples` is the number of samples.
 
     The `timestamp` of a mean is the start of its time step.
     """
@@ -121,10 +121,10 @@ def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]
 def stored_samples(
     path: Path, host: str, begin: float, *, uuid: str | None = None, step_s: int | None = None
 ) -> Iterator[StoredSample]:
-    """Yield the history of one GPU or of all GPUs since `begin`, oldest first; minute means replace deleted samples.
+    """Yield the history of one GPU, or of all GPUs, since `begin`, oldest first; minute means replace deleted samples.
 
-    With `step_s`, yield the mean of each time step; the first step may start before `begin`. Only one hour of history,
-    or one longer step, is in memory at a time.
+    With `step_s`, yield the mean of each time step; the first step may start before `begin`. At most one hour of
+    history, or one step if it is longer, is in memory at a time.
     """
     with explain_errors(path), closing(_open(path)) as db:
         oldest, newest = _span(db, host)
@@ -139,7 +139,7 @@ def stored_samples(
 
 
 def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
-    """Combine the rows of all GPUs, which must be in chronological order, into one row per time step."""
+    """Combine chronologically sorted rows of all GPUs into one row per time step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         gpus = list(each)
         busy = _not_none(gpu.utilization for gpu in gpus)
@@ -160,10 +160,10 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """Return the time at which a GPU's utilisation was last above `above` percent.
+    """Return when a GPU's utilisation was last above `above` percent, or `after` if it was not since then.
 
-    Return `after` if the utilisation has not been above that percentage since `after`. Return None if this is unknown:
-    no utilisation is stored since `after`, or none in the last three minutes. A slice does not report its utilisation.
+    Return None if this is unknown, because no utilisation is stored since `after` or in the last three minutes. For
+    example, slices do not report their utilisation.
     """
     if not path.exists():
         return None
@@ -178,9 +178,9 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
 def energy_readings(
     path: Path, host: str, gpus: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
 ) -> dict[str, list[EnergyReading]]:
-    """Return a dict that maps the UUID of each GPU to its energy readings from its time in `after` to `until`.
+    """Return a dict that maps the UUID of each GPU to its energy readings after the GPU's time in `after`.
 
-    The time in `after` is excluded. `gpus` are pairs of index and UUID.
+    Readings later than `until` are omitted. `gpus` contains pairs of index and UUID.
     """
     with explain_errors(path), closing(_open(path)) as db:
         return {
@@ -190,7 +190,7 @@ def energy_readings(
 
 
 def indices(db: sqlite3.Connection, host: str) -> list[int]:
-    """Return all GPU indices of a host, using one key lookup per index instead of a scan of the tables."""
+    """Return all GPU indices of a host; do one key lookup per index instead of scanning the tables."""
     all_indices: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
         query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_GPUS}"
@@ -203,10 +203,10 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """Return the `places` of a query as JSON, that is, GPU indices with the time ranges of samples and minute means.
+    """Return the `places` of a query as JSON: GPU indices, each with the time ranges of samples and minute means.
 
-    If `uuid` is given, include only the indices that this GPU has had. If both tables cover a time, read the samples;
-    with `minutes`, read the minute means, which are sixty times fewer.
+    If `uuid` is given, include only the indices that this GPU has had. Where both tables have rows, read the samples
+    or, if `minutes`, the minute means, of which there are sixty times fewer.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []
@@ -232,8 +232,8 @@ def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
 
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
-    """Return the smallest or largest key ("min" or "max") of the rows at an index; `default` if there are none."""
-    # Limit the key from above, since SQLite sorts text after all numbers.
+    """Return the smallest or largest key ("min" or "max") of a GPU index's rows, or `default` if it has no rows."""
+    # Limit the key, since SQLite sorts text after all numbers.
     query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
     key_value: float | None = db.execute(query, (host, index)).fetchone()[0]
     return default if key_value is None else key_value

@@ -1,4 +1,4 @@
-"""Deletes old rows from `gpu.db` and shrinks the file, both in small batches."""
+"""Deletes old rows from `gpu.db` and shrinks the file, in small batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from sae_tui.gpu.stored import MINUTE_S, indices
 from trainer.contract.store.database import transaction
 
-# A batch takes about 20 ms and adds about 2 MB to the write-ahead log, which is checkpointed between batches.
+# A batch takes about 20 ms and adds about 2 MB to the write-ahead log, which can be checkpointed between batches.
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# Free pages below these limits are not returned to the file system, since the rows of the next minute reuse them.
+# Below these limits, free pages are not returned to the file system, since the next rows will reuse them.
 SLACK, SLACK_PAGES = 0.1, 1000
-# Rewriting a file of this size takes a second and temporarily requires twice the size of the file on disk.
+# Rewriting a file of this size takes a second and temporarily requires twice the file's size on disk.
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# The smallest clock jump, and how long the clock is distrusted after a jump.
+# The smallest change that is regarded as a clock jump, and how long the clock is distrusted after a jump.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
-# The smallest gap in the stored rows that is regarded as a jump, and the time that must be stored after the gap.
+# The smallest gap in the stored rows that is regarded as a clock jump, and how much time must be stored after the gap.
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
 
@@ -39,7 +39,7 @@ class Retention:
 
 
 class Upkeep:
-    """Deletes old rows once a minute and frees their disk space; used only by the process that writes the file."""
+    """Deletes old rows once per minute and frees their disk space; used only by the process that writes the file."""
 
     def __init__(self, path: Path, host: str, retention: Retention) -> None:
         self._path = path
@@ -48,17 +48,17 @@ class Upkeep:
         self._begun = 0.0
         self._first = True
         self._made_anew = False
-        # The wall-clock time and the time since boot at the last moment at which the wall clock was trusted.
+        # The wall-clock time and the time since boot when the wall clock was last trusted.
         self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
 
     @property
     def busy(self) -> bool:
-        """True if a pass over the file has not been completed yet."""
+        """True while a pass over the file is incomplete."""
         return self._work is not None
 
     def turn(self, db: sqlite3.Connection, now: float) -> None:
-        """Delete and shrink for up to `TURN_S` (0.2 s); later turns continue from there."""
+        """Delete rows and shrink the file for up to `TURN_S` (0.2 s); the next turn continues from there."""
         if self._work is None or self._work[0] is not db:
             if abs(now - self._begun) < MINUTE_S:
                 return
@@ -73,13 +73,14 @@ class Upkeep:
     def _pieces(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
         first, self._first = self._first, False
         yield from self._delete(db, now)
-        if not first:  # do not slow down the first minute of the app
+        if not first:  # Do not slow down the first minute of the app.
             yield from self._shrink(db)
 
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
-        """Delete old rows separately for each GPU index, as a range of the primary key, to avoid reading entire tables.
+        """Delete old rows.
 
-        Delete only complete minutes, so that there is no gap or overlap between minute means and samples.
+        Delete them separately for each GPU index, as a range of the primary key, to avoid reading entire tables. Delete
+        only complete minutes, so that there is no gap or overlap between minute means and samples.
         """
         now = self._believable(db, now)
         raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
@@ -89,11 +90,11 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the reference time for the age of rows, which is `now` unless the clock has jumped ahead.
+        """Return the time from which to compute the age of rows, which is `now` unless the clock has jumped ahead.
 
-        A jump while this process runs is detected by comparison with the time since boot; the new time is accepted
-        after a day. A jump before the start is detected as a gap of hours in the stored rows; the new time is accepted
-        once half an hour of rows is stored after the gap.
+        A jump while this process runs is detected by comparison with the time since boot. The new time is accepted
+        after a day. A jump before this process started is detected as a gap of hours in the stored rows. The new time
+        is accepted once half an hour of rows is stored after the gap.
         """
         boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         wall, at = self._clocks or (now, boot)
@@ -109,7 +110,7 @@ class Upkeep:
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int
     ) -> Iterator[None]:
-        """Delete rows in several transactions, since the log of a single one would be as large as the deleted rows."""
+        """Delete rows in batches, since the log of a single transaction would be as large as all deleted rows."""
         rows = f"FROM {table} WHERE host = ? AND gpu_index = ? AND {key} < ?"
         far = f"SELECT {key} {rows} ORDER BY {key} LIMIT 1 OFFSET {BATCH_ROWS}"
         more = True
@@ -122,7 +123,7 @@ class Upkeep:
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Return free pages to the file system if there are more of them than will soon be reused."""
+        """Return free pages to the file system if there are more than will soon be reused."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)
@@ -139,7 +140,7 @@ class Upkeep:
         _empty_log(db)
 
     def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
-        """Rewrite a file from an earlier version once, so that its pages can be freed; on failure, do not change it."""
+        """Rewrite a file from an earlier version once, so that its pages can be freed; after an error, change nothing."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
         if self._made_anew or not worth or not _has_space(self._path.parent, n_bytes):

@@ -1,4 +1,4 @@
-"""Hides the GPUs that CUDA_VISIBLE_DEVICES, or the equivalent variable of another vendor, excludes.
+"""Hides the GPUs that are excluded by CUDA_VISIBLE_DEVICES, or by the equivalent variable of another vendor.
 
 Hidden GPUs are sampled and stored, but not shown.
 """
@@ -25,8 +25,8 @@ def visible(
 def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
     """Return the indices of the GPUs that remain visible; each GPU is a tuple of index, UUID and vendor.
 
-    `variable` returns the value of the vendor's variable, which numbers the GPUs of that vendor from 0. GPUs without a
-    vendor, such as simulated ones, remain visible.
+    `variable` returns the value of a vendor's variable, which numbers that vendor's GPUs from 0. GPUs without a known
+    vendor, such as simulated GPUs, remain visible.
     """
     by_vendor: dict[str, list[tuple[int, str]]] = {}
     for index, uuid, name in gpus:
@@ -50,7 +50,7 @@ def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:
 
 
 def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the message shown if all GPUs are hidden, with a remedy."""
+    """Return the message to show if all GPUs are hidden, with a remedy."""
     variable = _variables(source_name, environ)
     limit = environ.get(variable)
     value = "" if limit is None else f'="{limit}"'
@@ -58,7 +58,7 @@ def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.en
 
 
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the names of the variables that are set and can hide GPUs of this source, joined by "and".
+    """Return the names of the set variables that can hide GPUs of this source, joined by "and".
 
     For a source with GPUs of several vendors, consider the variables of all vendors. If no variable is set, return the
     main variable of the first vendor.

@@ -1,4 +1,4 @@
-"""Reads history in a given number of columns: a GPU's latest intervals, or a stored time span of one or all GPUs."""
+"""Reads GPU history in a given number of columns: the latest intervals of a GPU, or a stored time span of any GPUs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sae_tui.gpu.ring import reading_of
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
-# Time spans in seconds that can be shown in addition to the latest intervals.
+# The time spans, in seconds, that can be shown in addition to the latest intervals.
 SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
-# For longer spans, minute means are read, which are sixty times fewer than samples.
+# For longer spans, minute means are read, of which there are sixty times fewer than samples.
 _MINUTES_FROM_S = 3600
 
 
@@ -24,8 +24,8 @@ _MINUTES_FROM_S = 3600
 class Window:
     """The history of a GPU in columns of `step_s` seconds each; the first column starts at `begin`.
 
-    `columns` maps each field to its value in each column, None if unknown. `jobs` contains the job that ran in each
-    column.
+    `columns` maps each field to its values, one per column, with None for unknown values. `jobs` contains the id of
+    the job that ran in each column.
     """
 
     begin: float
@@ -43,7 +43,7 @@ class Window:
 
 
 def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job: int | None) -> Window:
-    """Return the latest `n` intervals of a GPU; `job` is the job that currently runs on the GPU."""
+    """Return the latest `n` intervals of a GPU; `job` is the id of the job that currently runs on the GPU."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
     begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s
@@ -51,9 +51,9 @@ def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job:
 
 
 def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: float) -> Window:
-    """Return the stored history of a GPU in the last `span_s` seconds, in at most `n` columns; missing values are None.
+    """Return the stored history of a GPU in the last `span_s` seconds, in at most `n` columns.
 
-    Raise `UserError` if the store cannot be read.
+    Missing values are None. Raise `UserError` if the store cannot be read.
     """
     first, length, step = _columns(span_s, n, now)
     columns: dict[str, list[float | None]] = {name: [None] * length for name in FIELDS}

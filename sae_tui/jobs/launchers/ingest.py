@@ -73,7 +73,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines in as few writes as possible, but flush all earlier lines before one that rewinds the history."""
+        """Store the lines in as few writes as possible; flush earlier lines before one that rewinds the history."""
         writer = self._open()
         rows: list[MetricRow] = []
         events: list[Event] = []
@@ -90,7 +90,7 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Open the store, and read its events so that none is stored twice. Metric rows replace earlier copies anyway."""
+        """Open the store, and read its events so that none is stored twice. Metric rows overwrite earlier copies."""
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
             self._identity = file_identity(self._db)

@@ -133,7 +133,7 @@ def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reserv
 
 
 def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
-    """Return whether a job may use a GPU, either because it is not reserved or because the job would end early enough."""
+    """Return whether a job may use a GPU, because it is not reserved or because the job would end early enough."""
     if gpu.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s

@@ -193,7 +193,7 @@ class Supervisor:
                 return self._apply_requests(outcome)
 
     def _apply_requests(self, crash: Outcome) -> Outcome:
-        """If a stop or pause was requested after a crash, turn the outcome into a stop or pause; else, return `crash`."""
+        """Turn the outcome of a crash into a stop or pause if one was requested before the restart."""
         asked: set[RequestKind] = set()
         with tolerate("checking for requests"):
             asked = self._control.open_requests(self._job.id) & ENDING
@@ -287,7 +287,7 @@ class Supervisor:
                 self._run_hook()
 
     def _record_end(self, ending: JobEnding) -> bool:
-        """Record how the job ended in the run folder and the store; return False if the store already records an end."""
+        """Record how the job ended in the run folder and the store; return False if the store already has an ending."""
         self._job = self._row_at(ending)
         write_record(self._paths, self._job)
         if self._lock:

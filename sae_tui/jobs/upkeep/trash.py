@@ -132,7 +132,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # The row cannot be read. Move only the files back, so that `repair` can rebuild the row from the run folder.
+            # The row cannot be read. Move only the files back, so that `repair` can rebuild the row from them.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
@@ -144,7 +144,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
 
 def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
-    """Return whether the process that deleted a job may be alive, possibly in another PID namespace or on another host."""
+    """Return whether the process that deleted a job may be alive, even in another PID namespace or on another host."""
     return owner.is_alive() or bool(is_held(_owner_file(data, owner.pid)))
 
 

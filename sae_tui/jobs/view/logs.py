@@ -1,4 +1,4 @@
-"""Follows the logs of a job for the screen: first reads the existing lines, then new ones as they are written."""
+"""Follows the logs of a job for the screen: reads the existing lines first, then new lines as they are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.runs.log_tail import tail
 
 POLL_S = 0.25
-AGAIN_S = 5.0  # after an error
+AGAIN_S = 5.0  # The pause before a retry after an error.
 FIRST_LINES = 20_000
 EVALUATION = "evaluation"
 
@@ -35,7 +35,7 @@ def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
 
 
 class LogReader:
-    """Reads the logs on a separate thread, so that a file server that does not respond does not block the app."""
+    """Reads the logs on a separate thread, so that an unresponsive file server does not block the app."""
 
     def __init__(self, sources: dict[str, Path], on_lines: Callable[[Sequence[LogLine]], object]) -> None:
         self._sources, self._on_lines = sources, on_lines
@@ -53,7 +53,7 @@ class LogReader:
             try:
                 self._follow()
             except Exception as error:
-                # This thread must survive every error of a log or of the disk.
+                # This thread must survive every log or disk error.
                 self._on_lines((LogLine("supervisor", f"(the logs cannot be read: {error!r})"),))
                 self._stopped.wait(AGAIN_S)
 
@@ -62,7 +62,7 @@ class LogReader:
         followers = {name: LogFollower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():
-            # Call without lines to report that the logs are empty.
+            # Pass no lines, to report that the logs are empty.
             self._on_lines(())
         while not self._stopped.is_set():
             if lines:

@@ -1,4 +1,4 @@
-"""Explains why a job failed, based on the files of its last attempt, with a remedy if the cause is known."""
+"""Explains why a job failed, based on the files of its last attempt, and adds a remedy if the cause is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.store.states import JobState
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12
-# Matches our own exceptions at the end of a traceback; their messages are sufficient without the traceback.
+# Matches our own exceptions at the end of a traceback. Their messages are sufficient without the traceback.
 _FOR_USERS = re.compile(r"^trainer\.contract\.[\w.]+: ", re.MULTILINE)
 _LAST_LINE = "; its last log line: "
 
@@ -33,8 +33,8 @@ class Postmortem(msgspec.Struct, frozen=True):
     """The cause of a job's failure, with a remedy.
 
     `rank` is the rank that failed first; `traceback` and `log` are from this rank. `others` describes how the other
-    ranks ended. `resumes` describes what a resume does, like `resumes it from step 501`; it is "" if a resume does not
-    help.
+    ranks ended. `resumes` describes what resuming the job does, like `resumes it from step 501`, or is "" if resuming
+    does not help.
     """
 
     error: str
@@ -48,7 +48,7 @@ class Postmortem(msgspec.Struct, frozen=True):
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
-    """Return why a job failed or was lost, based on a few small files; return None for any other job."""
+    """Return why a job failed or was lost, or None if it did neither; reads only a few small files."""
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)
@@ -72,7 +72,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
-    """Return the events to show below the error, without its text; combine consecutive repeats into one event."""
+    """Return the events to show below the error, without the error's text; merge consecutive repeats into one event."""
     shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
     return [
@@ -90,7 +90,7 @@ def _shorten(event: Event, error: str) -> Event:
 
 
 def _drop_log_line(error: str, log: list[str]) -> str:
-    """Remove the quoted last log line from the error if the shown log contains it."""
+    """Remove the quoted last log line from the error if the displayed log contains that line."""
     cause, _, line = error.partition(_LAST_LINE)
     return cause if line and line in log else error
 
@@ -98,7 +98,7 @@ def _drop_log_line(error: str, log: list[str]) -> str:
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
     """Return the innermost frames of a rank's traceback and the exception, or () if the error message is sufficient.
 
-    Omit the exception if the error message contains it.
+    Omit the exception if the error message already contains it.
     """
     left = read_json(file, dict[str, str | None]) or {}
     text = (left.get("traceback") or "").rstrip()
@@ -107,7 +107,7 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
 
 
 def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
-    """Return text about where a resumed job would continue, or "" if the job would fail again."""
+    """Describe where a resumed job would continue; return "" if the job would fail again."""
     helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
     if not helps or not paths.job_file.exists():
         return ""

@@ -16,7 +16,7 @@ class ProcessRow:
     """A row of the process list: a process on a GPU, a job that groups its ranks, or a parent process without a GPU.
 
     `depth` is the indentation level, and `n_below` is the number of grouped processes. For a job, `process` contains
-    the sums over the ranks, the pid 0 and no identity.
+    the totals over its ranks and the pid 0.
     """
 
     key: str
@@ -29,7 +29,7 @@ class ProcessRow:
     is_parent: bool = False
 
 
-# The sort keys for processes, by name; the largest values or the earliest starts come first.
+# The sort keys for processes, by name. The largest values or the earliest starts come first.
 ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
     "memory": lambda one: -(one.memory_used_bytes or 0),
     "SM": lambda one: -(one.sm_percent or 0),
@@ -58,7 +58,7 @@ def arrange(
 
 
 def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bool:
-    """Return whether all words match a process; words like `gpu:1`, `user:ada` and `job:12` match only that field."""
+    """Return whether all words match a process; a word like `gpu:1`, `user:ada` or `job:12` matches only that field."""
     rank = held.rank_of(process.pid)
     fields = {
         "gpu": [str(index) for index in process.gpus],
@@ -76,9 +76,9 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
 
 
 def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[ProcessRow]:
-    """Return one row for each job with several ranks and for each other process; jobs are sorted by their sums.
+    """Return one row per job with several ranks, and one row per remaining process.
 
-    If a job is opened, its ranks follow its row.
+    Jobs are sorted by their totals over all ranks. If a job is expanded, its ranks follow its row.
     """
     ranks: dict[int, list[ProcessRow]] = {}
     groups: list[tuple[Any, list[ProcessRow]]] = []
@@ -107,7 +107,7 @@ def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[Pro
 
 
 def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
-    """Return the sums over the processes, and the mean of their GPU utilisation."""
+    """Return the totals over the processes, with the mean of their GPU utilisation."""
     shares = [one.sm_percent for one in parts if one.sm_percent is not None]
     return ProcessDetails(
         0,
@@ -128,7 +128,7 @@ def _total(values: Sequence[Any]) -> Any:
 
 
 def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
-    """Return a row for every process, below its parents; show only the last parent of a chain without branches."""
+    """Return a row for every process, below its parents; of a chain of single-child parents, show only the last."""
     on_gpus = {one.pid: one for one in found}
     known: dict[int, ProcessDetails] = dict(on_gpus)
     below: dict[int, list[int]] = {}

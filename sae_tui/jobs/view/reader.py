@@ -1,4 +1,4 @@
-"""Reads jobs for screens and scripts: rows from the store, updated with live values from the files of the runs."""
+"""Reads jobs for screens and scripts: rows from the store, updated with live values from the run folders."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class JobView(Job, frozen=True, kw_only=True):
     """A job's row with the latest values of its run.
 
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
-    that the run could not store; it is None if the run's file was not read. `best_sae` is the SAE of a sweep that
-    has this loss and these metrics; it is "" for a single SAE. `others` maps the names of metrics without a column to
+    that the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE of a sweep to
+    which the loss and metrics belong, or "" for a single SAE. `others` maps the names of metrics without a column to
     their latest values. `k` and `d_sae` are text; for a sweep, they contain the lowest and the highest value.
-    `evaluation` is the running evaluation of the SAEs. `silent` describes how long the job's host has given no sign of
-    life; if it is set, the state of the job is unknown.
+    `evaluation` is the running evaluation of the SAEs. `silent` describes how long the job's host has been silent; if
+    it is not empty, the state of the job is unknown.
     """
 
     phase: str = ""
@@ -66,7 +66,7 @@ class JobView(Job, frozen=True, kw_only=True):
 
 
 def is_loading(job: JobView) -> bool:
-    """Return whether a running job has not taken a step yet, because it is still loading its model or preparing."""
+    """Return whether a running job has not taken a step yet, for example because it is still loading its model."""
     return job.state == JobState.RUNNING and is_before_first_step(job.phase)
 
 
@@ -79,14 +79,14 @@ def newest_value(job: Job, name: str) -> float | None:
 
 
 def overfitting_words(job: Job) -> str:
-    """Return text about how a job overfits, or "" if it does not."""
+    """Describe how a job overfits, or return "" if it does not."""
     return f"overfits: {job.overfitting}" if job.overfitting else ""
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric for judging a job, and whether the value is only from training batches.
+    """Return the value of a metric by which to judge a job, and whether it was measured only on training batches.
 
-    If the metric has a held-out value, that value is returned; there is none before the first evaluation of the run.
+    Return the held-out value if the metric has one. Before the first evaluation of the run, there is none.
     """
     if name not in held_out_metrics():
         return newest_value(job, name), False
@@ -95,7 +95,7 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
 
 
 def _without_column() -> list[str]:
-    """Return the names of the metrics whose latest values are only in the store of a run."""
+    """Return the names of the metrics whose latest values are stored only in a run's `metrics.db`."""
     return [name for name in measured_names() if name not in VALUE_COLUMNS]
 
 
@@ -105,7 +105,7 @@ def _lacks_held_out(job: Job) -> bool:
 
 
 class JobsReader:
-    """Reads all jobs, latest first. If the store cannot be read, `poll` does not raise, and `problem` explains why."""
+    """Reads all jobs, newest first. If the store cannot be read, `poll` does not raise, and `problem` explains why."""
 
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
@@ -148,13 +148,13 @@ class JobsReader:
             live.close()
 
     def _view(self, job: Job) -> JobView:
-        """Return the view of a job; reuse the last view if the job cannot have changed, as for most jobs."""
+        """Return the view of a job; reuse the last view if the job cannot have changed, which is the usual case."""
         live = self._live.get(job.id)
         if live or job.id in self._asked:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
         if job.state is JobState.IMPORTED:
-            # Do not reuse the last view, since the report card can change while the row does not.
+            # Do not reuse the last view, since the report card can change without a change of the row.
             return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
@@ -170,8 +170,8 @@ class JobsReader:
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that is not running, based on its row.
 
-        The run's file is read once for values that the row lacks: the best SAE of a sweep, metrics without a column,
-        and held-out values of a job from an older version.
+        Read the run's `metrics.db` once for values that the row lacks: the best SAE of a sweep, metrics without a
+        column, and held-out values of a job that an older version has run.
         """
         is_by_run = bool(labels(job.config)) or _lacks_held_out(job)
         if not is_by_run and not _without_column():
@@ -202,7 +202,7 @@ class JobsReader:
         self._last_event = last
 
     def _follow(self, active: Sequence[Job]) -> None:
-        """Keep the metrics files of running jobs open, and close all others."""
+        """Keep the `metrics.db` files of running jobs open, and close all others."""
         wanted = {job.id for job in active if job.state != JobState.QUEUED}
         for job_id in self._live.keys() - wanted:
             self._live.pop(job_id).close()
@@ -246,7 +246,7 @@ class JobReader:
     """Reads a job with its curves, events and logs; `view` is None until the job is read, and after it is deleted."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
-        """Read a job in a data folder; if `mends`, rebuild missing roll-ups of the job's metrics once."""
+        """Prepare to read a job in a data folder; if `mends`, rebuild missing roll-ups of the job's metrics once."""
         self.job_id = job_id
         self._data, self._mends = data, mends
         self.view: JobView | None = None
@@ -273,7 +273,7 @@ class JobReader:
     def poll(self) -> bool:
         """Read new data and return whether anything has changed; never raise."""
         changed = self._store.poll(self._read)
-        # Build a list, so that every source is polled each time.
+        # Build a list, so that every source is polled.
         news = any([self._live.poll(), self._evaluations.poll(), self._silent.poll([self._row] if self._row else [])])
         if self._row is None or not (changed or news):
             return False
@@ -298,7 +298,7 @@ class JobReader:
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
-        """Return the last lines that a rank has written to its log; read only the end of the file."""
+        """Return the last lines of a rank's log; read only the end of the file."""
         return tail(self._paths.log(rank), n_lines)
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class JobReader:
             return
         if control.state(self.job_id) is None:
             if self._paths.root.exists():
-                # The store was lost, but the job will be listed again after a repair.
+                # The store was lost, but a repair will list the job again.
                 return
             self._row = self.view = None
         self._row = control.job(self.job_id)
@@ -319,7 +319,7 @@ class JobReader:
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
-        """Read the points after the last known one; if a series has become too long, read it at a lower resolution."""
+        """Read the points after the last known point; if a series becomes too long, reread it at a lower resolution."""
         for name, rank in reader.series():
             points = self.series.setdefault((name, rank), [])
             if points:
@@ -340,10 +340,10 @@ def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
 
 
 def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) -> tuple[Event, ...]:
-    """Merge the events of the store and of the run by time; omit the store's copies of the run's events."""
+    """Merge the events from the store and from the run by time; omit the store's copies of the run's events."""
     repeated = {(event.kind, event.message) for event in run_events}
     rest = [event for event in store_events if (event.kind, event.message) not in repeated]
-    # The events of each list remain in their order, even if the clock was set back.
+    # The events of each list keep their order, even if the clock was set back.
     return tuple(heapq.merge(rest, run_events, key=lambda event: event.timestamp))
 
 
@@ -370,7 +370,7 @@ class _ControlStore:
 
 
 def _lost_list_problem(data: DataDir) -> str:
-    """Return a message if there are run folders but no control store, otherwise ""."""
+    """Return a message if there are run folders but no control store, or "" otherwise."""
     if os.path.exists(data.control_db) or not data.last_id():
         return ""
     return f"the job list is missing, but {data.root} has runs; `sae-tui repair` rebuilds the list"

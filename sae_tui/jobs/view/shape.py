@@ -12,19 +12,19 @@ from typing import Any
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import count
 
-# This pattern finds the SAE section: parsing an entire job file takes 0.5 ms, and a list may contain a thousand jobs.
+# Finds the SAE section. Parsing an entire job file would take 0.5 ms, and a list may contain a thousand jobs.
 _SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def k_words(config: str) -> str:
-    """Return k as text, like `32`, or like `8…64` for a sweep; return "" if the job's SAE has no k."""
+    """Return k as text, like `32`, or like `8…64` for a sweep, or "" if the job's SAE has no k."""
     return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
 
 
 def d_sae_words(config: str, d_in: int | None) -> str:
     """Return the SAE width as text, like `1,536`, or like `768…3072` for a sweep.
 
-    Return "" if the width depends on `d_in`, which is unknown.
+    Return "" if the width depends on `d_in` and `d_in` is unknown.
     """
     settings = _settings(config)
     widths = _numbers(settings.get("d_sae"))
@@ -34,7 +34,7 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Return the number of tokens after which a latent that has not fired is dead, like `in 20,000 tokens`.
+    """Describe after how many tokens without firing a latent is considered dead, like `in 20,000 tokens`.
 
     Return "" if the number is unknown or differs between the SAEs of a sweep.
     """
@@ -50,7 +50,7 @@ def dead_after_words(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _settings(config: str) -> dict[str, Any]:
-    """Return the SAE section of a job file; return an empty dict if it is missing or cannot be read."""
+    """Return the SAE section of a job file, or an empty dict if it is missing or invalid."""
     section = _SECTION.search(config)
     try:
         return tomllib.loads(section[1]) if section else {}
@@ -59,7 +59,7 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return the finite numbers in the value of a setting; for a sweep, the value is a list."""
+    """Return the finite numbers in the value of a setting, which is a list for a sweep."""
     values = value if isinstance(value, list) else [value]
     numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
     return [one for one in numbers if math.isfinite(one)]

@@ -1,4 +1,4 @@
-"""Returns and sorts the labels of a sweep's SAEs, in the order of the job file."""
+"""Returns the labels of a sweep's SAEs, and sorts labels in the order of the job file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import functools
 import re
 from collections.abc import Iterable
 
-# This pattern excludes most jobs, since parsing a job file takes 0.5 ms, and a list may contain a thousand jobs.
+# Matches any setting with a list, which most jobs lack, so that few job files have to be parsed.
+# Parsing a job file takes 0.5 ms, and a list may contain a thousand jobs.
 _LIST = re.compile(r"^\s*\w+\s*=\s*\[", re.MULTILINE)
 
 

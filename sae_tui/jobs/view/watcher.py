@@ -37,15 +37,15 @@ class JobDetail(msgspec.Struct, frozen=True):
     log: tuple[str, ...]
     log_rank: int
     postmortem: Postmortem | None = None
-    plan: Plan | None = None  # the values that the ranks have chosen for "auto" settings
-    energy: str = ""  # text about the energy that the job's GPUs have used
-    member: str = ""  # the label of the shown SAE of a sweep; "" for a single SAE
+    plan: Plan | None = None  # The values that the ranks have chosen for "auto" settings.
+    energy: str = ""  # A description of the energy that the job's GPUs have used.
+    member: str = ""  # The label of the displayed SAE of a sweep, or "" for a single SAE.
 
 
 class Watcher:
     """Polls the job store twice per second.
 
-    Any thread may read results such as `jobs` and `news`, since they are replaced instead of modified.
+    Any thread may read results such as `jobs` and `news`, since they are replaced rather than modified.
     """
 
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
@@ -73,7 +73,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """The reason why jobs cannot be read or changed, such as a disk that does not respond, or ""."""
+        """Why jobs cannot be read or changed, for example because a disk does not respond, or ""."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
@@ -84,12 +84,12 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end, without waiting for its end."""
+        """Ask the thread to stop, without waiting for it."""
         self._stopped = True
         self._wake.set()
 
     def follow(self, job_id: int | None, rank: int = 0) -> None:
-        """Keep `detail` up to date for a job, with the log of this rank; if `job_id` is None, stop doing so."""
+        """Keep `detail` up to date for a job, with the log of this rank; if `job_id` is None, follow no job."""
         self._followed = None if job_id is None else (job_id, rank)
         self._wake.set()
 
@@ -104,7 +104,7 @@ class Watcher:
             try:
                 changed = self._look(jobs)
             except Exception as error:
-                # This thread must survive every error of the store or of the disk.
+                # This thread must survive every store or disk error.
                 changed, self._problem = True, f"the jobs cannot be read: {error!r}"
             self._answered = time.monotonic()
             if changed and not self._stopped:
@@ -153,14 +153,14 @@ class Watcher:
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """Add the texts about GPUs that are held but idle; these texts are updated once per minute."""
+        """Add the descriptions of GPUs that are held but idle, which are updated once per minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Correct the rows of jobs whose supervisor has ended; return why this is impossible now, or ""."""
+        """Correct the rows of jobs whose supervisor has exited; return why this is impossible now, or ""."""
         try:
             reconcile(self._data, self._revive)
         except UserError as error:
@@ -170,7 +170,7 @@ class Watcher:
 
 
 class NewsOfJob:
-    """Detects new events of a job since the last check."""
+    """Detects whether a job has had new events since the last check."""
 
     def __init__(self, watcher: Watcher, job_id: int) -> None:
         self._watcher, self._job_id, self._n_seen = watcher, job_id, len(watcher.news)
