@@ -36,7 +36,7 @@ class Asking:
         except (AttributeError, self._smi.AmdSmiException):  # This version lacks the function or these arguments.
             pass
         except (UnicodeDecodeError, ValueError):  # Text is not UTF-8, or a serial number is not a number.
-            self.failed[field] = "unexpected answer"
+            self.failed[field] = "unexpected response"
         return None
 
     def ask(self, function: str, *arguments: Any) -> Any:

@@ -16,19 +16,19 @@ DRIVER_NOT_LOADED = 34
 
 # Error codes after which AMD SMI must be reopened.
 STALE = frozenset({31, 32, DRIVER_NOT_LOADED})
-SILENT = "no sensor of the GPU responds any more; see `sudo dmesg | grep amdgpu`"
+SILENT = "none of the GPU's sensors respond any more; see `sudo dmesg | grep amdgpu`"
 SPLIT = (
-    "it is a part of a split GPU (%s), whose parts share one UUID in ROCm; "
-    "`sudo amd-smi set -C SPX` makes it one GPU again"
+    "it is one partition of a split GPU (%s), and all partitions have the same UUID in ROCm; "
+    "`sudo amd-smi set -C SPX` merges them again"
 )
 CARD = {
     7: SILENT,
-    8: "the GPU did not answer the driver in time",
+    8: "the GPU did not respond to the driver in time",
     NO_PERMISSION: "no permission to read this GPU; join the groups render and video",
     11: "the driver receives no interrupts from the GPU",
     12: "the GPU cannot be read; see `sudo dmesg | grep amdgpu`",
     14: SILENT,
-    30: "the driver is busy with this GPU, as during a reset",
+    30: "the driver is busy with this GPU, for example during a reset",
     31: "the driver no longer recognises this GPU",
     32: "the driver was unloaded",
     DRIVER_NOT_LOADED: "the driver was unloaded",
@@ -43,7 +43,7 @@ SENSOR = {
     14: "cannot be read",
     30: "busy",
     31: "GPU lost",
-    43: "unexpected answer",
+    43: "unexpected response",
 }
 # Programs use this device file to compute on the GPU, but AMD SMI can read most values without it.
 COMPUTE_FILE = "/dev/kfd"
@@ -53,7 +53,7 @@ SOURCE = {
     NO_PERMISSION: ("no permission to use the AMD driver", JOIN_GROUPS),
     DRIVER_NOT_LOADED: ("the AMD driver is not loaded", "load it with `sudo modprobe amdgpu`, or reboot"),
 }
-INSTALL = "install ROCm's package amd-smi-lib, or the pip package amdsmi in ROCm's version"
+INSTALL = "install ROCm's package amd-smi-lib, or the pip package amdsmi in the version of ROCm"
 
 
 def gpu(code: int) -> str:
@@ -82,7 +82,7 @@ def no_gpus() -> SourceUnavailable:
 
 def no_module() -> SourceUnavailable:
     """Return the error to raise if the Python module that reads AMD GPUs is missing."""
-    return SourceUnavailable("there is no Python module amdsmi, which reads AMD GPUs", INSTALL)
+    return SourceUnavailable("the Python module amdsmi, which reads AMD GPUs, is not installed", INSTALL)
 
 
 def broken_module(why: str) -> SourceUnavailable:

@@ -66,13 +66,13 @@ def _spec_of_rocm() -> ModuleSpec | None:
 
 def _checked(module: ModuleType) -> ModuleType:
     if not hasattr(module, "amdsmi_get_gpu_vram_usage") or not hasattr(module, "AmdSmiLibraryException"):
-        raise TypeError("it is another module of that name, or one of ROCm 5")
+        raise TypeError("it is a different module of that name, or it is from ROCm 5")
     return module
 
 
 def _reason(printed: str, error: Exception) -> str:
     if "libamd_smi" in printed:
-        return "there is no ROCm library libamd_smi.so"
+        return "ROCm's library libamd_smi.so is missing"
     return str(error) or type(error).__name__
 
 

@@ -100,7 +100,7 @@ class Condition:
     sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
     performance_state: Annotated[int | None, Sensor("Performance state, from 0 (full speed) to 15", (0, 15))] = None
     fan_percent: Annotated[int | None, Sensor("Fan speed", PERCENT, title="fan")] = None
-    slowed_by: Annotated[tuple[str, ...] | None, Sensor("What slows it down, as a list of phrases")] = None
+    slowed_by: Annotated[tuple[str, ...] | None, Sensor("Throttling reasons, as a list of phrases")] = None
     slowdown_c: Annotated[int | None, Sensor("Temperature at which it throttles", (30, 200))] = None
     xid: Annotated[Xid | None, Sensor("The last error that the driver reported", null="none")] = None
     compute_mode: Annotated[str | None, Sensor("Compute mode: shared, one process, or no computing")] = None
@@ -108,7 +108,7 @@ class Condition:
     rows_pending: Annotated[bool | None, Sensor("Whether memory rows wait for a reset to be remapped")] = None
     rows_failed: Annotated[bool | None, Sensor("Whether a memory row could not be remapped")] = None
     recovery: Annotated[
-        str | None, Sensor('Recovery action that the driver asks for before the next use; "": none')
+        str | None, Sensor('Recovery action that the driver requires before the next use, or "" if none')
     ] = None
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ class Recorder:
         """Why nothing can be stored, for example because a disk does not respond, or None."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
-            return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
+            return f"the GPU history has not been stored for {silent_s:.0f} s: {self._path} does not respond"
         return self._problem
 
     @property
@@ -158,7 +158,7 @@ class Recorder:
             self._give_up(str(error))
         except Exception as error:
             # This thread must survive every store, disk or GPU error.
-            self._give_up(f"the history of GPUs cannot be stored: {error!r}")
+            self._give_up(f"the GPU history cannot be stored: {error!r}")
         finally:
             self._begun = None
 

@@ -63,7 +63,7 @@ class Monitor:
         if self._sampler.problem:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
-            return "the GPU driver does not answer; restart the machine if this persists"
+            return "the GPU driver does not respond; restart the machine if this persists"
         samples = self._sampler.latest()
         answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
         if answered and not visible(samples, self.source_name):
@@ -156,7 +156,7 @@ class Monitor:
                 self._past_problem = ""
             except Exception as error:
                 # This thread must continue, no matter what the store contains.
-                self._past_problem = f"the stored history of the GPUs cannot be read: {error!r}"
+                self._past_problem = f"the stored GPU history cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:
         filled = self._filled[final]

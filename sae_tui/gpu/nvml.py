@@ -143,7 +143,7 @@ class Nvml:
         return any(gpu.is_stale for gpu in self._gpus)
 
     def close(self) -> None:
-        """Close NVML. If the driver must be reopened, undo all `nvmlInit` calls of this process, as NVML counts them."""
+        """Close NVML. If the driver must be reopened, undo all `nvmlInit` calls of this process (NVML counts them)."""
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
                 self._nvml.nvmlShutdown()

@@ -27,8 +27,8 @@ _MOST_AT_ONCE = 100
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
-    43: "a kernel hung or was reset, and its program was ended",
-    45: "a program was ended during a computation",
+    43: "a kernel hung or was reset, and its program was killed",
+    45: "a program was killed during a computation",
     46: "the GPU stopped computing; reset the GPU",
     48: "the memory had errors that could not be corrected; reset the GPU",
     61: "the GPU's firmware failed",
@@ -39,9 +39,9 @@ WORDS = {
     74: "NVLink failed",
     79: "the GPU has fallen off the bus",
     92: "many memory errors were corrected",
-    94: "a memory error ended one program; the others continue",
+    94: "a memory error killed one program; the others continue",
     95: "a memory error was not contained; reset the GPU",
-    119: "the GPU's firmware does not answer",
+    119: "the GPU's firmware does not respond",
     120: "the GPU's firmware failed",
     140: "memory errors could not be corrected",
 }

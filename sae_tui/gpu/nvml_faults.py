@@ -31,7 +31,7 @@ CARD = {
     4: "no permission to read this GPU; see /dev/nvidia*",
     6: "the driver no longer recognises this GPU",
     8: "the power cables of the GPU are not attached",
-    10: "the GPU did not answer the driver in time",
+    10: "the GPU did not respond to the driver in time",
     11: "the driver receives no interrupts from the GPU",
     15: LOST,
     16: "the GPU needs a reset: nvidia-smi --gpu-reset",
@@ -101,7 +101,7 @@ def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
     """Return the error to raise if NVIDIA's library is missing; mention the machine's unsupported GPUs, if any."""
     reason, remedy = SOURCE[NO_LIBRARY]
     if makers := _unsupported_vendors(drm):
-        remedy = f"the GPU here is made by {' and '.join(makers)}; only GPUs of NVIDIA and AMD are supported"
+        remedy = f"the GPU here is made by {' and '.join(makers)}; only NVIDIA and AMD GPUs are supported"
     return SourceUnavailable(reason, remedy)
 
 

@@ -79,7 +79,7 @@ def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: flo
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        reason = f"did not answer within {limit_s:g} s"
+        reason = f"did not respond within {limit_s:g} s"
     except Exception as error:
         reason = f"reading it failed: {error!r}"
     return GpuSample(

@@ -235,8 +235,8 @@ def _harmless(name: str, value: str) -> str:
 
 SIGNALS = {
     signal.SIGINT: "interrupt it, as ctrl+c does",
-    signal.SIGTERM: "ask it to end",
-    signal.SIGKILL: "end it immediately, without saving",
+    signal.SIGTERM: "ask it to exit",
+    signal.SIGKILL: "kill it immediately, without saving",
     signal.SIGSTOP: "pause it; it keeps its memory",
     signal.SIGCONT: "resume it",
 }
@@ -257,13 +257,13 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     try:
         owner = os.stat(f"/proc/{process.pid}").st_uid
     except OSError:
-        raise UserError(f"{what} has ended already") from None
+        raise UserError(f"{what} has already exited") from None
     if os.geteuid() not in (0, owner):
         raise UserError(f"{what} is {process.user}'s; only {process.user} or root can send it a signal")
     if in_container() and not _has_open(process.pid, _driver_files(source_name)):
         raise UserError(f"{what} here has no GPU open; the driver's pid belongs to another container")
     if not process.identity.send(number):
-        raise UserError(f"{what} has ended already")
+        raise UserError(f"{what} has already exited")
     return f"{number.name} was sent to {what}"
 
 

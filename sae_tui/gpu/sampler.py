@@ -349,7 +349,7 @@ class Sampler:
     def _current(self, gpu: _SampledGpu, now: float) -> GpuSample:
         if not self._is_silent(gpu, now):
             return gpu.sample
-        return _blank(gpu.sample, f"has not answered for {now - gpu.answered:.0f} s")
+        return _blank(gpu.sample, f"has not responded for {now - gpu.answered:.0f} s")
 
     def _is_silent(self, gpu: _SampledGpu, now: float) -> bool:
         """Return whether the current read of a GPU is taking too long, or False if the GPU is already unreadable."""

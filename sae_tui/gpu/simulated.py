@@ -128,7 +128,7 @@ def faults_of(text: str) -> dict[int, str]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         index, _, fault = part.partition(":")
         if not index.isdecimal() or fault not in FAULTS:
-            raise UserError(f'{ENV_FAULTS} takes INDEX:FAULT with a fault of {", ".join(FAULTS)}, not "{part}"')
+            raise UserError(f'{ENV_FAULTS} takes INDEX:FAULT, where FAULT is {" or ".join(FAULTS)}, not "{part}"')
         fault_by_index[int(index)] = fault
     return fault_by_index
 

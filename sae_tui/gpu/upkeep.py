@@ -140,7 +140,7 @@ class Upkeep:
         _empty_log(db)
 
     def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
-        """Rewrite a file from an earlier version once, so that its pages can be freed; after an error, change nothing."""
+        """Rewrite a file from an earlier version once, so that its pages can be freed; if that fails, keep it."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
         if self._made_anew or not worth or not _has_space(self._path.parent, n_bytes):

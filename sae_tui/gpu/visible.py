@@ -54,7 +54,7 @@ def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.en
     variable = _variables(source_name, environ)
     limit = environ.get(variable)
     value = "" if limit is None else f'="{limit}"'
-    return f"{variable}{value} leaves 0 of {n_gpus} GPUs; unset it, or list GPUs in it"
+    return f"{variable}{value} hides all {n_gpus} GPUs; unset it, or list GPUs in it"
 
 
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -31,7 +31,7 @@ Words = Callable[[Job], str]
 def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
     name = _text(name)
     if not 1 <= len(name) <= LONGEST_NAME:
-        raise UserError(f"a name has 1 to {LONGEST_NAME} characters, not {len(name)}")
+        raise UserError(f"a name must have 1 to {LONGEST_NAME} characters, not {len(name)}")
     return _change(data, control, job_id, f'is called "{name}"', name=name)
 
 
@@ -150,7 +150,7 @@ def finish(data: DataDir, job_id: int) -> str:
             return f"job {job_id} is already cooling down"
         refuse_if_silent(data, job)
         control.request(job_id, "finish")
-        how = f"cools down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and then finishes"
+        how = f"cools down over another {COOL_DOWN_SHARE:.0%} of the steps that it has taken, and then finishes"
         return f"job {job_id} {how}" + _if_elsewhere(data, job)
 
 
@@ -161,7 +161,7 @@ def kill(data: DataDir, job_id: int) -> str:
         job_id,
         "kill",
         queued=_stop_message,
-        running=_of_kind("is ended within 5 s, saved or not", "is ended within 5 s; its complete shards are kept"),
+        running=_of_kind("is killed within 5 s, saved or not", "is killed within 5 s; its complete shards are kept"),
     )
 
 
@@ -202,7 +202,7 @@ def _text(text: str, allowed: str = "") -> str:
 def _tag(text: str) -> str:
     tag = _text(text).lstrip("#")
     if tag.startswith("-"):
-        raise UserError(f'a tag cannot begin with "-", as "{text}" does; `--remove {tag.lstrip("-")}` removes a tag')
+        raise UserError(f'a tag cannot start with "-", as "{text}" does; `--remove {tag.lstrip("-")}` removes a tag')
     if not 1 <= len(tag) <= LONGEST_TAG or any(char.isspace() or char == "," for char in tag):
         raise UserError(f'a tag is one word of at most {LONGEST_TAG} characters, not "{text}"')
     return tag

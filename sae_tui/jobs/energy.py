@@ -48,14 +48,14 @@ def is_whole(energy: Energy) -> bool:
 
 
 def energy_words(job: Job, settings: Settings) -> str:
-    """Return text like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`, or "" if unknown."""
+    """Return text like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (measured for 83 % of its time)`, or "" if unknown."""
     energy = energy_of(job, settings)
     if energy.energy_wh is None or energy.energy_share is None:
         return ""
     parts = [watt_hours(energy.energy_wh)]
     parts += [] if energy.cost is None else [f"{money(energy.cost)} {energy.currency}"]
     parts += [] if energy.co2_g is None else [grams(energy.co2_g)]
-    notes = [] if is_whole(energy) else [f"samples for {100 * energy.energy_share:.0f} % of its time"]
+    notes = [] if is_whole(energy) else [f"measured for {100 * energy.energy_share:.0f} % of its time"]
     notes += [f"from {energy.energy_from}"] if energy.energy_from == _SAMPLES else []
     return f"{'' if is_whole(energy) else 'at least '}{', '.join(parts)}" + (f" ({'; '.join(notes)})" if notes else "")
 

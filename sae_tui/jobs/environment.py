@@ -273,7 +273,7 @@ def _ask(path: str, limit_s: float) -> Environment:
             argv, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", env=environment, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        return Environment(path, failure=f"{path} did not answer within {limit_s:g} s; name another, or try again")
+        return Environment(path, failure=f"{path} did not respond within {limit_s:g} s; name another, or try again")
     except OSError as error:
         return Environment(path, failure=f"{path} cannot be run: {error.strerror or error}")
     try:
@@ -281,9 +281,9 @@ def _ask(path: str, limit_s: float) -> Environment:
     except ValueError:
         said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
         is_answer = done.stdout or not done.returncode
-        why = "did not return valid JSON" if is_answer else f"ended with {done.returncode}"
+        why = "did not return valid JSON" if is_answer else f"exited with code {done.returncode}"
         quoted = f", saying {cut(printable(said[-1]))}" if said else ""
-        return Environment(path, failure=f"{path} {why}{quoted}; name the Python of an environment")
+        return Environment(path, failure=f"{path} {why}{quoted}; name the Python interpreter of an environment")
 
 
 def _wrong_version(theirs: str, ours: str, install: str) -> str:
@@ -291,7 +291,7 @@ def _wrong_version(theirs: str, ours: str, install: str) -> str:
     wanted, has = _minor(ours), _minor(theirs)
     if has == wanted:
         return ""
-    other = f"its trainer is {PACKAGE} {theirs}, and the app {ours}"
+    other = f"its trainer is {PACKAGE} {theirs}, but the app is {PACKAGE} {ours}"
     upgrade = f"{install} '{PACKAGE}[train]=={'.'.join(map(str, wanted))}.*'`"
     return f"{other}; {upgrade}" if has < wanted else f"{other}; upgrade the app, or {upgrade}"
 

@@ -45,7 +45,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"machine ran out of memory|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc",
-        Remedy("host-memory", "lower train.batch_size, run fewer jobs at once, or free memory of this machine", False),
+        Remedy("host-memory", "lower train.batch_size, run fewer jobs at once, or free memory on this machine", False),
     ),
     (
         r"triton/.*(Stale file handle|resource busy|No such file)|(Stale file|resource busy|No such file).*triton/",
@@ -98,14 +98,16 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"\(NVLS\)|nvls\.cc|Multicast memory|failure 401|performed in the present state",
         Remedy(
-            "gpu-link", "NVSwitch multicast fails: start it with NCCL_NVLS_ENABLE=0, or restart fabricmanager", False
+            "gpu-link",
+            "NVSwitch multicast fails: start the job with NCCL_NVLS_ENABLE=0, or restart fabricmanager",
+            False,
         ),
     ),
     (
         r"cuMem|shareable handle|failure 217|peer access is not supported|HOST_NUMA",
         Remedy(
             "gpu-link",
-            "GPUs cannot share memory here: start it with NCCL_CUMEM_HOST_ENABLE=0, or NCCL_P2P_DISABLE=1",
+            "GPUs cannot share memory here: start the job with NCCL_CUMEM_HOST_ENABLE=0, or NCCL_P2P_DISABLE=1",
             False,
         ),
     ),
@@ -138,7 +140,8 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         r"no socket interface|NCCL_SOCKET_IFNAME|neither AF_INET|ibv_|NET/(IB|OFI|Socket)|Call to (connect|bind)"
         r"|socketStartConnect|Connect to \S+<\d+> failed",
         Remedy(
-            "network", "the ranks cannot reach each other: set NCCL_SOCKET_IFNAME (or NCCL_IB_DISABLE=1), and resume it"
+            "network",
+            "the ranks cannot reach each other: set NCCL_SOCKET_IFNAME (or NCCL_IB_DISABLE=1), and resume the job",
         ),
     ),
     (

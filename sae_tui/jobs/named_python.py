@@ -57,7 +57,7 @@ def refusal(python: str) -> str:
     if not os.path.isabs(path) or not path.isprintable():
         return f"takes {PYTHONS}, not {show(python)}"
     if not _NAME.fullmatch(os.path.basename(path)) and not os.path.isdir(path):
-        return f"takes a program whose name begins with python, not {show(python)}"
+        return f"takes a program whose name starts with python, not {show(python)}"
     try:
         return _kind(Path(path)) or _distrust(Path(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -70,9 +70,9 @@ def _kind(path: Path) -> str:
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         inside = path / "bin" / "python"
-        return f"{path} is a folder; name the Python in it" + (f", {inside}" if inside.exists() else "")
+        return f"{path} is a folder; name the Python interpreter in it" + (f", {inside}" if inside.exists() else "")
     if not stat.S_ISREG(status.st_mode):
-        return f"{path} is not a plain file; name the Python of an environment"
+        return f"{path} is not a regular file; name the Python interpreter of an environment"
     return "" if os.access(path, os.X_OK) else f"{path} is not executable; `chmod u+x` it, or name another"
 
 
@@ -84,4 +84,4 @@ def _distrust(python: Path) -> str:
     folders = (python.parent, python.resolve(strict=True).parent)
     why = distrust_of_program(python) or next(filter(None, map(distrust_of_searched, folders)), "")
     reason, _, remedy = why.partition("; ")
-    return f"{python} is not run, because {reason}; {remedy or 'name one of your own'}" if why else ""
+    return f"refusing to run {python}: {reason}; {remedy or 'name one of your own'}" if why else ""

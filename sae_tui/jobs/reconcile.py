@@ -81,8 +81,8 @@ def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
         jobs = [job for job in away if job.host == host]
         if not jobs:
             others = sorted({job.host for job in away})
-            there = f"only jobs of {join_words(others)}" if others else "and none of any other host"
-            raise UserError(f"there is no job of host {host} to end, {there}")
+            there = f"only of {join_words(others)}" if others else "or of any other host"
+            raise UserError(f"there are no active jobs of host {host}, {there}")
         for job in jobs:
             yield _end_elsewhere(data, control, job)
     finally:
@@ -234,7 +234,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         for rank in ours:
             rank.process.send(signal.SIGKILL)
         if not ours and events[-1].kind == "orphaned":
-            message = f"none of its recorded processes holds its run.lock; end the process that `fuser {lock}` shows"
+            message = f"none of its recorded processes holds its run.lock; kill the process that `fuser {lock}` shows"
             control.add_event(job.id, "not-ended", message, "warning")
 
 

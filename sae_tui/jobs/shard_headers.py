@@ -166,7 +166,7 @@ def answer_of(
     if output:
         return output.splitlines()[-1]
     lines = errors.decode(errors="replace").strip().splitlines()
-    raise UserError(lines[-1] if lines else f"`trainer inspect` ended with {process.returncode} without output")
+    raise UserError(lines[-1] if lines else f"`trainer inspect` exited with code {process.returncode} without output")
 
 
 def _as_path(kind: type, value: object) -> object:

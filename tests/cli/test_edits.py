@@ -52,11 +52,11 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["rename", "1", ""], 1, "a name has 1 to 80 characters, not 0"),
+        (["rename", "1", ""], 1, "a name must have 1 to 80 characters, not 0"),
         (
             ["tag", "1", "--", "-base"],
             1,
-            'a tag cannot begin with "-", as "-base" does; `--remove base` removes a tag',
+            'a tag cannot start with "-", as "-base" does; `--remove base` removes a tag',
         ),
         (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
         (["priority", "1", "101"], 1, "a priority is -100 to 100, not 101"),

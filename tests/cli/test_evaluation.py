@@ -17,7 +17,7 @@ def test_evaluating_a_job_writes_its_report_card_and_features(shell: Shell) -> N
     # The features are collected at the end of the run.
     assert shell.json("features", 1, "--limit", 1)
     told = shell.json("eval", 1, "--wait")["message"]
-    assert told.startswith("job 1 is evaluated: FVU 0.")
+    assert told.startswith("job 1 was evaluated: FVU 0.")
     assert told.endswith("held-out rows; f, or `sae-tui features 1`, shows its latents")
     (strongest,) = shell.json("features", 1, "--limit", 1)
     assert len(strongest["contexts"][0]["tokens"]) > 1

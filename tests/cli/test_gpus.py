@@ -47,7 +47,7 @@ def test_a_hanging_gpu_becomes_a_row_after_its_timeout(shell):
     done = shell.run("gpus", "--json", SAE_TUI_SIMULATED_FAULTS="1:hang,2:hang")
     assert done.stderr == "sae-tui: asking the NVIDIA driver…\n"
     rows = json.loads(done.stdout)
-    assert [row["reason"] for row in rows[:3]] == ["", "did not answer within 5 s", "did not answer within 5 s"]
+    assert [row["reason"] for row in rows[:3]] == ["", "did not respond within 5 s", "did not respond within 5 s"]
     assert rows[0]["utilization"] == 0
 
 
@@ -187,7 +187,7 @@ def test_only_gpus_in_cuda_visible_devices_are_shown_under_their_own_indices(she
     assert json.loads(done.stdout)["gpus"] == [1]
     done = on_nvml(shell, drivers, "gpus", "--json", CUDA_VISIBLE_DEVICES="", **setting)
     assert done.stdout.strip() == "[]"
-    assert done.stderr == 'sae-tui: CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs; unset it, or list GPUs in it\n'
+    assert done.stderr == 'sae-tui: CUDA_VISIBLE_DEVICES="" hides all 4 GPUs; unset it, or list GPUs in it\n'
 
 
 def test_commands_work_in_a_locale_without_a_degree_sign(shell):

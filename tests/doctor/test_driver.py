@@ -80,7 +80,7 @@ def test_a_gpu_split_by_mig_is_a_note(sandbox) -> None:
 @pytest.mark.parametrize(
     ("environ", "level", "said"),
     [
-        ({"CUDA_VISIBLE_DEVICES": ""}, "warning", 'CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs'),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "warning", 'CUDA_VISIBLE_DEVICES="" hides all 4 GPUs'),
         ({"CUDA_VISIBLE_DEVICES": "2"}, "note", "the app numbers GPUs as nvidia-smi does"),
         ({"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "note", "because of CUDA_VISIBLE_DEVICES=2"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-2"}, "note", "1 of 4 GPUs are visible, because of CUDA_VISIBLE_DEVICES=GPU-2"),

@@ -68,4 +68,4 @@ def test_an_environment_that_cannot_train_is_one_error_with_its_remedy(tmp_path:
     assert both(box)["trainer"]["problem"] == f"{trainer.sentence}; {trainer.remedy}"
     assert both(box_of(tmp_path))["trainer"] is None
     ruin = stand_in(tmp_path, "true", "ruin")
-    assert box_of(tmp_path, str(ruin)).trainer("probe")[1].startswith("takes a program whose name begins with python")
+    assert box_of(tmp_path, str(ruin)).trainer("probe")[1].startswith("takes a program whose name starts with python")

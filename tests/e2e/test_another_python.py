@@ -21,7 +21,7 @@ def test_ranks_and_evaluations_use_the_python_of_the_settings(box: Box, tmp_path
     assert f'\npython = "{python}"\n' in box.data.run(job_id).job_file.read_text()
     # The job has recorded its Python, so later changes to the settings do not affect it.
     box.data.settings_file.unlink()
-    assert "is evaluated: " in box.shell("eval", str(job_id), "--cpu", "--wait")["message"]
+    assert "was evaluated: " in box.shell("eval", str(job_id), "--cpu", "--wait")["message"]
     starts = (tmp_path / "starts").read_text()
     run = box.data.run(job_id)
     for words in (f"rank {run.rank_spec(1)}", f"eval {run.root} "):

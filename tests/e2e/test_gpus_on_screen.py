@@ -11,7 +11,7 @@ from support.terminal import Terminal
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 NVML = ("--gpu-source", "nvml")
-SILENT = "has not answered for"
+SILENT = "has not responded for"
 
 
 def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:

@@ -227,7 +227,7 @@ def test_ctrl_z_closes_the_driver_even_in_an_editor_and_fg_reopens_it(box: Box, 
         shell.wait_for(lambda _, app=app: app.status() == psutil.STATUS_STOPPED)
         assert times_open(box) == 0
         shell.send("fg\n")
-    shell.wait_for(lambda text: times_open(box) == 1 and "no answer yet" not in text and "2 GPUs · 0 running" in text)
+    shell.wait_for(lambda text: times_open(box) == 1 and "no response yet" not in text and "2 GPUs · 0 running" in text)
     shell.press("n")
     shell.wait_for("✗ GPUs: choose")
     shell.send(CTRL_E)

@@ -250,7 +250,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes("t", to="Processes on 2 GPUs")
     visit.to(core("process"))
     goes(ENTER, to="host memory")
-    goes(ESC, "s", to="end it immediately")
+    goes(ESC, "s", to="kill it immediately")
     goes(ESC, ESC, "s", to="Stop job 5")
     goes(ESC, ENTER, to=core("event"))
     goes(ESC, "\x1b[B", "D", to="Delete job 4")

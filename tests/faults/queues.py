@@ -74,9 +74,9 @@ def head_halted(root: Path, dice: random.Random) -> float:
         box.wait_ended(runs)
         wait_for(lambda: box.job(second).started, "the second to start", 90)
         taken = time.monotonic() - began
-        words = f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
+        words = f"its supervisor (pid {halted.pid}) does not respond; other jobs go first"
         wait_for(lambda: box.job(head).waits_for == words, "the halted one to be named", 90)
-        assert "does not answer" in host.run("job", head)
+        assert "does not respond" in host.run("job", head)
         host.signal(halted, signal.SIGCONT)
         wait_for(lambda: box.job(head).waits_for != words, "the halted one to continue", 30)
         host.run("stop", second)
@@ -98,7 +98,7 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
         said = host.run("gpus")
         taken = time.monotonic() - began
         assert f"  {hung}  GPU {hung} " in said, said
-        assert "did not answer within 5 s" in said, said
+        assert "did not respond within 5 s" in said, said
         assert taken < 20, f"gpus took {taken:.0f} s"
         jobs = host.launch(QUICK, QUICK, QUICK)
         rows = host.ended(*jobs, timeout_s=120)

@@ -110,7 +110,7 @@ def test_a_name_cannot_control_the_terminal(on_amd: Run) -> None:
 def test_a_lost_gpu_is_a_row_with_the_reason_and_shifts_no_index(on_amd: Run) -> None:
     lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
     assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
-    assert "no sensor of the GPU responds" in lost["reason"]
+    assert "none of the GPU's sensors respond" in lost["reason"]
     assert lost["failed"] == {"uuid": "unknown"}
     assert (named["reason"], named["name"]) == ("the driver no longer recognises this GPU", "AMD Instinct MI300X")
     assert (other["index"], other["healthy"], other["uuid"]) == (2, True, "GPU-9f3a5c00d1e2f0a2")
@@ -132,7 +132,7 @@ print(json.dumps(seen))
     before, lost, back = on_amd(script)
     assert (before[0], lost[0], back[0]) == (True, False, True)
     assert before[1:3] == lost[1:3] == back[1:3]
-    assert "no sensor of the GPU responds any more" in lost[3]
+    assert "none of the GPU's sensors respond any more" in lost[3]
 
 
 def test_a_gpu_that_hangs_does_not_block_another(on_amd: Run) -> None:
@@ -190,7 +190,7 @@ print(json.dumps([asdict(amd.details(0, sample)), facts.driver, [asdict(pair) fo
         ({"INIT": 10}, "no permission", "usermod -aG render,video"),
         ({"INIT": 18}, "error 18", "amd-smi list"),
         ({"GPUS": 0}, "sees no GPUs", "--device=/dev/kfd"),
-        ({"ROCM_PATH": "/nowhere"}, "no ROCm library libamd_smi.so", "amd-smi-lib"),
+        ({"ROCM_PATH": "/nowhere"}, "ROCm's library libamd_smi.so is missing", "amd-smi-lib"),
     ],
 )
 def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(

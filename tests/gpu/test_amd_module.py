@@ -50,8 +50,11 @@ def test_the_module_of_rocm_takes_precedence_over_an_installed_one(tmp_path: Pat
     ("text", "words"),
     [
         ("raise AttributeError('undefined symbol: amdsmi_new')", "undefined symbol: amdsmi_new"),
-        ("print('Unable to find libamd_smi.so library')\nraise KeyError('libamd_smi.so')", "no ROCm library"),
-        ("", "another module of that name"),
+        (
+            "print('Unable to find libamd_smi.so library')\nraise KeyError('libamd_smi.so')",
+            "ROCm's library libamd_smi.so is missing",
+        ),
+        ("", "different module of that name"),
     ],
 )
 def test_an_unusable_module_is_named_and_its_output_is_suppressed(tmp_path: Path, text: str, words: str) -> None:

@@ -542,7 +542,7 @@ def test_a_hung_disk_and_unexpected_errors_are_reported_and_recording_continues(
     recorder = record()
     until(lambda: "ZeroDivisionError" in (recorder.problem or ""))
     stage[0] = "hangs"
-    until(lambda: "does not answer" in (recorder.problem or ""))
+    until(lambda: "does not respond" in (recorder.problem or ""))
     continues.set()
     until(lambda: recorder.problem is None)
     until(lambda: rows(data_dir))

@@ -245,7 +245,7 @@ def test_a_driver_that_never_answers_does_not_hide_another(monkeypatch: pytest.M
     machine = Several([stuck, Cards(2)])
     assert machine.open() == 2
     (fault,) = machine.facts().faults
-    assert fault.sentence == "the GPU driver did not answer within 1 s"
+    assert fault.sentence == "the GPU driver did not respond within 1 s"
     never.set()
 
 

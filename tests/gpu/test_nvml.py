@@ -20,7 +20,7 @@ GPU_FAULTS = {
     "reset": "needs a reset",
     "os": "operating system blocks",
     "noperm": "no permission",
-    "timeout": "did not answer",
+    "timeout": "did not respond",
     "irq": "interrupts",
 }
 FIELD_FAULTS = {

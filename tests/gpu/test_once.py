@@ -20,7 +20,9 @@ def test_a_driver_that_never_opens_is_reported_as_broken() -> None:
             released.wait()
             return 0
 
-    with pytest.raises(SourceUnavailable, match=r"did not answer within 0\.05 s; see whether nvidia-smi does") as error:
+    with pytest.raises(
+        SourceUnavailable, match=r"did not respond within 0\.05 s; see whether nvidia-smi does"
+    ) as error:
         open_source(Hanging(), 0.05)
     assert error.value.is_broken
     released.set()
@@ -40,7 +42,7 @@ import os; os._exit(0)
 """
     code, output = on_nvml(script, INIT_MS=2000)
     assert code == 1
-    assert output == "the GPU driver did not answer within 0.05 s; see whether nvidia-smi does, or reboot\n"
+    assert output == "the GPU driver did not respond within 0.05 s; see whether nvidia-smi does, or reboot\n"
 
 
 def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +58,7 @@ def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_gpu_that_hangs_is_a_row_and_the_others_are_read() -> None:
     samples = read_all(Simulated(3, faults={1: "hang"}), 3, 0.1)
-    assert [sample.reason for sample in samples] == ["", "did not answer within 0.1 s", ""]
+    assert [sample.reason for sample in samples] == ["", "did not respond within 0.1 s", ""]
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,12 @@ def replace_start(process: ProcessDetails):
 
 def test_a_signal_reaches_only_the_process_that_was_shown(spinning) -> None:
     one = read(GpuProcess(spinning.pid, None, None, GIB))
-    with pytest.raises(UserError, match="has ended already"):
+    with pytest.raises(UserError, match="has already exited"):
         send_signal(replace(one, identity=replace_start(one)), signal.SIGKILL, "simulated")
     assert spinning.poll() is None
     assert send_signal(one, signal.SIGTERM, "simulated") == f"SIGTERM was sent to process {spinning.pid}"
     assert spinning.wait(10) == -signal.SIGTERM
-    with pytest.raises(UserError, match="has ended already"):
+    with pytest.raises(UserError, match="has already exited"):
         send_signal(one, signal.SIGTERM, "simulated")
 
 

@@ -140,7 +140,7 @@ def test_a_gpu_that_hangs_never_stops_the_others_and_is_named(
     source.hold[1] = threading.Event()
     until(lambda: not sampler.latest()[1].healthy)
     silent = sampler.latest()[1]
-    assert silent.reason.startswith("has not answered for ")
+    assert silent.reason.startswith("has not responded for ")
     assert (silent.uuid, silent.name, silent.utilization) == (samples.uuid, samples.name, None)
     before = len(source.asked)
     until(lambda: len(source.asked) > before + 20)
@@ -173,7 +173,7 @@ def test_a_gpu_that_has_not_answered_yet_is_a_row_without_values(start: Start, u
     until(lambda: sampler.ring(0).latest())
     first, second = sampler.latest()
     assert first.healthy
-    assert (second.index, second.healthy, second.reason) == (1, False, "no answer yet")
+    assert (second.index, second.healthy, second.reason) == (1, False, "no response yet")
     source.hold[1].set()
 
 
@@ -393,7 +393,7 @@ def test_a_process_keeps_sampling_and_ends_despite_a_gpu_that_hangs_in_the_drive
     answer = on_nvml(HANGING, GPUS=4, FAULTS="2:hang")
     assert time.time() - answer["left"] < 1.0
     assert answer["healthy"] == [True, True, False, True]
-    assert answer["reason"] == "no answer yet"
+    assert answer["reason"] == "no response yet"
     assert answer["ended"] is False
     assert answer["stop_s"] < 0.9
 

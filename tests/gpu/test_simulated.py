@@ -87,7 +87,7 @@ def test_faults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("text", ["lost", "1:melted", "x:lost"])
 def test_an_unknown_fault_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(ENV_FAULTS, text)
-    with pytest.raises(UserError, match=f'{ENV_FAULTS} takes INDEX:FAULT .* not "{text}"'):
+    with pytest.raises(UserError, match=f'{ENV_FAULTS} takes INDEX:FAULT, .* not "{text}"'):
         Simulated()
 
 

@@ -173,7 +173,7 @@ def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_vendors(tmp_
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x8086\n")
     error = no_library(tmp_path)
-    assert error.remedy == "the GPU here is made by Intel; only GPUs of NVIDIA and AMD are supported"
+    assert error.remedy == "the GPU here is made by Intel; only NVIDIA and AMD GPUs are supported"
     assert not error.is_broken
     (tmp_path / "card1" / "device").mkdir(parents=True)
     (tmp_path / "card1" / "device" / "vendor").write_text("0x10de\n")
@@ -218,7 +218,7 @@ def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> 
     busy = replace(idle, utilization=40, processes=(GpuProcess(1 << 21, "mallory", "python", 5 * GIB),))
     (choice, _) = choices([idle, busy], Holders())
     assert choice.may_be_offered
-    assert "stale reading until a program uses CUDA" in choice.reason
+    assert "is stale until a program uses CUDA" in choice.reason
     assert aggregate([idle, busy]).average_utilization == 40
     # A reading is excluded from the mean only if the GPU is certainly not in use.
     for one in (

@@ -40,7 +40,7 @@ def test_the_reason_is_shown_if_no_gpu_is_visible(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monitor = start(Cards(2))
     until(lambda: monitor.problem)
-    assert monitor.problem == 'CUDA_VISIBLE_DEVICES="" leaves 0 of 2 GPUs; unset it, or list GPUs in it'
+    assert monitor.problem == 'CUDA_VISIBLE_DEVICES="" hides all 2 GPUs; unset it, or list GPUs in it'
     assert monitor.latest() == ()
 
 
@@ -48,7 +48,7 @@ def test_an_unknown_slice_leaves_no_visible_gpu(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1/2/0")
     monitor = start(Cards(2))
     until(lambda: monitor.problem)
-    assert monitor.problem == 'CUDA_VISIBLE_DEVICES="MIG-1/2/0" leaves 0 of 2 GPUs; unset it, or list GPUs in it'
+    assert monitor.problem == 'CUDA_VISIBLE_DEVICES="MIG-1/2/0" hides all 2 GPUs; unset it, or list GPUs in it'
 
 
 def test_cuda_visible_devices_does_not_hide_simulated_gpus(start, until, monkeypatch):

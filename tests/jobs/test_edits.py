@@ -31,8 +31,8 @@ def test_name_note_and_tags_are_stored_in_the_job_list_and_in_the_run_folder(box
 @pytest.mark.parametrize(
     ("what", "values", "said"),
     [
-        (edits.rename, [" "], "a name has 1 to 80 characters, not 0"),
-        (edits.rename, ["x" * 81], "a name has 1 to 80 characters, not 81"),
+        (edits.rename, [" "], "a name must have 1 to 80 characters, not 0"),
+        (edits.rename, ["x" * 81], "a name must have 1 to 80 characters, not 81"),
         (edits.retag, [["two words"]], 'a tag is one word of at most 40 characters, not "two words"'),
         (edits.retag, [["a,b"]], 'a tag is one word of at most 40 characters, not "a,b"'),
         (edits.retag, [["#"]], 'a tag is one word of at most 40 characters, not "#"'),
@@ -126,7 +126,7 @@ def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
     [
         (edits.stop, "job 1 stops; its complete shards are kept"),
         (edits.pause, "job 1 is paused, so that others can use its GPUs; its complete shards are kept"),
-        (edits.kill, "job 1 is ended within 5 s; its complete shards are kept"),
+        (edits.kill, "job 1 is killed within 5 s; its complete shards are kept"),
     ],
 )
 def test_an_extraction_is_not_promised_a_checkpoint(box, what, said):
@@ -141,7 +141,7 @@ def test_only_a_running_training_can_finish_early(box):
         edits.finish(box.data, job_id)
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
-    assert "cools down over the next 15%" in edits.finish(box.data, job_id)
+    assert "cools down over another 15%" in edits.finish(box.data, job_id)
     assert edits.finish(box.data, job_id) == f"job {job_id} is already cooling down"
     assert box.control.open_requests(job_id) == {"finish"}
     edits.stop(box.data, job_id)

@@ -23,7 +23,7 @@ def job(**fields: float) -> Job:
         ({}, PRICED, "1.234 kWh, 0.37 EUR, 493.6 g CO₂"),
         ({}, Settings(), "1.234 kWh"),
         ({"energy_wh": 56.0, "energy_counted_s": 0.0}, Settings(), "56 Wh (from power samples)"),
-        ({"energy_known_s": 83.0}, Settings(), "at least 1.234 kWh (samples for 83 % of its time)"),
+        ({"energy_known_s": 83.0}, Settings(), "at least 1.234 kWh (measured for 83 % of its time)"),
         ({"energy_known_s": 0.0}, PRICED, ""),
     ],
 )

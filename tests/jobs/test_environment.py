@@ -91,8 +91,8 @@ HOSTILE = "\x1b]0;owned\x07"
     ("told", "sentence"),
     [
         ({"version": [3, 9, 2]}, "is Python 3.9.2, and the trainer needs 3.11 or newer"),
-        ({"trainer": "0.1.7"}, f"its trainer is sae-tui 0.1.7, and the app {OWN}; run `"),
-        ({"trainer": "99.0"}, f"its trainer is sae-tui 99.0, and the app {OWN}; upgrade the app, or run `"),
+        ({"trainer": "0.1.7"}, f"its trainer is sae-tui 0.1.7, but the app is sae-tui {OWN}; run `"),
+        ({"trainer": "99.0"}, f"its trainer is sae-tui 99.0, but the app is sae-tui {OWN}; upgrade the app, or run `"),
         ({"trainer_error": f"No module {HOSTILE}"}, "its trainer cannot be imported: No module �]0;owned�; run `"),
         ({"packages": ["numpy"], "torch": None}, "lacks torch and safetensors; run `"),
         ({"torch": None, "torch_error": "libcudart.so.12"}, "its torch cannot be imported: libcudart.so.12; run `"),
@@ -128,7 +128,7 @@ def test_a_setting_that_the_other_trainer_does_not_know_is_reported(tmp_path: Pa
         ("exit 3", "ended with 3; name the Python"),
         ("echo oh no >&2; exit 3", "ended with 3, saying oh no; name the Python"),
         (r"printf '\033]0;owned\007{'", "did not return valid JSON, saying �]0;owned�{; name"),
-        ("exec sleep 100", "did not answer within 0.5 s"),
+        ("exec sleep 100", "did not respond within 0.5 s"),
     ],
 )
 def test_a_python_that_fails_or_hangs_is_abandoned_with_the_reason(tmp_path: Path, body: str, sentence: str) -> None:
@@ -146,11 +146,11 @@ def test_a_path_that_is_no_python_is_not_run(tmp_path: Path) -> None:
     for path, sentence in (
         (tmp_path / "gone" / "python", f"{tmp_path}/gone/python does not exist; name another Python"),
         (plain / "python", f"{plain}/python does not exist; name another Python"),
-        (env, f"{env} is a folder; name the Python in it, {env}/bin/python"),
+        (env, f"{env} is a folder; name the Python interpreter in it, {env}/bin/python"),
         (plain, f"{plain} is not executable; `chmod u+x` it"),
         ("env/bin/python", 'takes the absolute path of a Python, like "/home/me/env/bin/python", not "env/bin/python"'),
         (f"{env}/bin/\x1b[2Jpython", "takes the absolute path of a Python"),
-        (other, "takes a program whose name begins with python"),
+        (other, "takes a program whose name starts with python"),
     ):
         assert look(str(path)).lack().startswith(sentence)
         assert "\x1b" not in look(str(path)).lack()
@@ -173,7 +173,7 @@ def test_a_python_that_others_may_change_is_not_run(tmp_path: Path, exposed: str
     named = (open_to_all / "link" if exposed == "link" else env) / "bin" / "python3"
     place = open_to_all if exposed == "link" else env / exposed
     place.chmod(0o777)
-    assert look(str(named)).lack() == f"{named} is not run, because others may write to {place}; `chmod go-w` it"
+    assert look(str(named)).lack() == f"refusing to run {named}: others may write to {place}; `chmod go-w` it"
     assert not (env / "asked").exists()
     place.chmod(0o755)
     assert look(str(named)).lack() == ""
@@ -222,7 +222,7 @@ def test_a_cloned_job_keeps_its_python_unless_others_may_change_the_file(tmp_pat
         JobFileError, match=r"launch.python: is not taken from a file, only from --set, because others may"
     ):
         clone_settings(box.data, job_id)
-    with pytest.raises(UserError, match=f"job {job_id} names a Python that is not run, because others may write"):
+    with pytest.raises(UserError, match=f"refusing to run the Python interpreter of job {job_id}: others may write"):
         request.python_of(box.data, job_id)
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 
@@ -252,9 +252,7 @@ def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp
     # As in /tmp, other users cannot replace the files in these folders but can add new ones.
     for folder in (named.parent, base.parent):
         folder.chmod(0o1777)
-        with pytest.raises(
-            UserError, match=f"{named} is not run, because others may write to {folder}; `chmod go-w` it"
-        ):
+        with pytest.raises(UserError, match=f"refusing to run {named}: others may write to {folder}; `chmod go-w` it"):
             named_python.refuse(str(named))
         folder.chmod(0o755)
 
@@ -265,5 +263,5 @@ def test_the_python_of_another_user_is_rejected(tmp_path: Path) -> None:
     os.chown(python, 12345, -1)
     assert (
         named_python.refusal(str(python))
-        == f"{python} is not run, because {python} belongs to uid 12345; name one of your own"
+        == f"refusing to run {python}: {python} belongs to uid 12345; name one of your own"
     )

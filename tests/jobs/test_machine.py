@@ -116,7 +116,7 @@ def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_n
     job_id = away(box, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-7",))
     other = away(box, state=JobState.RUNNING, host="gpu8")
     assert len([step for step in repair(box.data) if "is unchanged: its host gpu" in step]) == 2
-    with pytest.raises(UserError, match="there is no job of host gpu9 to end, only jobs of gpu7 and gpu8"):
+    with pytest.raises(UserError, match="there are no active jobs of host gpu9, only of gpu7 and gpu8"):
         list(repair(box.data, "gpu9"))
     assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in repair(box.data, "gpu7"))
     assert (box.job(job_id).state, box.job(other).state) == (JobState.LOST, JobState.RUNNING)

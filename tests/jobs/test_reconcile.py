@@ -161,7 +161,7 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
         a_minute_later(box)
     lock = box.data.run(job_id).lock_file
     assert box.messages(job_id, "not-ended") == [
-        f"none of its recorded processes holds its run.lock; end the process that `fuser {lock}` shows"
+        f"none of its recorded processes holds its run.lock; kill the process that `fuser {lock}` shows"
     ]
     # Signals are delivered in order, so an earlier signal would have ended the process by now.
     assert other_user.send(signal.SIGSTOP)

@@ -155,7 +155,7 @@ def test_a_halted_rank_is_named_and_the_job_restarted(box, impatient):
     assert given_up.startswith("made no step for")
     assert given_up.endswith("s and was ended: rank 1 is halted (SIGSTOP)")
     stacks = box.data.run(job_id).attempt(1) / "stacks.txt"
-    assert box.messages(job_id, "stacks") == [f"rank 1 is halted (SIGSTOP); {stacks} has the stacks of its ranks"]
+    assert box.messages(job_id, "stacks") == [f"rank 1 is halted (SIGSTOP); {stacks} contains the stacks of its ranks"]
     assert "== rank 1 (pid" in stacks.read_text()
     assert [signalled for attempt, _, signalled in ranks_by_attempt(box, job_id) if attempt == 1] == [None, 9]
 

@@ -103,7 +103,7 @@ def test_a_damaged_record_is_replaced(content: bytes, tmp_path: Path, shards: Pa
     ("script", "reason"),
     [
         ("echo first >&2; echo 'it ran out of memory' >&2; exit 1", "it ran out of memory"),
-        ("kill -ABRT $$", "`trainer inspect` ended with -6 without output"),
+        ("kill -ABRT $$", "`trainer inspect` exited with code -6 without output"),
         ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
     ],
 )

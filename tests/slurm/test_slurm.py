@@ -114,7 +114,7 @@ def test_a_killed_job_ends_at_once(submission) -> None:
     one.until(lambda: "runs in SLURM on n1" in one.told)
     one.attempt.end()
     one.until_ended()
-    assert one.attempt.cause() == "its ranks had to be ended"
+    assert one.attempt.cause() == "its ranks had to be killed"
 
 
 def test_slurms_gpus_are_used_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
@@ -173,7 +173,7 @@ def test_a_killed_supervisors_slurm_job_is_cancelled_before_its_job_is_lost(subm
 
 def test_slurms_rejection_is_reported_in_its_own_words(submission) -> None:
     one = submission(partition="nowhere")
-    with pytest.raises(OSError, match=r"SLURM refused it: .*Invalid partition"):
+    with pytest.raises(OSError, match=r"SLURM refused the job: .*Invalid partition"):
         one.start()
 
 

@@ -94,5 +94,5 @@ async def test_a_job_without_a_report_card_explains_how_to_get_one_and_then_show
         await wait_until(pilot, lambda: "has no report card yet" in panel.plain)
         put_card(data.sae(job_id))
         with closing(Control(data.control_db)) as control:
-            control.add_event(job_id, DONE, "is evaluated")
+            control.add_event(job_id, DONE, "was evaluated")
         await wait_until(pilot, lambda: "0.2500 ± 0.0100" in panel.plain)

@@ -144,7 +144,7 @@ async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_ca
         await wait_until(pilot, lambda: "its SAE was imported" in app.screen.query_one(Found).plain)
         put_card(data.sae(imported))
         with closing(Control(data.control_db)) as control:
-            control.add_event(imported, "evaluated", "is evaluated")
+            control.add_event(imported, "evaluated", "was evaluated")
         await wait_until(pilot, lambda: "FVU 0.25" in app.screen.query_one(Headline).plain)
         shown = app.screen.query_one(Headline).plain
         assert "trained on 100.0k tokens  FVU 0.25  L0 32" in shown

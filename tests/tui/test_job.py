@@ -75,7 +75,7 @@ async def test_a_job_shows_its_energy_and_its_price(make_app, data) -> None:
         screen = await opened(pilot, app, job_id)
         assert "  at least 1.234 kWh" in screen.query_one(Headline).plain
         settings = " ".join(screen.query_one(SettingsPanel).plain.split())
-        assert "energy at least 1.234 kWh, 0.37 CHF (samples for 83 % of its time)" in settings
+        assert "energy at least 1.234 kWh, 0.37 CHF (measured for 83 % of its time)" in settings
 
 
 async def test_an_extraction_shows_its_speed_and_no_training_values(make_app, data, tmp_path) -> None:

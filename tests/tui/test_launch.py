@@ -972,7 +972,7 @@ async def test_another_python_is_read_in_the_background_and_then_reviewed(make_a
         assert not screen.form.changed
         await pilot.press("ctrl+t")
         await type_into(pilot, screen, "launch.python", str(tmp_path))
-        await reviewed(pilot, screen, f"{tmp_path} is a folder; name the Python in it")
+        await reviewed(pilot, screen, f"{tmp_path} is a folder; name the Python interpreter in it")
         assert screen.query_one("#row-launch-python", SettingRow).has_class("-wrong")
         await type_into(pilot, screen, "launch.python", "")
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).launch.python is None)

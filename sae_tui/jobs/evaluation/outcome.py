@@ -21,16 +21,16 @@ def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple
     """Return the kind, message and level of the event that records a completed evaluation of `parts`."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
-        return FAILED, f"is evaluated, but its report card is {last}; the log contains the metrics", "warning"
+        return FAILED, f"was evaluated, but its report card is {last}; the log contains the metrics", "warning"
     if not (cards := read_cards(data.sae(job_id))):
-        return FAILED, f"is evaluated, but {data.sae(job_id)} has no {CARD} that can be read", "warning"
-    return DONE, f"is evaluated: {_figures(cards, parts)}; {_contexts(data, job_id)}", "info"
+        return FAILED, f"was evaluated, but {data.sae(job_id)} has no readable {CARD}", "warning"
+    return DONE, f"was evaluated: {_figures(cards, parts)}; {_contexts(data, job_id)}", "info"
 
 
 def failure(paths: RunPaths, code: int) -> str:
     """Return a message about a failed evaluation, with the trainer's error message or the signal that killed it."""
     if code < 0:
-        return f"was not evaluated: signal {-code} ended it; see {paths.evaluation_log}"
+        return f"was not evaluated: it was killed by signal {-code}; see {paths.evaluation_log}"
     return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
 
 
@@ -38,7 +38,7 @@ def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
     """Describe the requested metrics of the SAE with the lowest FVU."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
-        f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip
+        f"{best.figures.n_tokens:,} rows that it was trained on, since no rows are held out")  # fmt: skip
     words = [f"FVU {best.figures.fvu:.4f} on {rows}"] if ROWS in parts else []
     if IN_MODEL in parts:
         words.append(best.spliced.words if best.spliced else "no loss, since its model does not predict the next token")

@@ -138,7 +138,7 @@ def python_of(data: DataDir, job_id: int) -> str:
     if not isinstance(python, str) or not python:
         return ""
     if judged.distrust:
-        raise UserError(f"job {job_id} names a Python that is not run, because {judged.distrust}")
+        raise UserError(f"refusing to run the Python interpreter of job {job_id}: {judged.distrust}")
     named_python.refuse(python)
     return named_python.whole(python)
 

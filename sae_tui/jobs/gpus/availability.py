@@ -136,7 +136,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         short = sample.condition.trouble[1] if sample.condition and not sample.unusable else ""
         brief = f"{short}, job {job.id}" if job and short else short
     elif "uuid" in sample.failed:
-        state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
+        state, reason = "unhealthy", "its UUID cannot be read, but jobs are pinned to GPUs by UUID"
     elif job:
         idle = held.idle.get(sample.uuid)
         several = held.shared.get(sample.uuid)
@@ -154,7 +154,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     elif sample.processes is None:
         reason, brief = _unlisted_reason(sample)
     elif sample.is_latched:
-        reason = f"no process uses it; its {sample.utilization} % is a stale reading until a program uses CUDA on it"
+        reason = f"no process uses it; the reading of {sample.utilization} % is stale until a program uses CUDA on it"
         brief = "idle, stale reading"
     return GpuChoice(
         index=sample.index,

@@ -228,7 +228,7 @@ def _why(path: Path, error: OSError) -> str:
         whose = user_of(path.lstat().st_uid)
     except OSError:
         return f"{path} cannot be created ({error.strerror})"
-    reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+    reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
     return f"{path} of {whose} cannot be used ({reason}); ask {whose} or root to remove it"
 
 

@@ -34,7 +34,7 @@ def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
             code = _run([*command, str(file)])
             written = _without_comments(_read(file))
             if code:
-                raise UserError(f"{command[0]} ended with exit code {code}; {_keep_text(written, first)}")
+                raise UserError(f"{command[0]} exited with code {code}; {_keep_text(written, first)}")
             if written == text:
                 if refused:
                     raise UserError(f"{refused[0]}; {_keep_text(written, first)}")

@@ -288,7 +288,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
 def question_about(code: Sequence[consent.Code], path: Path) -> str:
     """Return the question to be confirmed by the user before the form is filled from a job file that runs code."""
     lines = [f"  {each.path}: {printable(each.does)}" for each in code]
-    asks = "Use these settings? Only if you trust the author of the file."
+    asks = "Use these settings? Do this only if you trust the author of the file."
     return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])
 
 

@@ -49,7 +49,7 @@ def answer_of(
     if process.returncode:
         lines = (errors or b"").decode(errors="replace").strip().splitlines()
         reason = failure_in(output) or (lines[-1] if lines else "")
-        raise UserError(reason or f"`trainer {command}` ended with {process.returncode} without a message")
+        raise UserError(reason or f"`trainer {command}` exited with code {process.returncode} without a message")
     try:
         return decode_as(output.splitlines()[-1], kind)
     except (ValueError, IndexError) as error:

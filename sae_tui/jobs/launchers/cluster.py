@@ -56,7 +56,7 @@ class SlurmJob:
         """Submit a job with an sbatch command; raise `SlurmError` if SLURM refuses it."""
         answer, failure = _run(argv)
         if failure:
-            raise SlurmError(f"SLURM refused it: {failure}")
+            raise SlurmError(f"SLURM refused the job: {failure}")
         slurm_id = answer.partition(";")[0].strip()
         if not _is_id(slurm_id):
             raise SlurmError(f"sbatch printed {show(answer.strip())}, not a job id; see squeue for the job")
@@ -143,4 +143,4 @@ def _run(argv: Sequence[str]) -> tuple[str, str]:
     if process.returncode == 0:
         return answer, ""
     lines = [line for line in errors.splitlines() if line.strip()]
-    return "", lines[-1] if lines else f"{argv[0]} ended with exit code {process.returncode}"
+    return "", lines[-1] if lines else f"{argv[0]} exited with code {process.returncode}"

@@ -69,7 +69,7 @@ class RankStates(Generic[R]):
 
     def cause(self) -> str:
         first = first_failed(self.ranks)
-        return first.error(len(self.ranks)) if first else "its ranks had to be ended"
+        return first.error(len(self.ranks)) if first else "its ranks had to be killed"
 
     def endings(self) -> tuple[RankEnding, ...]:
         return tuple(rank.ending(len(self.ranks)) for rank in self.ranks)

@@ -159,7 +159,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
     def dump_stacks(self, file: Path) -> None:
         """Write the names of the nodes to the file, since this host cannot read the stacks of remote processes."""
         where = self.describe() or "SLURM has not responded"
-        write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
+        write_whole(file, f"{where}; run `py-spy dump` there to see what they are doing\n")
 
     # The methods below track the state of the SLURM job.
 

@@ -104,7 +104,7 @@ class GpuReader:
     def _run_reader(self) -> None:
         stuck = [process for process in read_json(self._stuck_file, list[ProcessRef]) or () if _is_there(process)]
         if stuck and self._seconds_since_stuck() < min(LONGEST_STUCK_S, STUCK_S * 2 ** (len(stuck) - 1)):
-            self.problem = f"{_who(stuck[-1].pid)} hangs in the driver and cannot be ended"
+            self.problem = f"{_who(stuck[-1].pid)} hangs in the driver and cannot be killed"
             return
         command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]
         try:
@@ -117,11 +117,11 @@ class GpuReader:
         if answer.endswith(b"\n"):
             write_whole(self._file, answer, durable=False)
         if not _has_ended(reader) and identity:
-            note(f"process {reader.pid}, which read the GPUs, hangs in the driver and cannot be ended")
+            note(f"process {reader.pid}, which read the GPUs, hangs in the driver and cannot be killed")
             write_json(self._stuck_file, [*stuck, identity])
         if not answer.endswith(b"\n"):
             self._file.unlink(missing_ok=True)
-            self._fail(complaint or f"no answer within {READ_TIMEOUT_S:g} s")
+            self._fail(complaint or f"no response within {READ_TIMEOUT_S:g} s")
 
     def _fail(self, reason: str) -> None:
         self.problem = reason

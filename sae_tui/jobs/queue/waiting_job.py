@@ -155,7 +155,7 @@ class QueueEntry:
             self._tell_silent(job)
 
     def _tell_silent(self, job: Job) -> None:
-        words = f"its supervisor (pid {job.supervisor_pid}) does not answer; other jobs go first"
+        words = f"its supervisor (pid {job.supervisor_pid}) does not respond; other jobs go first"
         if job.waits_for == words:
             return
         self._control.update(job.id, waits_for=words)
@@ -168,7 +168,7 @@ class QueueEntry:
         A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports the supervisors
         that no longer send heartbeats.
         """
-        with tolerate("reporting supervisors that do not answer"):
+        with tolerate("reporting supervisors that do not respond"):
             for job in tuple(self._silent.values()):
                 supervisor = job.supervisor
                 if supervisor and supervisor.is_alive() and state_of(supervisor.pid) in _HALTED:
@@ -178,7 +178,7 @@ class QueueEntry:
         """Record which supervisors of skipped jobs send no heartbeats; also called after this job has started."""
         if not self._silent:
             return
-        with tolerate("reporting supervisors that do not answer"):
+        with tolerate("reporting supervisors that do not respond"):
             now = {job.id: job for job in self._control.active_jobs()}
             self._silent = {job.id: job for job in self._silent.values() if now.get(job.id) == job}
             for job in tuple(self._silent.values()):

@@ -219,7 +219,7 @@ class AttemptRunner:
         odd, file = attempt.describe(), self._paths.attempt(self._job.attempt) / "stacks.txt"
         try:
             attempt.dump_stacks(file)
-            where = f"{file} has the stacks of its ranks"
+            where = f"{file} contains the stacks of its ranks"
         except OSError as error:
             where = f"the stacks of its ranks could not be written: {error}"
         self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
@@ -260,7 +260,7 @@ class AttemptRunner:
             return Outcome(self._ending(JobState.FINISHED, None, attempt))
         hangs = attempt.is_hung
         if self._killed and not hangs:
-            return Outcome(self._ending(JobState.STOPPED, "was ended on request before it had saved", attempt))
+            return Outcome(self._ending(JobState.STOPPED, "was killed on request before it had saved", attempt))
         cause = attempt.cause() if hangs or not self._given_up else self._given_up
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 

@@ -37,7 +37,7 @@ def run_hook(data: DataDir, job: Job) -> None:
             settings.on_job_end, env=environment, stdin=subprocess.DEVNULL, cwd=data.root, timeout=LIMIT_S
         )
         if done.returncode:
-            note(f"on_job_end ended with exit code {done.returncode}")
+            note(f"on_job_end exited with code {done.returncode}")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         note(f"on_job_end: {error}")
 

@@ -150,7 +150,7 @@ class Supervisor:
         if is_gone(self._data.root):
             # The end cannot be recorded anywhere.
             # If the data folder was moved, the next command that uses it starts a new supervisor.
-            note(f"ends, since {self._data.root} no longer exists")
+            note(f"exits, because {self._data.root} no longer exists")
             return True
         if self._control.version()[0] != self._store:
             self._control.restore(as_recorded(self._paths, self._job))
@@ -212,7 +212,7 @@ class Supervisor:
             return False
         if cause and not cause.may_repeat:
             self._tell(
-                "not-restarted", f"is not restarted, since it would fail in the same way: {cause.text}", "warning"
+                "not-restarted", f"was not restarted, because it would fail in the same way: {cause.text}", "warning"
             )
             return False
         delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** min(made - 1, 10)) if made else 0.0
@@ -225,7 +225,8 @@ class Supervisor:
             if not retry("restarting", lambda: self._control.transition(self._job.id, JobState.STARTING, **fields)):
                 return False
         except UserError as reason:
-            self._tell("not-restarted", f"is not restarted, since the restart cannot be recorded: {reason}", "warning")
+            why = f"because the restart could not be recorded: {reason}"
+            self._tell("not-restarted", f"was not restarted, {why}", "warning")
             return False
         self._job = msgspec.structs.replace(self._job, state=JobState.STARTING, **fields)
         write_record(self._paths, self._job)

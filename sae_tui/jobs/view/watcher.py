@@ -76,7 +76,7 @@ class Watcher:
         """Why jobs cannot be read or changed, for example because a disk does not respond, or ""."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
-            return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
+            return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not respond"
         return self._problem
 
     def start(self) -> None:

@@ -76,7 +76,7 @@ def test_the_trainer_is_called_for_the_run_and_the_result_is_recorded(box: Box, 
     assert message == f"job {job_id} is being evaluated on the CPU; this continues if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
-        f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
+        f"job {job_id} was evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
         "KL score 0.960 ± 0.003, AUC 0.800 ± 0.010 with k = 1, 0.800 ± 0.010 with k = 16; "
         f"f, or `sae-tui features {job_id}`, shows its latents",
     )
@@ -93,7 +93,8 @@ def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
     write_card(box.data.sae(job_id) / "k=16", 0.25, is_held_out=False)
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[1] == (
-        f"job {job_id} is evaluated: k=16 has FVU 0.2500 on 1,000 rows that it was trained on, since none is held out; "
+        f"job {job_id} was evaluated: k=16 has FVU 0.2500 on 1,000 rows that it was trained on, "
+        "since no rows are held out; "
         "it has no max-activating examples, since its data has no token ids"
     )
 
@@ -102,12 +103,12 @@ def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
     ("script", "reason"),
     [
         ('echo "data.path: it is gone" >&2; exit 1', "was not evaluated: data.path: it is gone"),
-        ("kill -9 $$", "was not evaluated: signal 9 ended it; see "),
+        ("kill -9 $$", "was not evaluated: it was killed by signal 9; see "),
         (
             'echo "not written: there is no SAE in x"',
-            "is evaluated, but its report card is not written: there is no SAE in x",
+            "was evaluated, but its report card is not written: there is no SAE in x",
         ),
-        ("true", "is evaluated, but "),
+        ("true", "was evaluated, but "),
     ],
 )
 def test_a_failure_is_recorded_in_one_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:

@@ -33,7 +33,7 @@ def test_a_lock_that_is_not_a_file_is_rejected_at_once_with_its_owner(tmp_path: 
     (tmp_path / "sae-tui-GPU-0.lock").symlink_to("elsewhere")
     os.mkfifo(tmp_path / "sae-tui-GPU-1.lock")
     (tmp_path / "sae-tui-GPU-2.lock").mkdir()
-    for uuid, reason in (("GPU-0", "it is a link"), ("GPU-1", "not a file"), ("GPU-2", "not a file")):
+    for uuid, reason in (("GPU-0", "it is a symbolic link"), ("GPU-1", "not a file"), ("GPU-2", "not a file")):
         locks = GpuLocks(tmp_path, ["GPU-3", uuid])
         assert not locks.take()
         assert (locks.refused, locks.descriptors) == (uuid, ())

@@ -55,7 +55,7 @@ def test_data_is_inspected_once_until_its_files_change(shards: Path, tmp_path: P
     ("script", "reason"),
     [
         ("echo first >&2; echo 'data.path: it cannot be read' >&2; exit 1", "^data.path: it cannot be read$"),
-        ("exit 3", "`trainer inspect` ended with 3 without output"),
+        ("exit 3", "`trainer inspect` exited with code 3 without output"),
         ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
     ],
 )

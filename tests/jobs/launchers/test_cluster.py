@@ -91,7 +91,7 @@ def test_sbatch_output_gives_the_job_id_and_a_refusal_is_reported(program) -> No
     with pytest.raises(SlurmError, match='sbatch printed "Welcome to the cluster", not a job id'):
         SlurmJob.submit(["sbatch"])
     program("sbatch", "echo 'sbatch: error: Invalid account' >&2; exit 1")
-    with pytest.raises(SlurmError, match="SLURM refused it: sbatch: error: Invalid account"):
+    with pytest.raises(SlurmError, match="SLURM refused the job: sbatch: error: Invalid account"):
         SlurmJob.submit(["sbatch"])
     with pytest.raises(SlurmError, match="nowhere cannot be started: No such file"):
         SlurmJob.submit(["nowhere"])

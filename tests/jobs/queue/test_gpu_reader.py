@@ -155,10 +155,10 @@ def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_
     assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
     assert reader.samples(0.0)  # the stored reading is returned, since the GPUs are not read again
     assert len(started) == 1
-    assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
+    assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be killed"]
     reader._file.unlink()
     assert reader.samples() == ()
-    assert reader.problem == f"process {started[0].pid} hangs in the driver and cannot be ended"
+    assert reader.problem == f"process {started[0].pid} hangs in the driver and cannot be killed"
     for file in box.data.root.glob("cards-*.stuck"):
         os.utime(file, (time.time() - 61,) * 2)
     assert reader.samples()

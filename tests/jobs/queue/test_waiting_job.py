@@ -91,7 +91,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, priority=3)
     second, third = (line(box, queued(box)) for _ in range(2))
     assert not second.try_start()
-    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not respond; other jobs go first"
     assert [(event.kind, event.level) for event in box.control.events(first)] == [("silent", "warning")]
     assert second.try_start()
     assert not third.try_start()
@@ -127,7 +127,7 @@ def test_a_job_that_starts_before_a_halted_one_reports_it_despite_a_recent_heart
     sign.touch()
     second = line(box, queued(box))
     assert [second.try_start(), second.try_start()] == [False, True]
-    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not respond; other jobs go first"
     assert [event.kind for event in box.control.events(first)] == ["silent"]
     second.locks.release()
 
@@ -146,7 +146,7 @@ def test_a_started_job_reports_a_hanging_one_once_its_last_heartbeat_is_old(box,
     os.utime(sign, (1, 1))
     for _ in range(2):
         second.report_silent()
-    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not respond; other jobs go first"
     assert [event.kind for event in box.control.events(first)] == ["silent"]
     second.locks.release()
 

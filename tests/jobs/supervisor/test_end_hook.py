@@ -24,7 +24,7 @@ def test_the_environment_of_the_command_describes_the_ended_job(box):
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [(["sh", "-c", "exit 3"], "on_job_end ended with exit code 3"), (["no-such-program"], "on_job_end: [Errno 2]")],
+    [(["sh", "-c", "exit 3"], "on_job_end exited with code 3"), (["no-such-program"], "on_job_end: [Errno 2]")],
 )
 def test_a_failing_command_is_logged_and_has_no_other_effect(box, capsys, command, said):
     end(box, command)

@@ -164,10 +164,10 @@ def test_a_second_request_kills_a_job_that_does_not_stop(box):
     edits.stop(box.data, job_id)
     box.wait(job_id, JobState.STOPPING)
     begun = time.monotonic()
-    assert edits.kill(box.data, job_id) == f"job {job_id} is ended within 5 s, saved or not"
+    assert edits.kill(box.data, job_id) == f"job {job_id} is killed within 5 s, saved or not"
     job = box.wait_ended(job_id)
     assert time.monotonic() - begun < KILLED_WITHIN_S
-    assert (job.state, job.error) == (JobState.STOPPED, "was ended on request before it had saved")
+    assert (job.state, job.error) == (JobState.STOPPED, "was killed on request before it had saved")
     assert [rank.exit_signal for rank in box.control.ranks(job_id)] == [signal.SIGKILL, signal.SIGKILL]
     assert box.living(job_id) == []
 
