@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI. Its Python module is loaded only when a source is opened."""
+"""Reads AMD GPUs through AMD SMI. The Python module of AMD SMI is loaded only when a source is opened."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
 # Power limits above this value are in microwatts, as reported by ROCm 6 and 7; lower limits are in watts.
 MOST_WATTS = 100_000
-# Partition modes that split a GPU, unlike the mode SPX.
+# Partition modes that split a GPU. The mode SPX does not split it.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
 _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD GPUs of this machine, indexed like in AMD SMI: in the order of the PCI bus."""
+    """All AMD GPUs of this machine, with the same indices as in AMD SMI, which follow the order on the PCI bus."""
 
     name = "amdsmi"
     cuda = True
@@ -114,7 +114,8 @@ class Amd:
 class _AmdGpu:
     """One AMD GPU.
 
-    Values that never change are read only until one read succeeds. The power limit is reread with each process list.
+    Values that never change are cached after the first successful read. The power limit is reread with each process
+    list.
     """
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
@@ -149,7 +150,7 @@ class _AmdGpu:
         return self._details.read()
 
     def _identify(self) -> Mapping[str, Any] | None:
-        """Return the identity of the GPU, which is read only until one read succeeds.
+        """Return the identity of the GPU, which is cached after the first successful read.
 
         ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID that
         `amd-smi list` shows.

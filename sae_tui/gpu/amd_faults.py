@@ -53,7 +53,7 @@ SOURCE = {
     NO_PERMISSION: ("no permission to use the AMD driver", JOIN_GROUPS),
     DRIVER_NOT_LOADED: ("the AMD driver is not loaded", "load it with `sudo modprobe amdgpu`, or reboot"),
 }
-INSTALL = "install ROCm's package amd-smi-lib, or the pip package amdsmi in the version of ROCm"
+INSTALL = "install ROCm's package amd-smi-lib, or the version of the pip package amdsmi that matches ROCm"
 
 
 def gpu(code: int) -> str:

@@ -93,8 +93,8 @@ class Condition:
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending` is True if memory rows await
     replacement, and `rows_failed` is True if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is
     the latest fatal error since the program started to listen, or the latest error if none was fatal. `recovery` is
-    the action that the driver requires before the GPU is used again, such as `a reset`. It also reflects earlier
-    errors, and is empty if no action is required. Impossible values become None.
+    the action that the driver requires before the GPU is used again, such as `a reset`, or "" if no action is
+    required. `recovery` also reflects earlier errors. Impossible values become None.
     """
 
     sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
@@ -116,7 +116,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """The most serious reason not to run jobs on the GPU, as a long and a short text, or two empty strings."""
+        """The most serious reason not to run jobs on the GPU, as a long and a short text, or ("", "") if none."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -126,7 +126,7 @@ class Condition:
             remedy = "" if "reset" in self.xid.words else "; it needs a reset"
             return f"the GPU is failing, {self.xid.words}{remedy}", f"failing: Xid {self.xid.number}"
         if self.recovery:
-            return f"the GPU needs {self.recovery}, as its driver reports", f"needs {self.recovery}"
+            return f"the driver reports that the GPU needs {self.recovery}", f"needs {self.recovery}"
         if self.rows_pending:
             return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
         if n_errors:
@@ -158,7 +158,7 @@ class GpuSample:
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
     # Excludes the memory that the driver reserves. If the free memory is not reported, it is total minus used memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
-    utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
+    utilization: Annotated[Count | None, Sensor("Share of time during which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[
         Degrees | None, Sensor("Temperature of the chip", DEGREES, public="temperature", heading="TEMP", drop=0)
     ] = None
@@ -231,7 +231,7 @@ class GpuSample:
     def is_used_unseen(self) -> bool:
         """True if unlisted processes are clearly using the GPU.
 
-        High utilisation by itself is no proof: it also occurs on an idle GPU that the driver has just initialised.
+        High utilisation is not sufficient, since it also occurs on an idle GPU that the driver has just initialised.
         """
         unexplained = self.unexplained_bytes
         if unexplained is not None and unexplained > UNSEEN_BYTES:

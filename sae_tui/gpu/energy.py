@@ -58,7 +58,7 @@ class GpuMeter:
         return self._begin if self._newest is None else self._newest
 
     def add(self, reading: EnergyReading) -> None:
-        """Add a reading, unless it is not later than the last one."""
+        """Add a reading if it is later than the last one; otherwise, ignore it."""
         if reading.timestamp < self._begin or (self._newest is not None and reading.timestamp <= self._newest):
             return
         self._newest = reading.timestamp

@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the GPU history of a host. A file lock ensures that only one process per host does so at a time."""
+"""Writes `gpu.db`, the GPU history of a host. A file lock ensures that only one process per host writes at a time."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Recorder:
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[RingReading]) -> list[RingReading]:
         """Return the readings in `rows` that follow the last stored one.
 
-        If none of them is stored, return those that are later than all stored readings.
+        If none of `rows` is stored, return the readings that are later than all stored readings.
         """
         times = [row.timestamp for row in rows]
         # Search all GPU indices of this host, since the GPU may previously have had another index.

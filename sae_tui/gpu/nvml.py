@@ -51,7 +51,7 @@ Variants = tuple[tuple[Any, ...], ...]
 class Nvml:
     """All NVIDIA GPUs of this machine, with NVML's indices, which remain the same when a GPU fails.
 
-    The indices of MIG slices follow those of the GPUs.
+    The indices of MIG slices follow the indices of the GPUs.
     """
 
     name = "nvml"
@@ -166,7 +166,7 @@ class _NvmlGpu:
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
-        # The index in this source, and NVML's index of the GPU. They differ only for a slice.
+        # The index in this source, and NVML's index of the GPU. The two indices differ only for a slice.
         self.index = self.gpu = index
         # True if reads skip optional values, because the driver is about to be closed.
         self.is_hurried = False
@@ -202,7 +202,7 @@ class _NvmlGpu:
         )  # fmt: skip
 
     def details(self, sample: GpuSample) -> GpuDetails:
-        """Return the details of the GPU, all of which are None if the GPU cannot be read."""
+        """Return the details of the GPU; all fields are None if the GPU cannot be read."""
         from sae_tui.gpu.details import GpuDetails
 
         handle = self._handle
@@ -274,7 +274,7 @@ class _NvmlGpu:
         before = self._identity.get("uuid")
         self._once("uuid", UUID)
         if not is_new and before is not None:
-            # If the UUID cannot be read through the same handle, this does not mean that the GPU was replaced.
+            # A failed read of the UUID through the same handle does not mean that the GPU was replaced.
             self._failed.pop("uuid", None)
         if before is not None and self._static.get("uuid", None if is_new else before) != before:
             self._static.pop("name", None)
@@ -317,7 +317,7 @@ class _NvmlGpu:
             raise _GpuFault(error.value) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
-        """Return a rarely changing field; read it only until a read succeeds or shows that the field is unsupported."""
+        """Return a rarely changing field; cache it after a read that succeeds or shows that it is unsupported."""
         if field not in self._static:
             answer = self._get(field, variants)
             if field in self._failed:
@@ -353,7 +353,7 @@ class _NvmlGpu:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID or, if it is unknown, a placeholder to which no job can be pinned.
+        """Return the UUID or, if it is unknown, a placeholder that cannot be used to pin jobs.
 
         Record a missing UUID in `failed`.
         """

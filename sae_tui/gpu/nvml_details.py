@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CRITICAL = 8  # NVML's event type for Xid errors.
 _MOST_AT_ONCE = 100
-# NVIDIA's document "XID Errors" lists about 150 errors. These are the errors that occur during training.
+# The Xid errors that occur during training. NVIDIA's document "XID Errors" lists about 150 errors.
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
@@ -168,8 +168,8 @@ RECOVERIES: Mapping[int | None, str] = {
     0: "",
     1: "a reset",
     2: "a reboot of the machine",
-    3: "all programs that use peer-to-peer to end",
-    4: "its programs to end, and a reset",
+    3: "all programs that use peer-to-peer to exit",
+    4: "its programs to exit, and then a reset",
     5: "its IMEX domain to be recovered",
     6: "a reset of its PCIe bus",
     7: "a reboot of the machine",

@@ -1,4 +1,4 @@
-"""A history that is scaled to the available columns. Of any other history, only the latest values are drawn."""
+"""A history that is scaled to the available columns; for any other history, only the latest values are drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class Period(tuple[float | None, ...]):
     """Values at equal time steps in a period, oldest first; unknown values are None."""
 
     def in_columns(self, n: int) -> tuple[float | None, ...]:
-        """Return at most `n` columns, each of which is the mean of the known values in its part of the period."""
+        """Return at most `n` columns; each contains the mean of the known values in its part of the period."""
         length = len(self)
         n = min(n, length)
         return tuple(_mean(self[column * length // n : (column + 1) * length // n]) for column in range(n))

@@ -259,7 +259,7 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     except OSError:
         raise UserError(f"{what} has already exited") from None
     if os.geteuid() not in (0, owner):
-        raise UserError(f"{what} is {process.user}'s; only {process.user} or root can send it a signal")
+        raise UserError(f"{what} belongs to {process.user}; only {process.user} or root can send it a signal")
     if in_container() and not _has_open(process.pid, _driver_files(source_name)):
         raise UserError(f"{what} here has no GPU open; the driver's pid belongs to another container")
     if not process.identity.send(number):

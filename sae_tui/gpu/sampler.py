@@ -106,7 +106,7 @@ class Sampler:
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # Wait for the first thread first, since it starts the others. Once it has exited, no threads are added.
+        # Join the first thread first. Since it starts the other threads, none is added once it has exited.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)

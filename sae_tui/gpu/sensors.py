@@ -52,8 +52,8 @@ class Sensor:
     `words` describe the value in the JSON reference and in Prometheus; a value without `words` is not exported.
     `public` is the value's name in JSON, and `null` explains what null means there. `limits` are the lowest and the
     highest possible values, inclusive. A sensor with a `heading` is a column in every list of GPUs, and also appears
-    on the cards and in the map. In a narrow terminal, the columns with the highest `drop` are omitted first. A sensor
-    with a `title` is an entry in a `group` on a GPU's page.
+    in each GPU's panel and in the map. In a narrow terminal, the columns with the highest `drop` are omitted first. A
+    sensor with a `title` is an entry in a `group` on a GPU's page.
     """
 
     words: str = ""

@@ -160,7 +160,7 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """Return when a GPU's utilisation was last above `above` percent, or `after` if it was not since then.
+    """Return when a GPU's utilisation was last above `above` percent, or `after` if it has not been above it since.
 
     Return None if this is unknown, because no utilisation is stored since `after` or in the last three minutes. For
     example, slices do not report their utilisation.
@@ -205,8 +205,8 @@ def _places(
 ) -> str:
     """Return the `places` of a query as JSON: GPU indices, each with the time ranges of samples and minute means.
 
-    If `uuid` is given, include only the indices that this GPU has had. Where both tables have rows, read the samples
-    or, if `minutes`, the minute means, of which there are sixty times fewer.
+    If `uuid` is given, include only the indices that this GPU has had. For times that both tables cover, read the
+    samples or, if `minutes`, the minute means. There are sixty times fewer minute means than samples.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []

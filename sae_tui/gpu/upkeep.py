@@ -90,7 +90,7 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the time from which to compute the age of rows, which is `now` unless the clock has jumped ahead.
+        """Return the reference time for the age of rows, which is `now` unless the clock has jumped ahead.
 
         A jump while this process runs is detected by comparison with the time since boot. The new time is accepted
         after a day. A jump before this process started is detected as a gap of hours in the stored rows. The new time

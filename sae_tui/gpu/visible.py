@@ -45,7 +45,7 @@ def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], s
 
 
 def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:
-    """Return text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`, or "" if no GPU is hidden."""
+    """Return a string like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`, or "" if no GPU is hidden."""
     return f"{n_visible} of {n_gpus} GPUs, by {_variables(source_name)}" if n_visible < n_gpus else ""
 
 

@@ -16,7 +16,7 @@ from sae_tui.gpu.stored import MINUTE_S, stored_samples
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
 # The time spans, in seconds, that can be shown in addition to the latest intervals.
 SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
-# For longer spans, minute means are read, of which there are sixty times fewer than samples.
+# For longer spans, minute means are read, since there are sixty times fewer minute means than samples.
 _MINUTES_FROM_S = 3600
 
 

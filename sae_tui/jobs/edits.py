@@ -81,7 +81,7 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
-    # Mark a pause request that the supervisor has not read yet as answered. Otherwise, it would hold the job again.
+    # Mark a pause request that the supervisor has not read yet as answered, since it would hold the job again.
     control.answer(job_id, "pause")
     message = _release_message(job, is_held, describe_unfinished(data, control, job), data.run(job_id))
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
@@ -166,7 +166,7 @@ def kill(data: DataDir, job_id: int) -> str:
 
 
 def pause(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and to return to the queue, where it is held. Its GPUs are free until it is released."""
+    """Ask a job to save and to return to the queue, where it is held and does not occupy GPUs."""
     return _ask(
         data,
         job_id,

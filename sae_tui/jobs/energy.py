@@ -8,7 +8,7 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# If a smaller share of a job's time was measured, the user is informed.
+# The user is informed if the energy was measured for a smaller share of a job's time.
 # The limit is below 1 because the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
@@ -43,12 +43,12 @@ def energy_of(job: Job, settings: Settings) -> Energy:
 
 
 def is_whole(energy: Energy) -> bool:
-    """Return whether almost all of the job's time was measured."""
+    """Return whether the energy was measured for almost all of the job's time."""
     return (energy.energy_share or 0.0) >= WHOLE
 
 
 def energy_words(job: Job, settings: Settings) -> str:
-    """Return text like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (measured for 83 % of its time)`, or "" if unknown."""
+    """Return a string like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (measured for 83 % of its time)`, or "" if none."""
     energy = energy_of(job, settings)
     if energy.energy_wh is None or energy.energy_share is None:
         return ""

@@ -65,7 +65,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"Too many open files",
-        Remedy("limits", "raise the limit of open files (`ulimit -n 65536`) where the app is started", False),
+        Remedy("limits", "raise the limit on open files (`ulimit -n 65536`) in the shell that starts the app", False),
     ),
     (
         r"No module named '(torch|numpy|safetensors)",

@@ -54,7 +54,7 @@ class LiveRun:
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return a dict that maps these series to their latest values, which for a sweep are those of its best SAE."""
+        """Return a dict that maps these series to their latest values, for a sweep to the values of its best SAE."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

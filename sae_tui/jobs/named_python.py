@@ -31,7 +31,7 @@ def command(python: str | None, *words: str) -> list[str]:
 
 
 def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables with which this interpreter finds its own packages."""
+    """Return the environment variables to run this interpreter with, so that it finds its own packages."""
     return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes a run's `record.json`, a copy of the job's row from which a lost store can be rebuilt."""
+"""Reads and writes a run's `record.json`, a copy of the job's row that is used to rebuild a lost store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Restarts the supervisors of queued jobs that no longer have one, for example after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` starts the supervisors one after another, in queue order. It runs in the
-background, so that other commands need not wait for it.
+`python -m sae_tui.jobs.revive DATA_DIR` starts the supervisors one after another, in queue order. The command runs in
+the background, so that other commands need not wait for it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def tolerate_disk(action: str) -> Iterator[None]:
-    """Within the context, log disk errors, such as those of a full or read-only disk, and continue without writing."""
+    """Within the context, log disk errors, for example if the disk is full or read-only, and continue."""
     try:
         yield
     except OSError as error:

@@ -24,8 +24,8 @@ class GpuChoice(msgspec.Struct, frozen=True):
     """A GPU that a job may use; `reason` explains why the GPU is unavailable, or what is unknown about it.
 
     `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory that jobs can use on the
-    GPU while it is idle. It is less than the total memory, since the driver reserves some of that. `withheld` is True
-    if only other users may use the GPU.
+    idle GPU, which excludes the memory that the driver reserves. `withheld` is True if only other users may use the
+    GPU.
     """
 
     index: int
@@ -120,7 +120,7 @@ def fit(choice: GpuChoice, needed_bytes: int) -> str:
     """Return why a job that needs `needed_bytes` does not fit into a GPU's free memory, or "" if it fits."""
     free = choice.memory_free_bytes
     if free is None:
-        # 0 bytes means that the memory need of the job is not known yet.
+        # A value of 0 means that the job's memory requirement is not known yet.
         return f"needs {gibibytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
     return "" if free >= needed_bytes else f"needs {gibibytes(needed_bytes)}, {gibibytes(free)} free"
 
@@ -180,7 +180,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
     """Describe the process that uses a GPU in exclusive compute mode, or return "" if there is none.
 
-    In this mode, even a process that uses little memory occupies the GPU.
+    In exclusive compute mode, even a process that uses little memory occupies the GPU.
     """
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}; the GPU allows one process at a time" if takes_one_process(sample) and alone else ""
@@ -205,13 +205,13 @@ def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
     """Return whether an unlisted process must be using a GPU; return False if one of our jobs leases the GPU."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
-    # Ignore a reading from before the last of our jobs ended on the GPU: it shows the use by that job.
+    # Ignore a reading that was taken before our last job on the GPU ended, since it reflects that job's use of the GPU.
     freed = held.freed.get(sample.uuid)
     return freed is None or sample.timestamp > freed
 
 
 def _use(sample: GpuSample) -> str:
-    """Return the utilisation and the used memory of a GPU as far as they are known, like `98 %, 127.0 GiB`."""
+    """Format the utilisation and the used memory of a GPU, like `98 %, 127.0 GiB`; omit unknown values."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gibibytes(sample.memory_used_bytes)])])
 

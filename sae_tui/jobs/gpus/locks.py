@@ -139,7 +139,7 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
 
 
 class HolderReader:
-    """Reads the holders of locks on a separate thread, so that a hanging disk does not block the caller."""
+    """Reads the holders of locks on a separate thread, so that a hung disk does not block the caller."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -201,8 +201,9 @@ def _make_shared_folder(folder: Path) -> str:
 def open_lock(path: Path) -> int:
     """Open a lock file, creating it if missing, and return its descriptor.
 
-    The file is opened read-only, since it may belong to another user, and since a lock requires no more. Symbolic
-    links are not followed, and a FIFO does not block the call. Raise `OSError` if the path is not a regular file.
+    The file is opened read-only, which is sufficient for locking and also works if the file belongs to another user.
+    Symbolic links are not followed, and a FIFO does not block the call. Raise `OSError` if the path is not a regular
+    file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = _open_or_create(path, flags)

@@ -67,5 +67,5 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
 
 
 def name_elsewhere(name: str, n_gpus: int) -> str:
-    """Return the name with which another process can open a source with the same GPUs."""
+    """Return a name that another process can use to open a source with the same GPUs."""
     return f"{name}:{n_gpus}" if name == "simulated" and n_gpus else name

@@ -22,8 +22,8 @@ def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
     """Open a job file in the editor until it is valid, and return its table; return None if the user changed nothing.
 
     Comments at the top of the file describe the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot
-    be run or reports failure, or if the user leaves an invalid file unchanged. In the latter two cases, the message
-    names a file with the edited text.
+    be run. Also raise it if the editor reports failure, or if the user leaves an invalid file unchanged; the message
+    then names a file with the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def _without_comments(text: str) -> str:
 
 
 def _keep_text(written: str, first: str) -> str:
-    """Write the edited text to a file, and return a message with its path; the message says that the form is unchanged.
+    """Save the edited text to a file, and return a message that names the file and states that the form is unchanged.
 
     If the user changed nothing, write no file.
     """

@@ -233,8 +233,8 @@ def kind_of(values: Mapping[str, Any]) -> str:
 def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
     """Return lists of the classes that define a job's settings.
 
-    The first list contains the class of each section. It is followed by one list per section with a choice, such as
-    the architecture. This list contains the class of the chosen entry, or several classes for a sweep.
+    The first list contains the class of each section. For each section that offers a choice, such as the architecture,
+    another list contains the class of the chosen entry, or several classes for a sweep.
     """
     sections = job_class(kind_of(values)).sections
     of_entries = [
@@ -323,7 +323,7 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
     """Return a dict that maps overridden settings to their effective values, like `4.0 (from d_sae)`.
 
-    The text of an unknown value omits the number.
+    If the effective value of a setting is unknown, its text omits the number.
     """
     return {
         path: f"{reviewed.comes_to.get(path, '')}(from {by.rpartition('.')[2]})"

@@ -1,4 +1,4 @@
-"""The memory that a job needs: an estimate, the peak of a similar job, and changed settings with which it would fit."""
+"""The memory that a job needs: an estimate, the peak of a similar job, and settings that would make the job fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Need(msgspec.Struct, frozen=True):
     otherwise: str = "a smaller batch_size or d_sae"
     # True if too little memory was free when the remedies were computed.
     judged_lacking: bool = False
-    # The memory requirement according to the outlook. It replaces the sum of `parts`, since it may have been measured.
+    # The memory requirement in the outlook, which replaces the sum of `parts` because it may have been measured.
     taken_bytes: int | None = None
     on_gpus: bool = True
 
@@ -142,7 +142,7 @@ def of_same_shape(
 
 
 def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
-    """Return all that determines a job's memory: its estimate, and settings whose effect may be estimated wrongly."""
+    """Return a key that is equal for jobs with equal memory use: the estimate, and settings that it may misjudge."""
     asked = job.parallel, job.model_gpus
     work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [

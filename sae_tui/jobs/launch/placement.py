@@ -199,7 +199,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
 
 
 def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> None:
-    """Raise `JobFileError` if too few GPUs are usable; this includes busy GPUs, since the job waits for them."""
+    """Raise `JobFileError` if too few GPUs are usable, even if the job waits for busy GPUs."""
     count = proposal.devices
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')

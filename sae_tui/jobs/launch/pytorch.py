@@ -27,7 +27,7 @@ def cuda_problem(vendors: Collection[str] = ()) -> str:
 
 
 def without_cuda(version: str, gpus: str, vendors: Sequence[Vendor] = ()) -> str:
-    """Return text like `2.9.0+cpu is built without CUDA, so no job can use the 2 GPUs`."""
+    """Return a string like `2.9.0+cpu is built without CUDA, so no job can use the 2 GPUs`."""
     runtimes = " and ".join(dict.fromkeys(vendor.runtime_words for vendor in vendors)) or "CUDA"
     return f"{version} is built without {runtimes}, so no job can use the {gpus}"
 

@@ -49,7 +49,7 @@ _PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
 class ResumePlan(msgspec.Struct, frozen=True):
-    """The plan of a resume: the job, where it runs, and notes for the user."""
+    """The plan for resuming a job: its settings, where it runs, and notes for the user."""
 
     config: AnyJob
     placement: Placement
@@ -57,7 +57,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     # The unit of `step`: "step" for a training job, or "row" for an extraction job.
     counts: str = "step"
-    # Whether there is a checkpoint. `step` does not show this, since the checkpoint of an imported SAE has step 0.
+    # True if there is a checkpoint. `step` may be 0 even then, since the checkpoint of an imported SAE has step 0.
     has_checkpoint: bool = True
     # The total number of steps, or None unless the job is a training job with a checkpoint.
     total_steps: int | None = None
@@ -169,7 +169,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 def _complete_launch(data: DataDir, job: Job) -> None:
     """Write the job file of a job whose launch was interrupted before the file was written.
 
-    Raise `UserError` if the job has already run. In this case, the missing job file must have been deleted.
+    Raise `UserError` if the job has already run, since this means that its job file was deleted later.
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
@@ -242,7 +242,7 @@ def _as_before(job: Job) -> Placement:
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """Move `exit.json` to the folder of its attempt. In the run folder, it would mark the resumed job as ended."""
+    """Move `exit.json` from the run folder, where it marks the job as ended, to the folder of its attempt."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():

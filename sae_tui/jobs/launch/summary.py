@@ -1,4 +1,4 @@
-"""Lists the settings of a job for display: first those that identify a run, then others with non-default values."""
+"""Lists the settings of a job for display: first the identifying settings, then other non-default settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return two lists of setting names and values: the important settings, then those with their default value.
+    """Return two lists of setting names and values: the important settings, and the settings with default values.
 
     The first list is sorted by importance. `became` contains the paths of settings that are "auto", with the values
     that were chosen for them.

@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.5
 # The time limit for SLURM's commands. A busy controller responds late, and one that is down does not respond at all.
 TIMEOUT_S = 15.0
 # A job is presumed to have ended if SLURM does not know it this many times in a row.
-# SLURM forgets ended jobs after MinJobAge, but a restarted controller may briefly not know a running job either.
+# SLURM forgets ended jobs after MinJobAge, but a restarted controller may also briefly not know a running job.
 TIMES_UNKNOWN = 3
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),

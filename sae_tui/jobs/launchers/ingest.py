@@ -38,7 +38,7 @@ class Ingest:
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # The trainer never writes lines of this length. Their pieces cannot be decoded and are skipped.
+        # The trainer never writes lines of this length, so their pieces cannot be decoded and are skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])

@@ -136,9 +136,9 @@ def is_halted(pid: int) -> bool:
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
-    """Write those Python stacks of these processes that can be read to a file.
+    """Write the Python stacks of these processes to a file; if a stack cannot be read, write the reason instead.
 
-    The stacks of processes that are halted or blocked in C++ code can be read too.
+    The stacks of processes that are halted or blocked in C++ code can also be read.
     """
     sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(sections).encode(errors="replace"))

@@ -21,7 +21,7 @@ from trainer.contract.settings.job import Launch
 from trainer.contract.store.rows import Device
 
 # A job is asked to save and stop this many seconds before its time limit.
-# If the limit is short, the job is asked after three quarters of it.
+# If the time limit is short, the job is asked to save after three quarters of the limit.
 SAVE_S = 120
 
 # The batch shell runs on the first node and receives SIGUSR1 before the time limit. The ranks do not use MPI.

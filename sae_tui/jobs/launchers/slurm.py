@@ -1,7 +1,7 @@
 """Runs the ranks of an attempt on nodes that SLURM chooses.
 
-The supervisor stays on the host that submitted the job. It reads the state and progress of the ranks from files in the
-run folder, which all nodes can access.
+The supervisor stays on the host that submitted the job. The supervisor reads the state and progress of the ranks from
+files in the run folder, which all nodes can access.
 """
 
 from __future__ import annotations

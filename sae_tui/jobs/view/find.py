@@ -1,4 +1,4 @@
-"""Filters jobs by search terms, all of which must match, and sorts jobs."""
+"""Filters jobs by search terms, which must all match, and sorts jobs."""
 
 from __future__ import annotations
 

@@ -84,9 +84,9 @@ def overfitting_words(job: Job) -> str:
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric by which to judge a job, and whether it was measured only on training batches.
+    """Return the value of a metric for judging a job, and whether the value was measured only on training batches.
 
-    Return the held-out value if the metric has one. Before the first evaluation of the run, there is none.
+    Return the held-out value if the metric has one. Before the run's first evaluation, there is no held-out value.
     """
     if name not in held_out_metrics():
         return newest_value(job, name), False

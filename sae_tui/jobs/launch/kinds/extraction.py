@@ -23,7 +23,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
     heading = "Model and text"
 
     def needs(self, look: ExtractionOutlook, measured: PeakMemory | None = None) -> str:
-        """Return text like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
+        """Return a string like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
         if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
             return "memory unknown: the model is not downloaded yet"
         time = duration(look.seconds)
@@ -32,7 +32,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
         return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk_words(look)}; about {time}, estimated"
 
     def summary(self, job: ExtractJob, look: ExtractionOutlook, *, device: str = "", past: Iterable[Job] = ()) -> str:
-        """Return text like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
+        """Return a string like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
         where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
         where = f"one model over {where}" if look.mode == SPREAD and look.on_gpus else where
         wide = "" if look.d_in is None else f", {look.d_in:,} wide"

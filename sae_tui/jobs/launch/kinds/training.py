@@ -42,7 +42,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
         return f"{needs}; {measured}" if measured else needs
 
     def summary(self, job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
-        """Return text like `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
+        """Return a string like `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
 
         For a sweep, the text starts with a list of the SAEs. The time is based on a finished job of the same shape on
         the same type of device. If there is no such job, the time is an estimate.
@@ -132,7 +132,7 @@ def _factors(work: Workload) -> list[int]:
 
 
 def _sweep(job: JobConfig) -> str:
-    """Return text like `3 SAEs: k=16, k=32, k=64`; if there are more than 6 SAEs, list only the first 5."""
+    """Return a string like `3 SAEs: k=16, k=32, k=64`; if there are more than 6 SAEs, list only the first 5."""
     labels = [label.replace(",", " ") for label in members(job)]
     shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
     return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
