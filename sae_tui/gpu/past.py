@@ -39,7 +39,7 @@ class RecentHistory:
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> RecentHistory:
     """Return the readings of these GPUs in the last `n` intervals.
 
-    The last interval is the current one, unless no GPU has a reading in it yet; then, it is the previous one.
+    The last interval is the current one, or the previous one if no GPU has a reading in the current one yet.
     """
     rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)

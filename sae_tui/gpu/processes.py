@@ -126,7 +126,7 @@ class _OsProcess:
     @classmethod
     def of(cls, pid: int) -> _OsProcess | None:
         """Return the process that currently has this pid, or None."""
-        # Read the identity first, so that it is detected if the pid is reused during the reads below.
+        # Read the identity first, to detect whether the pid is reused during the reads below.
         identity = ProcessRef.of(pid)
         with _unless_gone():
             host = cls(_process(pid), identity) if identity else None
@@ -246,8 +246,8 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     """Send a signal to exactly the process that was displayed; return a message about the result.
 
     Raise `UserError` if the process has exited, belongs to another user or is not visible here. In a container, also
-    raise it if the process with this pid has not opened the GPU driver. In this case, the pid that the driver reports
-    belongs to a process in another container.
+    raise it if the process with this pid has not opened the GPU driver, since this means that the driver's pid belongs
+    to a process in another container.
     """
     what = f"process {process.pid}"
     if process.identity is None:

@@ -293,7 +293,7 @@ class Sampler:
             sample = _lost(gpu.sample, sample)
         if sample.uuid != gpu.sample.uuid:
             gpu.buffered = None  # Another GPU has this index now.
-        # Update the ring before the latest sample, so that the ring is never of an older GPU than the sample.
+        # Update the ring before the latest sample, so that the ring never contains an older GPU than the sample.
         gpu.ring.append(sample)
         gpu.sample, gpu.answered = sample, time.monotonic()
         gpu.took_s = gpu.answered - begun

@@ -266,7 +266,7 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # Run the script in a folder owned by root: older interpreters lack the option -P and import from that folder.
+    # Run the script in a folder owned by root, since older interpreters lack the option -P and import from that folder.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(

@@ -20,7 +20,7 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# The interval between a supervisor's updates of the modification time of its run's lock file.
+# The interval at which a supervisor updates the modification time of its run's lock file.
 SIGN_EVERY_S = 30.0
 # A supervisor is regarded as silent only after this time, since the clocks of two hosts may differ by a minute.
 SILENT_S = 180.0

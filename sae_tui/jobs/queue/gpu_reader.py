@@ -31,13 +31,13 @@ from trainer.contract.store.rows import Job, Lease
 FRESH_S = 5.0
 # Readings up to this age may be used to look up the name of a GPU, since the name does not change.
 NAMED_S = 86_400.0
-# Includes the startup of Python, and the time limits for opening the driver and for reading a GPU.
+# The time limit for a read, which includes the startup of Python, opening the driver and reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 # Samples may be this many seconds older than requested while another process is reading the GPUs.
 LATE_S = 5.0
 # How long a process that has responded may take to exit. Normally, it exits immediately.
 END_S = 1.0
-# The pause after a reading process has hung in the driver. It doubles with each further hung process, up to a maximum.
+# The pause after a reading process has hung in the driver, and its maximum. Each further hung process doubles the pause.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
@@ -72,7 +72,7 @@ class GpuReader:
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _has_reading(self) -> bool:
-        # A missing reading has an infinite age. Check for it separately, since `fresh_s` can be infinite, too.
+        # Check for a missing reading separately, since its age is infinite, and `fresh_s` may also be infinite.
         return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
@@ -143,7 +143,7 @@ def _is_ours(lock: int) -> bool:
 
 
 def _is_there(process: ProcessRef) -> bool:
-    """Return whether a process still exists. Even a killed process does if one of its threads hangs in the driver."""
+    """Return whether a process still exists, as a killed process does if one of its threads hangs in the driver."""
     return process.boot_id == boot_id() and state_of(process.pid) != ""
 
 
@@ -219,7 +219,7 @@ def gpus(
 
 
 def named_gpus(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
-    """Return the GPUs that a job names, without readings: only their leases are known."""
+    """Return the GPUs that a job names, with their leases, but without readings."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]

@@ -50,7 +50,7 @@ class QueueEntry:
         self._again_at = 0.0
         self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # When each other job could first have started, and the rows of the jobs that are skipped; both by job id.
+        # By job id: when each other job could first have started, and the rows of the jobs that are skipped.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
@@ -222,7 +222,7 @@ class QueueEntry:
                 return "it is no longer queued"
         except LeaseConflict as conflict:
             # The GPU's lock was free, so the supervisor and ranks of the job that holds the lease have exited.
-            # Correct the row of that job.
+            # Correct the row of the job that holds the lease.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
@@ -239,8 +239,8 @@ class QueueEntry:
 
 
 def _kind(obstacle: str) -> str:
-    """Return a reason for waiting without its numbers and text in brackets.
+    """Return a reason for waiting without the parts that change often: numbers and text in brackets.
 
-    These parts change often, for example with the free memory and the processes of other users.
+    For example, free memory and the processes of other users change often.
     """
     return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

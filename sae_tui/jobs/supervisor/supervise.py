@@ -277,7 +277,7 @@ class Supervisor:
         self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
     def _conclude(self, ending: JobEnding) -> None:
-        """Record how the job ended in the run's files, then in the store. Then, the job may be resumed or deleted."""
+        """Record how the job ended in the run's files, then in the store. Afterwards, it may be resumed or deleted."""
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         with tolerate("recording the end"):

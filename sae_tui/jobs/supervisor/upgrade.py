@@ -1,7 +1,7 @@
 """Restarts a waiting supervisor if its package has been replaced, for example by `pip install -U`.
 
-A supervisor loads many modules only when its job starts. If they came from a new version, they would not match the
-modules that are already loaded.
+A supervisor loads many modules only when its job starts. Modules of a new version would not match the modules that are
+already loaded.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     except StoreCorrupt:
         return set_aside(path, "corrupt")
     except StoreError:
-        # The store is not corrupt. It is locked, was written by a newer version, or is not readable by this user.
+        # The store is not corrupt, but it is locked, was written by a newer version, or is not readable by this user.
         return None
     return None
 

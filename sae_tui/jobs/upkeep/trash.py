@@ -149,7 +149,7 @@ def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
 
 
 def _owner_file(data: DataDir, pid: int) -> Path:
-    """Return the lock file of a process that has deleted jobs. Processes with the same pid on other hosts share it."""
+    """Return the lock file of a process that has deleted jobs; processes with the same pid on other hosts share it."""
     return data.locks / f"trash-{pid}.lock"
 
 
