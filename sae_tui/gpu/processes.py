@@ -181,7 +181,7 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job of a process, or "" if there is none, or if the app runs in the same one."""
+    """Return the container or cluster job of a process, or "" if it runs in none, or in the same one as the app."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
