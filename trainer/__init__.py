@@ -1,1 +1,1 @@
-"""Headless trainer of sparse autoencoders. Importing this package loads no other module."""
+"""Headless trainer for sparse autoencoders. Importing this package loads no other module."""

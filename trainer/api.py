@@ -86,18 +86,18 @@ def train(
 ) -> Fitted:
     """Train on `n_steps` batches of raw activations and return the SAE.
 
-    If `data` ends too early, it is iterated again, unless it can be iterated only once. `settings` accepts the settings
-    of the sections `[sae]` and `[train]` of a job file. Raise `JobFileError` if a setting is unknown or invalid, and
-    `UserError` if training on the data is impossible; warn if there is too little data. `on_log(step, values)` is
-    called every `log_every` steps; `values` contains the means of the metrics over the steps since the last call.
-    `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include `heldout_fvu` and
-    `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
+    If `data` is exhausted before `n_steps`, it is iterated again, unless it can be iterated only once. `settings`
+    accepts the settings of the sections `[sae]` and `[train]` of a job file. Raise `JobFileError` if a setting is
+    unknown or invalid, and `UserError` if training on the data is impossible; warn if there is too little data.
+    `on_log(step, values)` is called every `log_every` steps; `values` contains the means of the metrics over the steps
+    since the last call. `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include
+    `heldout_fvu` and `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
     first = list(_until(batches, SAMPLE_TOKENS))
     if not first:
-        raise UserError("data: holds no batch; give an iterable of tensors [n_tokens, d_in]")
+        raise UserError("data: contains no batches; give an iterable of tensors [n_tokens, d_in]")
     job = _job(settings, n_steps, len(first[0][0]))
     rows = None if held_out is None else _UnseenRows(held_out, first[0])
     set_matmul_precision(resolve_precision(job.train.precision, device))
@@ -266,7 +266,7 @@ def _shapes(x: Tensor, y: Tensor) -> str:
 
 
 def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches until they contain at least `n_tokens` tokens in total, or until the data ends."""
+    """Yield batches until they contain at least `n_tokens` tokens in total, or until the data is exhausted."""
     n_so_far = 0
     while n_so_far < n_tokens and (pair := next(batches, None)) is not None:
         n_so_far += len(pair[0])

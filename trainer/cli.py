@@ -65,15 +65,15 @@ from trainer.ranks.foreground import (
 if TYPE_CHECKING:
     from trainer.training.push import Push
 
-# Commands that start without torch. `rank` also starts, so that it can record a missing package as the reason for its
-# failure.
+# Commands that start without torch. `rank` is one of them, so that it can record a missing package as the reason for
+# its failure.
 _WITHOUT_TORCH = ("estimate", "rank")
 # The default parent folder for runs.
 RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; print user errors with one line per problem."""
+    """Run one command and return its exit code; print user errors, one line per problem."""
     take_back_signals()
     keep_own_access()
     with inspecting_by(foreign.inspect):
@@ -121,7 +121,7 @@ def _warn(text: str) -> None:
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
-    """Return a dict that maps the text of each path argument to its `Path`; without `--out`, `run` adds its default."""
+    """Return a dict that maps each path argument to its `Path`; for `run` without `--out`, add the default folder."""
     values = [*vars(flags).values(), *getattr(flags, "paths", ())]
     paths = {str(value): value for value in values if isinstance(value, Path)}
     return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
@@ -150,7 +150,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
-    """Return the job; raise `JobFileError` if the job runs a model's own code and no flag allows this."""
+    """Return the job; raise `JobFileError` if the job would run a model's own code and no flag allows that."""
     # The job's Python interpreter and sbatch options need no check here, since only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job
@@ -182,7 +182,7 @@ def _say_headers(found: ShardSet, *, as_json: bool) -> None:
     try:
         show_text(f"{printable_json(msgspec.json.encode(found, enc_hook=str).decode())}\n")
     except UnicodeEncodeError:
-        raise UserError("a file name is not UTF-8, which JSON cannot hold; rename the file") from None
+        raise UserError("a file name is not UTF-8, and JSON cannot represent it; rename the file") from None
 
 
 def _join(flags: argparse.Namespace) -> int:
@@ -294,7 +294,7 @@ def _export(flags: argparse.Namespace) -> int:
 
 
 def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Export the SAEs of one checkpoint, or a set from several runs; return the result as a dict and as text lines."""
+    """Export one checkpoint's SAEs, or a set from several runs; return the result as a dict and as lines of text."""
     from trainer.evaluation.contexts import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set, is_set
@@ -320,11 +320,11 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _push_of(flags: argparse.Namespace) -> Push | None:
-    """Return the uploader for `--push`; None without that flag, so that the hub is not contacted."""
+    """Return the uploader for `--push`, or None without that flag, so that the hub is not contacted."""
     if flags.push is None:
         for flag, is_given in (("--public", flags.public), ("--yes", flags.yes)):
             if is_given:
-                raise UsageError(f"{flag}: needs --push REPO")
+                raise UsageError(f"{flag}: requires --push REPO")
         return None
     from trainer.training.push import Push
 

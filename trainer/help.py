@@ -27,7 +27,7 @@ examples:
   sae-train estimate job.toml                       memory per GPU, before a run
   sae-train bench job.toml                          tokens/s here, and where the time goes
 
-a minimal job file of a training:
+a minimal job file for a training run:
   [data]
   path = "data/sample"       # .safetensors shards with a tensor `activations` [n_tokens, d_in]
 
@@ -41,7 +41,7 @@ examples:
   sae-train run job.toml --set launch.gpus=cpu:2                on two CPU processes
   sae-train run job.toml --set train.n_steps=50 --out /tmp/try --json
 
-a sweep trains several SAEs in one pass over the data: give a list of values, or two lists for all combinations:
+a sweep trains several SAEs in one pass over the data; give a list of values, or two lists for all combinations:
   sae-train run job.toml --set 'sae.k=[16,32,64]'
   sae-train run job.toml --set 'sae.d_sae=[3072,12288]' --set 'train.seed=[0,1]'
 
@@ -55,7 +55,7 @@ ends it immediately.
 
 EXTRACT = f"""\
 examples:
-  sae-train extract job.toml                                      starts, or continues a stopped extraction
+  sae-train extract job.toml                                      start an extraction, or resume a stopped one
   sae-train extract job.toml --set extract.n_tokens=10M --json
 
 a job file:
@@ -68,12 +68,12 @@ a job file:
   context = 256
   [extract]
   n_tokens = 1_000_000
-  output = "activations"                         # one subfolder per hook, for `data.path` of a training
+  output = "activations"                         # one subfolder per hook, for `data.path` of a training job
 
 documents are packed end to end, and do not attend to each other. Rows of special tokens, rows of the first token of
-each document in a context, and rows with more than 10 times the median norm are left out, and their number is reported.
-All hooks have rows of the same tokens. Ctrl-C stops the extraction; the same command continues it after the last
-finished shard. It needs `pip install 'sae-tui[hf]'`.
+each document in a context, and rows with more than 10 times the median norm are left out; the number of such rows is
+reported. All hooks have rows for the same tokens. Ctrl-C stops the extraction; the same command resumes it after the
+last finished shard. Extraction requires `pip install 'sae-tui[hf]'`.
 {_EXITS}
 """
 
@@ -82,10 +82,10 @@ examples:
   sae-train inspect data/sample
   sae-train inspect acts/resid_post.12 --json
 
-it checks 65,536 random rows: NaN, rows with a huge norm, constant dimensions, rows that occur more than once, and how
-far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy. --headers does not check
-the rows: it only shows the number of rows and how they are stored.
-Exit codes: 0 checked, 1 not usable for a training, 2 bad usage or data that cannot be read.
+it checks 65,536 random rows for NaN, huge norms, constant dimensions and duplicate rows, and measures how far the mean
+is from the origin (gamma, relative to the spread of the rows). Each finding comes with a remedy. --headers does not
+check the rows; it only shows the number of rows and how they are stored.
+Exit codes: 0 checked, 1 not usable for training, 2 bad usage or data that cannot be read.
 """
 
 RESUME = f"""\
@@ -95,12 +95,12 @@ examples:
   sae-train resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
   sae-train resume runs/sae-20250101-120000 --finish                      cool down from the checkpoint, and finish
 
-it resumes at the newest complete checkpoint; on the CPU the result is bit-identical to that of an uninterrupted run.
-The config of a run is frozen: --set accepts its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
-train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length changes the learning
-rate, since its schedule spans the run. On another number of devices, the number of tokens per step stays the same.
-A finished run is not changed (exit code 0), unless it is made longer.
---finish ends a run early as `stop --finish` does: most of an SAE's quality is gained while the learning rate falls.
+it resumes from the newest complete checkpoint; on the CPU the result is bit-identical to that of an uninterrupted run.
+The config of a run is frozen, except that --set can change its length (train.n_steps, train.n_tokens), its intervals
+(train.log_every, train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. A different length
+changes the learning rate, since the schedule spans the run. If the number of devices changes, the number of tokens per
+step stays the same. A finished run is not changed (exit code 0), unless it is made longer.
+--finish ends a run early, like `stop --finish`: most of an SAE's quality is gained while the learning rate falls.
 {_EXITS}
 """
 
@@ -109,9 +109,9 @@ examples:
   sae-train stop runs/sae-20250101-120000              save a checkpoint and stop, as Ctrl-C does
   sae-train stop runs/sae-20250101-120000 --finish     cool down first, for a shorter but finished run
 
---finish: the learning rate falls to 0 over a further {COOL_DOWN_SHARE:.0%} of the steps done so far. Everything else
-that depends on the run's length ends at the same time, and the run is finished, with its SAE and report card. Most of
-an SAE's quality is gained while the rate falls: a run that is stopped halfway is worse than a finished run of half the
+--finish: the learning rate falls to 0 over a further {COOL_DOWN_SHARE:.0%} of the completed steps. All other schedules
+that depend on the run's length end at the same time, and the run finishes, with its SAE and report card. Most of an
+SAE's quality is gained while the rate falls: a run that is stopped halfway is worse than a finished run of half the
 length. Another `stop` ends the cool-down immediately; `resume` continues the cool-down, and
 `resume --set train.n_steps=N` trains to N steps instead. If the disk is full, a stopped run waits for free space;
 another `stop` ends this wait.
@@ -125,17 +125,17 @@ examples:
   sae-train export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
   sae-train export runs/sae-20250101-120000 --out my-sae --only k=32      one SAE of a sweep, by its label
   sae-train export runs/layer* --out set --format circuit-tracer          a transcoder of each layer, as a set
-  sae-train export runs/sae-20250101-120000 --out my-sae --push my-sae    sent to the Hugging Face hub, private
+  sae-train export runs/sae-20250101-120000 --out my-sae --push my-sae    also upload it to a private repository
 
 {_FORMATS}
 
 a format that would change the output of an SAE is refused; anything else that is left out is reported. Each SAE
 of a sweep gets its own folder: the SAEs that fit the format are written, and the others are listed with the reason.
-the SAE takes and returns raw activations: scales are folded into the weights.
---push sends the files that this export wrote, and a model card if neither DIR nor the hub has a README.md. The command
-lists the files and the repository, and asks before it sends. The metadata of the files contains the model, hook and
-text of your job. --push needs `pip install 'sae-tui[hf]'` and a login with `hf auth login`. Without --push, no host is
-contacted.
+the exported SAE accepts and returns raw activations, since scales are folded into the weights.
+--push uploads the files that this export wrote, and a model card if neither DIR nor the hub has a README.md. The
+command lists the files and the repository, and asks for confirmation before it uploads them. The metadata of the files
+contains the model, hook and text of your job. --push requires `pip install 'sae-tui[hf]'` and a login with
+`hf auth login`. Without --push, no host is contacted.
 {_EXITS}
 """
 
@@ -151,11 +151,12 @@ examples:
   sae-train export runs/theirs --out copy --format sparsify   in another format
 
 formats, recognised by their files: {_READ}.
-an SAE that no architecture here can compute is refused with the reason. FOLDER may be a folder, a file, or
-OWNER/NAME/FOLDER on the Hugging Face hub, whose cache is searched first. From a .pt file only tensors are read and from
-an .npz file only arrays; a file with anything else is refused. Links are followed only inside the hub's cache.
-the SAE's model, hook, text and context are kept for later exports. The SAE is checked on 1,000 rows of DATA, with a
-warning if its L0 or FVU is implausible. The weights keep the scale of DATA. The optimizer state starts at zero.
+an SAE that cannot be computed by any supported architecture is refused with the reason. FOLDER may be a folder, a file,
+or OWNER/NAME/FOLDER on the Hugging Face hub, whose cache is searched first. Only tensors are read from a .pt file and
+only arrays from an .npz file; a file with anything else is refused. Links are followed only inside the hub's cache.
+the SAE's model, hook, text and context are kept for later exports. The SAE is checked on 1,000 rows of DATA, and a
+warning is printed if its L0 or FVU is implausible. The weights keep the scale of DATA. The optimizer state starts at
+zero.
 {_EXITS}
 """
 
@@ -163,18 +164,18 @@ EVAL = f"""\
 examples:
   sae-train eval runs/sae-20250101-120000            its newest checkpoint
   sae-train eval runs/sae-20250101-120000 --best --json
-  sae-train eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
+  sae-train eval runs/sae-20250101-120000 --model auto          also in the language model of its data
   sae-train eval my-sae --data data/sample                      an SAE of any tool, on any activations
   sae-train eval my-transcoder --data rows/mlp_in.6 --targets rows/mlp_out.6
 
 The report card contains FVU with its standard error, explained variance, MSE, cosine, the distribution of L0,
 shrinkage, the shares of dead, rare (on 100,000 rows or more) and dense latents, the histogram of densities and the
-nearest decoder directions, as defined by SAELens and SAEBench, on the held-out rows of the run, and 20 random latents
-with their texts.
+nearest decoder directions. These metrics are defined as in SAELens and SAEBench, and measured on the held-out rows of
+the run. The report card also contains 20 random latents with their texts.
 With --model, the report card also contains the losses of the model with the SAE's reconstructions in place of its
 activations: cross-entropy, KL divergence, and the loss recovered relative to zeroed rows, on text after the extracted
 part. The losses and the explained variance on that text are measured twice. The first measurement excludes rows that
-were not extracted, such as those of first tokens and special tokens, and does not replace them. The second measurement
+were not extracted, such as rows of first tokens and special tokens, and does not replace them. The second measurement
 includes all tokens, as in SAELens (`all_tokens` in JSON), for comparison with figures from SAELens. First tokens often
 have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.97 without first tokens and 0.63 with
 first tokens.
@@ -183,7 +184,7 @@ most between two classes of texts, and on all activations, over 3 splits of the 
 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error over splits
 only, since the sets are the same for every SAE. For an encoder model, which does not predict next tokens, --probe works
 but there are no losses.
-An evaluation adds to the report card and replaces only what it measures again; the previous report card stays in
+An evaluation adds to the report card and replaces only what it measures again; the previous report card is kept in
 `.cards`. The report card is written next to the weights as card.json and as a model card, README.md, if the weights are
 from this checkpoint. The max-activating examples are also written, if the data contains the tokens of its rows or a
 language model streams the rows. With --model, so are the tokens that each latent promotes and suppresses: W_dec @ W_U,
@@ -210,8 +211,8 @@ whichever is longer: no step that computes every pre-activation can be faster.
 """
 
 PROBE = """\
-This takes a second or two after the ranks have started. `auto` chooses a parallel mode from such measurements, which
-every run with several ranks makes when it starts.
+This takes a second or two after the ranks have started. Every run with several ranks makes the same measurements when
+it starts, and `auto` chooses a parallel mode from them.
 
 examples:
   sae-train probe
@@ -220,24 +221,25 @@ examples:
 """
 
 JOIN = f"""\
-Every host needs the project, the data at the same path, and the run folder on a shared file system. If it is
-run again on every host, the command resumes from the newest checkpoint; leave torchrun's --max-restarts at 0, since
-hosts that meet by the static rendezvous do not restart together. SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU save and stop.
+Every host needs the project, the data at the same path, and the run folder on a shared file system. If the command is
+run again on every host, it resumes from the newest checkpoint. Leave torchrun's --max-restarts at 0, since with the
+static rendezvous a restart on one host does not restart the others. SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU save a
+checkpoint and stop the run.
 
 example, with --node-rank 0 on host0 and 1 on the other:
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend static \\
       --master-addr host0 --master-port 29500 -m trainer join job.toml --out /shared/runs/one
 
 torchrun listens on the port on every address of host0 without authentication, so a firewall must block other users. Do
-not use --rdzv-backend c10d or --standalone, since with them anyone who reaches the port can run code as you. On one
-host, `run` needs no such port; on a cluster, neither does launch.backend = "slurm" of sae-tui.
+not use --rdzv-backend c10d or --standalone, since with them anyone who can reach the port can run code as you. On one
+host, `run` needs no such port; on a cluster, neither does sae-tui with launch.backend = "slurm".
 {_EXITS}
 """
 
 SELF_TEST = """\
-The checks do not read or write your data. They cover sparse products and selections against float64, whether the host
-waits for the GPU in a step, batches copied during a step, interrupted runs that resume bit for bit, and FVU of every
-architecture in every precision against the CPU; with --full also reserved memory against the estimate. No other process
-should use the GPU during the checks.
+The checks do not read or write your data. They compare sparse products and selections with float64, and the FVU of
+every architecture in every precision with the CPU. They also check whether the host waits for the GPU in a step,
+whether batches are copied correctly during a step, and whether an interrupted run resumes bit-identically. --full also
+compares the reserved memory with the estimate. No other process should use the GPU during the checks.
 Exit codes: 0 all checks passed, 1 a check failed, 2 bad usage.
 """

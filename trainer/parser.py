@@ -32,7 +32,7 @@ def make_parser() -> SafeParser:
     """Return the command-line parser; in the parsed arguments, `command` is the name of the command."""
     parser = SafeParser(
         prog=PROGRAM,
-        description="Trains sparse autoencoders on activations of language models, stored or streamed.",
+        description="Trains sparse autoencoders on stored or streamed activations of language models.",
         epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,7 +51,7 @@ def make_parser() -> SafeParser:
     run = add("run", "train in the foreground", RUN)
     _add_job(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
-    extract = add("extract", "store a language model's activations on a text, to train on", EXTRACT)
+    extract = add("extract", "store a language model's activations on a text for training", EXTRACT)
     _add_job(extract)
     inspect = add("inspect", "check stored activations: statistics and problems", INSPECT)
     inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
@@ -64,7 +64,7 @@ def make_parser() -> SafeParser:
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
     resume.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     _add_common(resume)
-    stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
+    stop = add("stop", "make a run in the foreground or under torchrun save and stop, or finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
@@ -85,7 +85,7 @@ def make_parser() -> SafeParser:
     _add_self_test(
         add("self-test", "check that a GPU trains correctly: against float64, the CPU and itself", SELF_TEST)
     )
-    rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
+    rank = commands.add_parser("rank", description="Run one rank of a training run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
     rank.add_argument("--any-owner", action="store_true", help="run even if another user owns the files of the run")
     rank.set_defaults(command="rank")
@@ -104,7 +104,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; can be given again",
+        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; repeatable",
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
@@ -116,13 +116,13 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is already in DIR")
     command.add_argument(
-        "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; can be given again"
+        "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; repeatable"
     )
     command.add_argument(
-        "--push", metavar="REPO", help="also send the files to NAME or OWNER/NAME on the Hugging Face hub"
+        "--push", metavar="REPO", help="also upload the files to NAME or OWNER/NAME on the Hugging Face hub"
     )
     command.add_argument("--public", action="store_true", help="with --push: a public repository; default private")
-    command.add_argument("--yes", action="store_true", help="with --push: send without asking")
+    command.add_argument("--yes", action="store_true", help="with --push: upload without asking")
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 
@@ -150,7 +150,7 @@ def _add_given(command: argparse.ArgumentParser) -> None:
 def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
     command.add_argument(
-        "--data", metavar="DIR", help="activations to measure on, for an SAE that does not belong to a run"
+        "--data", metavar="DIR", help="activations to evaluate on, for an SAE that does not belong to a run"
     )
     command.add_argument("--targets", metavar="DIR", help="with --data: the targets of a transcoder for these rows")
     _add_given(command)
@@ -164,7 +164,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         "--tokens",
         type=_count,
         metavar="N",
-        help="with --model: number of tokens to read; 0: none; default 32768, on a CPU 4096",
+        help="with --model: number of tokens to read, or 0 for none; default 32768, or 4096 on a CPU",
     )
     command.add_argument(
         "--probe",
@@ -183,7 +183,10 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         help="do not measure the rows again if the report card has their metrics for these weights",
     )
     command.add_argument(
-        "--contexts", type=_count, metavar="N", help="max-activating examples to keep per latent; 0: none; default 20"
+        "--contexts",
+        type=_count,
+        metavar="N",
+        help="max-activating examples to keep per latent, or 0 for none; default 20",
     )
     command.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
@@ -192,16 +195,16 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
 
 
 def _add_self_test(command: argparse.ArgumentParser) -> None:
-    which = 'one GPU by index, or "cpu"; default the first'
+    which = 'the index of a GPU, or "cpu"; default: the first GPU'
     command.add_argument("--gpus", default="auto:1", metavar="GPU", help=which)
-    more = "also longer trainings, memory against the estimate, and matrices of more than 2^31 numbers"
+    more = "also test longer training runs, memory against the estimate, and matrices of more than 2^31 numbers"
     command.add_argument("--full", action="store_true", help=more)
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
     return int(text)
 
 

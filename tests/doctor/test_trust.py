@@ -118,7 +118,8 @@ def test_a_link_in_place_of_a_data_folder_is_an_error(box: CheckedMachine, place
         folder.rename(folder.with_name("moved"))
     folder.symlink_to("/tmp")
     (finding,) = check_links(box)
-    assert (finding.level, finding.sentence) == ("error", f"{folder} is a link, which is not followed")
+    sentence = f"{folder} is a symbolic link, and symbolic links are not followed"
+    assert (finding.level, finding.sentence) == ("error", sentence)
     assert finding.remedy.startswith("remove it")
 
 

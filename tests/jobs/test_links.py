@@ -156,7 +156,7 @@ def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User
     assert len(lines) == 14
     refused = [line.partition(" refused: ")[0] for line in lines if " refused: " in line]
     assert refused == ["rank's log", "supervisor's log", "progress", "sampler's lock"], output
-    assert "supervisor.log is a link, which is not followed; remove it" in output
+    assert "supervisor.log is a symbolic link, and symbolic links are not followed; remove it" in output
     assert all(link.is_symlink() for link in (*temporaries, *appended))
     written = {link: link.lstat().st_mode for link in in_place}
     assert {stat.S_ISREG(mode) for mode in written.values()} == {True}
@@ -174,7 +174,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
     as_member(shared / "trash", private.parent)
     done = ann.run("repair")
     assert done.returncode == 1
-    assert f"{shared / 'trash'} is a link, which is not followed; remove it" in done.stderr
+    assert f"{shared / 'trash'} is a symbolic link, and symbolic links are not followed; remove it" in done.stderr
     assert "Traceback" not in done.stderr
     assert (private / "job.toml").read_text() == "mine"
 
@@ -195,7 +195,7 @@ def link_to_another(folder: Path, tmp_path: Path) -> Path:
 def test_a_linked_subfolder_of_the_data_folder_is_rejected_in_one_sentence(box, tmp_path: Path, name: str) -> None:
     elsewhere = link_to_another(box.data.root / name, tmp_path)
     remedy = "make the data folder itself a link to keep everything on another disk"
-    sentence = rf"data/{name} is a link, which is not followed; remove it, or {remedy}$"
+    sentence = rf"data/{name} is a symbolic link, and symbolic links are not followed; remove it, or {remedy}$"
     for action in (
         lambda: box.launch("steps=1"),
         lambda: list(repair(box.data)),
@@ -212,7 +212,8 @@ def test_a_linked_folder_of_a_job_is_rejected_in_one_sentence(box, tmp_path: Pat
     box.data.run(1).create()
     elsewhere = link_to_another(box.data.root / name, tmp_path)
     for action in (lambda: box.resume(1), lambda: trash.throw_away(box.data, 1)):
-        with pytest.raises(UserError, match=rf"data/{name} is a link, which is not followed; remove it"):
+        refusal = rf"data/{name} is a symbolic link, and symbolic links are not followed; remove it"
+        with pytest.raises(UserError, match=refusal):
             action()
     assert box.job(1).state == JobState.STOPPED
     assert {entry.name for entry in elsewhere.iterdir()} == {"step-00000001", "thesis.tex"}
@@ -254,7 +255,7 @@ def test_no_command_reads_or_writes_through_a_link(box, tmp_path: Path, monkeypa
     for command in COMMANDS:
         assert sae_tui_main([*command.split(), "--data-dir", str(box.data.root)]) == 1, command
         out, err = capsys.readouterr()
-        assert f"{where} is a link, which is not followed; remove it" in err, command
+        assert f"{where} is a symbolic link, and symbolic links are not followed; remove it" in err, command
         assert "private\n" not in out
     for command in ("jobs", "repair"):
         sae_tui_main([*command.split(), "--data-dir", str(box.data.root)])
@@ -279,7 +280,8 @@ def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, dept
         lambda: write_whole(file, b"x"), lambda: write_own(file, b"x"), lambda: open_plain(file.parent / "../logs/x"),
         lambda: private_folder(file.parent / "made"), lambda: open_writer(file.parent / "new.db", "metrics"),
     ):  # fmt: skip
-        with pytest.raises((OSError, UserError), match="is a link, which is not followed; remove it"):
+        refusal = "is a symbolic link, and symbolic links are not followed; remove it"
+        with pytest.raises((OSError, UserError), match=refusal):
             use()
     assert as_it_is(private) == before
     # Files outside a data folder can be opened, even through a data folder that is itself a link.
@@ -314,7 +316,7 @@ def test_links_next_to_a_job_file_are_followed_but_links_in_a_run_are_not(
     (folder / "link").symlink_to(tmp_path / "scratch")
     keep_run(folder / path)
     if is_kept:
-        with pytest.raises(OSError, match="is a link, which is not followed"):
+        with pytest.raises(OSError, match="is a symbolic link, and symbolic links are not followed"):
             open_plain(folder / "link" / "acts")
     else:
         assert open_plain(folder / "link" / "acts").read() == b"rows"
@@ -339,7 +341,8 @@ def test_a_store_that_is_not_a_plain_file_is_rejected_in_one_sentence(box, tmp_p
     box.control.close()
     private = tmp_path / "key"
     private.write_text(KEY)
-    what = "a link, which is not followed" if kind == "link" else "not a plain file or has other hard links"
+    refused_link = "a symbolic link, and symbolic links are not followed"
+    what = refused_link if kind == "link" else "not a plain file or has other hard links"
     for store, schema in ((box.data.gpu_db, "gpu"), (run.metrics_db, "metrics"), (box.data.control_db, "control")):
         for suffix in ("-wal", ""):
             file = Path(f"{store}{suffix}")

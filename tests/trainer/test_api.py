@@ -108,7 +108,7 @@ def test_non_finite_rows_are_left_out_and_reported() -> None:
 
 
 def test_data_without_a_batch_or_a_finite_row_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^data: holds no batch"):
+    with pytest.raises(UserError, match=r"^data: contains no batches"):
         train([], n_steps=2)
     with pytest.raises(UserError, match=r"^data: every row"):
         train([torch.full((8, 4), torch.nan)], n_steps=2)

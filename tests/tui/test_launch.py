@@ -499,7 +499,7 @@ async def test_an_output_folder_that_contains_rows_is_reported_at_its_field(make
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
         row = screen.query_one("#row-extract-output")
         await wait_until(pilot, lambda: row.has_class("-wrong"))
-        assert "holds shards" in str(row.query_one(".hint", Static).content)
+        assert "contains unrelated shards" in str(row.query_one(".hint", Static).content)
         await type_into(pilot, screen, "extract.output", str(tmp_path / "new"))
         await wait_until(pilot, lambda: not row.has_class("-wrong"))
 

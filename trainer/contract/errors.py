@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A request that was refused before any work began, because it cannot be carried out."""
+    """A request that is refused before any work starts, because it cannot be carried out."""
 
 
 class BadUsage(UsageError):
@@ -44,7 +44,7 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: the reason of an `OSError` without its number, or the text of another error."""
+    """Return the message for the user: the text of an error, or the reason of an `OSError` without its number."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 

@@ -1,7 +1,7 @@
-"""The trainer's optional packages: whether they are installed, and which command installs them.
+"""Checks whether the trainer's optional packages are installed, and returns the command that installs them.
 
-Without these packages, the app still shows GPUs and jobs. The app takes 50 MB of disk space, and the smallest torch
-build takes 1 GB. The trainer uses the packages of this Python, or of another Python interpreter if a job names one.
+Without these packages, the app still shows GPUs and jobs. The app needs 50 MB of disk space, and the smallest torch
+build needs 1 GB. The trainer uses the packages of this Python, or of another Python interpreter if a job names one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ELSEWHERE: ContextVar[OtherInterpreter | None] = ContextVar("elsewhere", defaul
 
 
 def elsewhere() -> OtherInterpreter | None:
-    """Return the other Python that jobs are currently checked against, with its packages; None if it is this Python."""
+    """Return the other Python, with its packages, that jobs are currently checked against; None if it is this one."""
     return _ELSEWHERE.get()
 
 
@@ -56,7 +56,7 @@ def judged_by(there: OtherInterpreter | None) -> Iterator[None]:
 def is_installed(module: str) -> bool:
     """Return whether a job could import a module, without importing it; True if unknown.
 
-    A folder that merely has the module's name is not considered a module.
+    A plain folder with the module's name does not count as the module.
     """
     if (there := elsewhere()) is not None:
         return there.names is None or module in there.names
@@ -75,7 +75,7 @@ def install(extra: str) -> str:
 
 
 def _way_of(prefix: Path) -> str:
-    """Return the install command that suits an environment; pipx and uv create environments without pip."""
+    """Return the install command for an environment; pipx and uv create environments without pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
     # `uvx` creates temporary environments in its cache.
@@ -89,7 +89,7 @@ def missing_of_trainer() -> list[str]:
 
 
 def lack_of_trainer() -> str:
-    """Return a sentence about the packages to install before training or evaluating; "" if nothing is missing."""
+    """Return a sentence that names the packages missing for training and evaluation; "" if none are missing."""
     if not (missing := missing_of_trainer()):
         return ""
     them = "it" if len(missing) == 1 else "them"

@@ -1,4 +1,4 @@
-"""Errors as JSON, which is the output of a failed command with `--json`."""
+"""Errors as JSON, which a failed command prints with `--json`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show_failure(error: Exception | str) -> None:
 
 
 def failure_in(output: bytes | str) -> str:
-    """Return the error in the last line of a failed command's output as a sentence; "" if that line is no `Refusal`."""
+    """Return the error in a failed command's last output line, as a sentence; "" if that line is not a `Refusal`."""
     lines = output.splitlines()
     try:
         first = decode_as(lines[-1] if lines else b"", Refusal).error
@@ -85,5 +85,5 @@ def _what_and_fix(sentence: str) -> tuple[str, str | None]:
 
 
 def _utf8(text: str) -> str:
-    """Replace characters that cannot be encoded as UTF-8; a file name may contain such characters."""
+    """Replace characters that cannot be encoded as UTF-8; file names may contain such characters."""
     return text.encode(errors="replace").decode()

@@ -17,13 +17,13 @@ from trainer.contract.paths import file_mode, open_below
 
 # The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this many seconds, so an older temporary file was left behind by a killed process.
+# No write takes this many seconds, so an older temporary file must have been left behind by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write a file atomically: a reader sees the complete file or none, even after a power cut.
+    """Write a file atomically: readers see either the complete file or none, even after a power cut.
 
     Only the owner may read the file, unless a group shares the folder. Without `durable`, the call does not wait for
     the disk, and a power cut may leave an empty file; use this for expendable files that are written every few seconds.
@@ -75,7 +75,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 def _sync_names(folder: Path) -> None:
     """Flush a folder's entries to disk if its file system supports this."""
-    # The file is already in place, so a failure to read or sync the folder is ignored.
+    # The file is already in place, so ignore a failure to read or sync the folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -85,7 +85,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove temporary files that killed processes of this user left in a folder; with `name`, only those for it."""
+    """Remove temporary files that this user's killed processes left in a folder, or only those for the file `name`."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)

@@ -1,4 +1,4 @@
-"""Follows links in the Hugging Face hub's cache, which lead from a snapshot of a model to one of its blobs."""
+"""Follows the symbolic links in the Hugging Face hub's cache, which point from a model's snapshot to its blobs."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ COPY = "copy the file itself there, as `cp -rL` does"
 
 
 def plain_file(file: Path) -> Path:
-    """Return the given path, or the blob that it leads to if it is a link in the hub's cache.
+    """Return the given path, or the target blob if the path is a link in the hub's cache.
 
     All other links are refused, since they could lead to any file that this user can read. The blob must be a regular
-    file directly in the `blobs` folder of the same `models--*` folder, owned by this user, by root or, in a shared
-    cache, by the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no file.
+    file directly in the `blobs` folder of the same `models--*` folder. It must be owned by this user, by root or, in a
+    shared cache, by the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no file.
     """
     if not file.is_symlink():
         file.stat()
         return file
     try:
         return _blob(file)
-    except RuntimeError:  # raised by `resolve` for links that lead to each other
-        raise ValueError(f"is part of a loop of links, which is not followed; {COPY}") from None
+    except RuntimeError:  # raised by `resolve` for a loop of links
+        raise ValueError(f"is part of a loop of symbolic links and is not followed; {COPY}") from None
 
 
 def _blob(file: Path) -> Path:
-    """Return the blob that a link leads to; raise the same errors as `plain_file`, or `RuntimeError` for a loop."""
+    """Return the target blob of a link; raise the same errors as `plain_file`, or `RuntimeError` for a loop."""
     snapshot = file.parent.resolve(strict=True)
     model = next((one for one in snapshot.parents if one.name.startswith("models--")), None)
     if model is None or snapshot.relative_to(model).parts[0] != "snapshots":
-        raise ValueError(f"is a link, which is not followed; {COPY}")
+        raise ValueError(f"is a symbolic link, and symbolic links are not followed; {COPY}")
     target = snapshot / os.readlink(file)
     blob = model / "blobs" / target.name
     if target.name in ("", ".", "..") or target.parent.resolve() != blob.parent:
-        raise ValueError(f"is a link to a path outside the blobs of {model.name[:100]}, which is not followed; {COPY}")
+        raise ValueError(f"is a symbolic link out of the blobs of {model.name[:100]} and is not followed; {COPY}")
     status = blob.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"is a link to something that is not a plain file, which is not followed; {COPY}")
+        raise ValueError(f"is a symbolic link to something other than a regular file and is not followed; {COPY}")
     if status.st_uid not in (os.geteuid(), 0, file.lstat().st_uid):
-        raise ValueError(f"is a link to a file of another user, which is not followed; {COPY}")
+        raise ValueError(f"is a symbolic link to another user's file and is not followed; {COPY}")
     return blob
 
 
 def is_plain_file(file: Path) -> bool:
-    """Return whether a path names a regular file that `plain_file` accepts."""
+    """Return whether a path is a regular file that `plain_file` accepts."""
     try:
         return stat.S_ISREG(plain_file(file).stat().st_mode)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Reads untrusted JSON, which may be truncated or damaged: any input gives a value or a one-line error."""
+"""Reads untrusted JSON, which may be truncated or corrupt; any input results in a value or a one-line error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import msgspec
 
 from trainer.contract.files import open_plain, write_whole
 
-# The maximum file size in bytes. The files of this project are far smaller, and reading a huge file would exhaust the
-# memory.
+# The maximum file size in bytes. This project's files are far smaller, and reading a huge file could exhaust memory.
 LARGEST = 64 * 2**20
 # The maximum number of characters in an error message, which may quote a long value.
 _LONGEST_REASON = 300
@@ -30,7 +29,7 @@ _preparing = threading.RLock()
 def prepare(kind: Any) -> None:
     """Build msgspec's decoder for a type, in one thread at a time; raise `TypeError` for an unsupported type.
 
-    Otherwise, msgspec builds the decoder when the type is first used, and crashes if two threads do this at once (seen
+    By default, msgspec builds the decoder when the type is first used, and crashes if two threads do this at once (seen
     with msgspec 0.22).
     """
     if kind not in _prepared:
@@ -40,7 +39,7 @@ def prepare(kind: Any) -> None:
 
 
 def convert_as(value: Any, kind: type[T]) -> T:
-    """Convert a value to a type like `msgspec.convert`, but safely in any thread."""
+    """Convert a value to a type like `msgspec.convert`, but thread-safe."""
     prepare(kind)
     return msgspec.convert(value, kind)
 
@@ -59,7 +58,7 @@ def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], 
 
 
 def _without_mark(text: bytes | str) -> bytes | str:
-    """Return a text without the byte order mark that Windows editors write at its start."""
+    """Remove the byte order mark that Windows editors write at the start of a file."""
     return text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
 
 

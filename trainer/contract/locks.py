@@ -23,7 +23,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 class FileLock:
-    """An exclusive lock on a dedicated file, used to elect one of several processes."""
+    """An exclusive lock on a dedicated file, for electing one of several processes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class FileLock:
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Acquire the lock, or keep it if this process holds it already; return False if another process holds it.
+        """Acquire the lock if this process does not hold it yet; return False if another process holds it.
 
         Raise `UserError` if locks do not work.
         """
@@ -49,7 +49,7 @@ class FileLock:
             is_taken = try_lock(descriptor)
         except OSError as error:
             os.close(descriptor)
-            raise UserError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
+            raise UserError(f"the lock {self._path} cannot be acquired: {error.strerror}") from None
         if not is_taken:
             os.close(descriptor)
             return False

@@ -1,4 +1,4 @@
-"""Finds the file system of a path in the kernel's list of mounts, without starting a process or accessing the disk."""
+"""Looks up a path's file system in the kernel's mount table, without starting a process or accessing the disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 MOUNTS = Path("/proc/self/mountinfo")
 # Types of local file systems, whose files only this machine can open. All other types are treated as network file
-# systems, since a wrong guess could damage a store that two hosts write to.
+# systems, since mistaking one for a local file system could corrupt a store that two hosts write to.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
 )
@@ -19,7 +19,7 @@ _NAMES = {
 
 
 class Mount(NamedTuple):
-    """A mounted file system: its type, and its device as `/proc/locks` names it, like `fe:01`."""
+    """A mounted file system: its type, and its device in the format of `/proc/locks`, such as `fe:01`."""
 
     kind: str
     device: str
@@ -34,7 +34,7 @@ class Mount(NamedTuple):
 
 
 def network_file_system(path: Path) -> str | None:
-    """Return the name of the file system of a path; None if it is known to be local.
+    """Return the name of a path's file system, or None if it is known to be local.
 
     SQLite's WAL needs memory shared by all processes that use a store, which is impossible across hosts.
     """
@@ -46,7 +46,7 @@ def network_file_system(path: Path) -> str | None:
 
 
 def mount_of(path: Path) -> Mount:
-    """Return the mount of a path; raise `OSError` if the path or the list of mounts cannot be read.
+    """Return the mount of a path; raise `OSError` if the path or the mount table cannot be read.
 
     The mount is found by its id, since `stat` returns a different device number on btrfs.
     """

@@ -1,4 +1,4 @@
-"""Writes a command's standard output and error in any locale, and handles closed pipes and full disks."""
+"""Writes to a command's standard output and error in any locale, and handles closed pipes and full disks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OutputLost(UserError):
 
 
 class SafeParser(argparse.ArgumentParser):
-    """A parser that replaces control characters in its messages, since arguments may be other users' file names."""
+    """A parser that replaces control characters in its messages, which may quote other users' file names."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -40,7 +40,7 @@ class SafeParser(argparse.ArgumentParser):
         self.color = False
 
     def error(self, message: str) -> NoReturn:
-        """Raise `BadUsage`; the caller decides whether to report the error to a person or to a script."""
+        """Raise `BadUsage`; the caller decides whether to report the error as text or as JSON."""
         known = _ARGUMENT.match(message)
         name = f"{known[1].split('/')[-1]}: " if known else ""
         said = message[known.end() :] if known else message
@@ -69,7 +69,7 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
         code = _code_of(command)
         _flush()
     except BrokenPipeError:
-        return _without_output(teller, "the output cannot be written: no process reads it", Exit.UNREAD)
+        return _without_output(teller, "the output cannot be written: no process is reading it", Exit.UNREAD)
     except OutputLost as error:
         return _without_output(teller, str(error), Exit.FAILED)
     return code
@@ -84,14 +84,14 @@ def has_done(what: str) -> None:
 
 
 def show_text(text: str) -> None:
-    """Write a text to standard output and flush; raise `OutputLost` if that fails, for example on a full disk."""
+    """Write to standard output and flush; raise `OutputLost` if that fails, for example on a full disk."""
     with _lost_output():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """Write a text to standard error and flush; ignore failures."""
+    """Write to standard error and flush; ignore failures."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -153,7 +153,7 @@ def _refuse_without_output(teller: str) -> int:
 
 def _drop(stream: TextIO) -> None:
     """Redirect a stream to /dev/null, since the interpreter flushes the stream on exit and would fail again."""
-    with contextlib.suppress(OSError):  # the stream has no file descriptor
+    with contextlib.suppress(OSError):  # for streams without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

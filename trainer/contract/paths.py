@@ -15,7 +15,7 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# The name of a file next to the checkpoints that reserves disk space for the last checkpoint.
+# The name of the file that reserves disk space for the last checkpoint; it is stored next to the checkpoints.
 RESERVE = ".reserved-for-the-last"
 # Folders below which links are not followed, since other users may create links there. The folders themselves may be
 # links.
@@ -23,7 +23,7 @@ _KEPT: set[str] = set()
 
 
 class RunPaths:
-    """The paths of a run's files below `root`; none of the methods that return a path creates it."""
+    """The paths of a run's files below `root`; methods that return a path do not create it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -36,7 +36,7 @@ class RunPaths:
         self.lock_file = root / "run.lock"
         # The process that evaluates the run's SAEs holds this lock until it exits.
         self.evaluation_lock = root / "evaluation.lock"
-        # The database row of the job at its last start; a lost store is restored from such files.
+        # The job's database row as of its last start; a lost store is restored from these files.
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
@@ -60,7 +60,7 @@ class RunPaths:
         return self.logs / "evaluation.log"
 
     def attempt(self, number: int) -> Path:
-        """Return the folder in which the ranks of an attempt find each other and record how they ended."""
+        """Return the folder of an attempt, where its ranks find each other and record their exit status."""
         return self.root / f"attempt{number}"
 
     def rank_spec(self, attempt: int) -> Path:
@@ -80,19 +80,19 @@ class RunPaths:
         return self.attempt(attempt) / "first.json"
 
     def rank_mark(self, attempt: int, rank: int) -> Path:
-        """Return the path of a rank's `RankMark`, which records the rank's host and how the rank ended."""
+        """Return the path of a rank's `RankMark`, which records the rank's host and exit status."""
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON lines file in which a rank 0 on another host reports its progress."""
+        """Return the path of the JSON Lines file to which a rank 0 on another host writes its progress."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence requests a stop from ranks that cannot read the job store."""
+        """Return the path of the file whose existence tells ranks without access to the job store to stop."""
         return self.attempt(attempt) / "stop"
 
     def finish_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence requests ranks that cannot read the job store to finish early."""
+        """Return the path of the file whose existence tells ranks without access to the job store to finish early."""
         return self.attempt(attempt) / "finish"
 
     def create(self) -> None:
@@ -107,7 +107,7 @@ class RunPaths:
 
 
 class DataDir:
-    """The folder with the stores, the runs and the finished SAEs of one user."""
+    """A user's data folder, which contains the stores, runs and finished SAEs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -123,7 +123,7 @@ class DataDir:
 
     @property
     def host_word(self) -> str:
-        """This host's name in the form for file names; hosts that share the data folder have separate files."""
+        """This host's name, made safe for file names; hosts that share the data folder use separate files."""
         return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
 
     @property
@@ -147,7 +147,7 @@ class DataDir:
 
     @property
     def app_log(self) -> Path:
-        """The log that receives what libraries write to standard error while this user's app uses the terminal."""
+        """The log for what libraries write to standard error while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
@@ -158,15 +158,13 @@ class DataDir:
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id that has files in this folder, even if the store lacks the job; 0 if there are
-        none.
-        """
+        """Return the highest job id with files in this folder, even if the store lacks the job; 0 if there is none."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
 
     def exported_folder(self, job_id: int) -> str | None:
-        """Return the folder of a job's SAE, or of a sweep's SAEs; None if no SAE has been written yet."""
+        """Return the folder of a job's SAE, or of a sweep's SAEs, or None if no SAE has been written yet."""
         folder = self.sae(job_id)
         exists = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
         return str(folder) if exists else None
@@ -192,10 +190,10 @@ class DataDir:
 
 
 def free_disk(path: Path) -> tuple[Path, int | None]:
-    """Return the nearest existing folder at or above a path, and the free bytes on its disk.
+    """Return the nearest existing folder at or above a path, and the number of free bytes on its disk.
 
-    The number of bytes is None if the file system reports no size, as with /proc and some network file systems. Whether
-    a folder can be created there is not checked.
+    The number of bytes is None if the file system reports no size, as with /proc and some network file systems. This
+    function does not check whether a folder can be created there.
     """
     while not os.path.exists(path):
         path = path.parent
@@ -216,7 +214,7 @@ def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     """
     path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
     if str(path) == "~" or str(path).startswith("~/"):
-        raise UserError(f"the data folder cannot be {path}: this user has no home folder; give the whole path")
+        raise UserError(f"the data folder cannot be {path}: this user has no home folder; give the full path")
     return DataDir(working_folder() / path)
 
 
@@ -233,7 +231,7 @@ def _usual_data_folder() -> str:
 
 
 def box_file() -> Path | None:
-    """Return the path of the file with this machine's measured speeds; None if the user has no data folder."""
+    """Return the path of the file with this machine's measured speeds, or None if the user has no data folder."""
     try:
         return data_dir().box_file
     except UserError:
@@ -241,7 +239,7 @@ def box_file() -> Path | None:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether a group was deliberately given access with `chmod 2770`; a setgid bit is never set by accident."""
+    """Return whether `chmod 2770` gave a group access to a folder; the setgid bit is not set by accident."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -262,8 +260,8 @@ def follow_no_link_below(root: Path) -> None:
 def keep_run(path: Path) -> None:
     """From now on, refuse links below the data folder of a run or SAE, or below the run if it has no data folder.
 
-    `path` is the path of a run or SAE, or of a file in it. Any other path is ignored, since a folder with a job file
-    may contain the user's own links, such as `activations -> /scratch`.
+    `path` is the path of a run, an SAE, or a file in one of them. Any other path is ignored, since a folder with a job
+    file may contain the user's own links, such as `activations -> /scratch`.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
@@ -280,9 +278,7 @@ def _is_data_folder_of(folder: Path, place: Path) -> bool:
 
 
 def _is_run_of(folder: Path, place: Path) -> bool:
-    """Return whether `folder` is a run that has started and `place` is this folder or inside one of its standard
-    folders.
-    """
+    """Return whether `folder` is a started run and `place` is this folder or is inside one of its standard folders."""
     inside = _inside(folder, place)
     is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)
     files = ("job.toml", "run.lock") if inside else ("job.toml",)
@@ -295,7 +291,7 @@ def _inside(folder: Path, place: Path) -> str:
 
 
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
-    """Open a file or folder like `os.open`; raise `OSError` if the path has a link below a folder in `_KEPT`.
+    """Open a file or folder like `os.open`; raise `OSError` if the path contains a link below a folder in `_KEPT`.
 
     Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link in the
     meantime.
@@ -324,7 +320,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
     except OSError as error:
         # Linux reports ENOTDIR if a link replaces a folder.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(place):
-            reason = f"{os.path.basename(place)} is a link, which is not followed; remove it"
+            reason = f"{os.path.basename(place)} is a symbolic link, and symbolic links are not followed; remove it"
             raise OSError(errno.ELOOP, reason, place) from None
         error.filename = place
         raise
@@ -339,7 +335,8 @@ def refuse_links_on_the_way(path: Path) -> None:
 def open_private(file: Path, flags: int) -> int:
     """Open a file for writing and return its descriptor; a new file gets `file_mode`, regardless of the umask.
 
-    Raise `OSError` for a link or anything else that is not a plain file, since opening it could overwrite another file.
+    Raise `OSError` for links and anything else that is not a regular file, since opening it could overwrite another
+    file.
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -351,11 +348,10 @@ def open_private(file: Path, flags: int) -> int:
 
 
 def _open_existing(file: Path, flags: int) -> int:
-    """Open an existing file without changing its mode; truncate it only after checking that it is a plain, unshared
-    file.
-    """
+    """Open an existing file without changing its mode; truncate it only if it is a plain, unshared file."""
     if file.is_symlink():
-        raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
+        reason = f"{file.name} is a symbolic link, and symbolic links are not followed; remove it"
+        raise OSError(errno.ELOOP, reason, str(file))
     # Without O_NONBLOCK, opening a pipe without a reader would block.
     descriptor = open_below(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
     status = os.fstat(descriptor)
@@ -370,9 +366,9 @@ def _open_existing(file: Path, flags: int) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise `UserError` if a folder is a symbolic link: its target may belong to another user."""
+    """Raise `UserError` if a folder is a symbolic link, since its target may belong to another user."""
     if folder.is_symlink():
-        reason = f"{folder} is a link, which is not followed; remove it"
+        reason = f"{folder} is a symbolic link, and symbolic links are not followed; remove it"
         raise UserError(f"{reason}, or make the data folder itself a link to keep everything on another disk")
 
 
@@ -448,7 +444,7 @@ def _is_in_data_folder(folder: Path) -> bool:
 
 
 def shipped_data() -> Path:
-    """Return the folder with sample data and job files: in the installed package, or in the root folder of a clone."""
+    """Return the folder with sample data and job files, in the installed package or at the root of a clone."""
     root = Path(__file__).parents[2]
     installed = root / "sae_tui" / "data"
     return installed if installed.exists() else root / "data"

@@ -102,7 +102,7 @@ def test_missing_text_and_a_full_disk_are_reported_with_their_settings(model: Pa
 def test_conflicts_with_the_model_files_are_reported_before_the_launch(job: ExtractJob, tmp_path: Path) -> None:
     beyond = msgspec.structs.replace(job.model, hooks=[*job.model.hooks, "blocks.66.hook_resid_post"])
     (problem,) = check(msgspec.structs.replace(job, model=beyond), machine(tmp_path, 70))
-    assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; name one of them", str(problem))
+    assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; choose one of them", str(problem))
     longer = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=CONTEXT + 1))
     (problem,) = check(longer, machine(tmp_path, 70))
     wanted = f"text.context: must be at most {CONTEXT}, the model's context length, not {CONTEXT + 1}"
@@ -157,7 +157,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
         (
             [0, 1],
             True,
-            ["GPU 0 is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"],
+            ["GPU 0 is a MIG slice, and NCCL cannot connect slices; name only one slice, or whole GPUs"],
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_missing_or_empty_folder_is_not_mentioned(make: Make) -> None:
 
 def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp_path: Path) -> None:
     run(job := make())
-    told = f"{tmp_path / 'rows'} holds this extraction, finished with 300 rows"
+    told = f"{tmp_path / 'rows'} contains this extraction, finished with 300 rows"
     assert what_is_there(job) == told
     warnings = [problem for problem in check(job, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
     assert [(problem.message, problem.severity) for problem in warnings] == [(told, "warning")]
@@ -53,7 +53,7 @@ def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp
 def test_the_folder_of_another_extraction_is_reported_and_refused(make: Make, tmp_path: Path) -> None:
     run(make())
     other = make(n_tokens=200)
-    assert "with a different extract.n_tokens, 300, and this one would be refused" in what_is_there(other)
+    assert "with a different extract.n_tokens, 300, so this one would be refused" in what_is_there(other)
     refused = [problem for problem in check(other, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
     assert [(problem.message, problem.severity) for problem in refused] == [(what_is_there(other), "error")]
     with pytest.raises(UsageError, match=r"with a different extract\.n_tokens, 300"):
@@ -62,7 +62,7 @@ def test_the_folder_of_another_extraction_is_reported_and_refused(make: Make, tm
 
 def test_a_stopped_extraction_is_reported_as_resumable(make: Make) -> None:
     run(job := make(), *stop_after(150))
-    assert what_is_there(job).endswith("holds the first 128 rows of this extraction: it continues after them")
+    assert what_is_there(job).endswith("contains the first 128 rows of this extraction, which resumes after them")
     assert (n_stored_rows(job), n_stored_rows(make(n_tokens=200))) == (128, 0)
 
 
@@ -77,11 +77,11 @@ def test_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> N
         (output / PARTS / str(rank)).mkdir(parents=True)
         part = state | {"shards": [of_hook[:n] for of_hook in state["shards"]]}
         (output / PARTS / str(rank) / STATE).write_text(json.dumps(part))
-    assert "holds the first 80 rows of this extraction" in what_is_there(job)
+    assert "contains the first 80 rows of this extraction" in what_is_there(job)
     assert n_stored_rows(job) == 80
 
 
 def test_foreign_shards_are_reported_as_refused(make: Make) -> None:
     (folder := (job := make()).folder("mlp_out.0")).mkdir(parents=True)
     (folder / "acts.safetensors").touch()
-    assert what_is_there(job).startswith(f"{folder} holds shards of something else: this extraction would be refused")
+    assert what_is_there(job).startswith(f"{folder} contains unrelated shards, so this extraction would be refused")

@@ -144,7 +144,7 @@ def test_a_job_does_not_wait_for_measured_memory_that_may_never_be_free(config):
     assert look.needs_bytes == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens)).total
     (problem,) = look.problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
-    assert problem.message == "it has 3.0 GiB free, and job 41 of the same shape used 3.8 GiB of a GPU"
+    assert problem.message == "a GPU has only 3.0 GiB free, but job 41 of the same shape used 3.8 GiB per GPU"
 
 
 def test_the_measured_memory_of_a_process_includes_its_libraries(config):

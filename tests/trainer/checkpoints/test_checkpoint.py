@@ -183,7 +183,7 @@ def test_user_files_in_a_checkpoint_folder_outlive_the_checkpoint(tmp_path: Path
 
 def test_checkpoints_behind_a_link_are_neither_saved_nor_deleted(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(saved.parent)
-    with pytest.raises(UserError, match="link is a link, which is not followed"):
+    with pytest.raises(UserError, match="link is a symbolic link, and symbolic links are not followed"):
         save(tmp_path / "link", 9, keep=1)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "step-00000001").symlink_to(saved)

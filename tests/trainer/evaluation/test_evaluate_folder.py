@@ -174,7 +174,8 @@ def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path
     (deep / "3" / "sae_weights.safetensors").rename(tmp_path / "weights")
     (deep / "3" / "sae_weights.safetensors").symlink_to(tmp_path / "weights")
     assert main(["eval", str(deep / "3"), "--data", "x"]) == 2
-    assert "holds no SAE: sae_weights.safetensors is a link, which is not followed" in capsys.readouterr().err
+    refusal = "holds no SAE: sae_weights.safetensors is a symbolic link, and symbolic links are not followed"
+    assert refusal in capsys.readouterr().err
     assert not (Path(alone) / "card.json").exists()
 
 

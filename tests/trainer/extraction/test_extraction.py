@@ -356,7 +356,7 @@ def test_an_output_that_is_a_file_or_a_link_is_refused(make: Make, tmp_path: Pat
     (tmp_path / "file").write_text("")
     assert refusal(make(name="file")) == f"extract.output: {tmp_path}/file is not a folder; choose another"
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="is a link, which is not followed"):
+    with pytest.raises(UserError, match="is a symbolic link, and symbolic links are not followed"):
         Extraction(make(name="link"), CPU, Alone(threading.Event()))
 
 

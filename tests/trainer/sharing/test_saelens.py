@@ -124,7 +124,7 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / "cfg.json").write_text("mine")
     (tmp_path / "sae").symlink_to(precious)
-    with pytest.raises(UserError, match="sae is a link, which is not followed; remove it"):
+    with pytest.raises(UserError, match="sae is a symbolic link, and symbolic links are not followed; remove it"):
         export_sae(made(), tmp_path / "sae", {})
     # If a file in the folder is a symbolic link, the link is replaced and its target is kept.
     (tmp_path / "other").mkdir()

@@ -278,7 +278,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "contains more than tensors",
     ),
     "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "contains more than tensors"),
-    "a link": (linked, "ae.pt is a link, which is not followed"),
+    "a link": (linked, "ae.pt is a symbolic link, and symbolic links are not followed"),
     "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
     "an unknown class": (configured(dict_class="os.system"), "dict_class is 'os.system'; only AutoEncoder, "),
     "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),

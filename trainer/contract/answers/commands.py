@@ -13,8 +13,8 @@ from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.shards import Shard
 
 _OUTPUT = (str, "Absolute path of the output folder.")
-_STATE = (word("finished", "stopped"), "Final state; a stopped run or extraction can be continued.")
-_BYTES = {name: (int, "Memory of this part, in bytes.") for name in Memory.__struct_fields__} | {
+_STATE = (word("finished", "stopped"), "Final state; a stopped run or extraction can be resumed.")
+_BYTES = {name: (int, "Memory of this component, in bytes.") for name in Memory.__struct_fields__} | {
     "total": (int, "Total bytes.")
 }
 _MEMORY = fields("Memory in bytes", _BYTES)
@@ -33,8 +33,8 @@ _RUN = fields(
     {
         "run_dir": (str, "Absolute path of the run folder, which is the argument of `resume`."),
         "output_path": _OUTPUT,
-        "steps": (int | None, "Number of completed steps; null: no step was recorded."),
-        "tokens": (int | None, "Number of training tokens; null: no step was recorded."),
+        "steps": (int | None, "Number of completed steps; null: no steps were recorded."),
+        "tokens": (int | None, "Number of training tokens; null: no steps were recorded."),
         "tokens_per_s": (float | None, "Tokens per second; null: not measured."),
         **metrics(),
         "outlier_fraction": (
@@ -82,10 +82,13 @@ _INSPECTION = fields(
         "heavy_dimensions": (list_of(int), "Dimensions that account for most of the variance."),
         "heavy_share": (float, "Share of the variance in the heavy dimensions (0 to 1)."),
         "subnormal": (float, "Share of values that are subnormal in fp16 (0 to 1)."),
-        "hold_out": (str, 'Unit in which a training holds out rows by default: "texts", "blocks" or "rows".'),
-        "n_held_out": (int, "Number of rows that a training holds out by default; 0: there are too few rows."),
+        "hold_out": (str, 'Unit in which training holds out rows by default: "texts", "blocks" or "rows".'),
+        "n_held_out": (int, "Number of rows that training holds out by default; 0: there are too few rows."),
         "n_texts": (int, "Number of texts held out; 0: not known."),
-        "copies": (float | None, "Share of the held-out rows that equal a training row (0 to 1); null: not compared."),
+        "copies": (
+            float | None,
+            "Share of the held-out rows that are identical to a training row (0 to 1); null: not compared.",
+        ),
         "findings": (
             list_of(
                 fields(
@@ -93,16 +96,16 @@ _INSPECTION = fields(
                     {
                         "severity": (word("ok", "note", "warning", "error"), "Severity."),
                         "sentence": (str, "The finding."),
-                        "remedy": (str, 'The remedy; "": none.'),
+                        "remedy": (str, 'The remedy, or "" if there is none.'),
                     },
                 )
             ),
-            "Findings about training on this data; the exit code is 1 if one of them is an error.",
+            "Findings about training on this data; the exit code is 1 if any of them is an error.",
         ),
     },
 )
 _PUSHED = fields(
-    "Sent to the hub",
+    "Uploaded to the hub",
     {
         "url": (str, "URL of the repository."),
         "private": (bool, "Whether the repository is private."),
@@ -119,7 +122,10 @@ _EXPORT = fields(
         "step": (int, "Step of the checkpoint."),
         "output_path": _OUTPUT,
         "saes": (by_name(str), "Sweep: the folder of each SAE, by its label."),
-        "left_out": (by_name(str), "Sweep: the reason why the format cannot represent an SAE, by the SAE's label."),
+        "left_out": (
+            by_name(str),
+            "Sweep: for each SAE that was left out, by its label: the reason why the format cannot represent it.",
+        ),
         "notes": (list_of(str), "What the format cannot represent; omitted if nothing is left out."),
         "pushed": (_PUSHED, "With --push."),
     },
@@ -130,8 +136,11 @@ _EXPORTED_SET = fields(
     {
         "checkpoints": (list_of(str), "Absolute paths of the exported checkpoints."),
         "output_path": _OUTPUT,
-        "layers": (by_name(int), "Step of the checkpoint of each layer."),
-        "left_out": (by_name(str), "Reason why the format cannot represent an SAE, by the SAE's label."),
+        "layers": (by_name(int), "Step of each layer's checkpoint, by layer."),
+        "left_out": (
+            by_name(str),
+            "For each SAE that was left out, by its label: the reason why the format cannot represent it.",
+        ),
         "notes": _NOTES,
         "pushed": (_PUSHED, "With --push."),
     },
@@ -156,7 +165,7 @@ _CARDS = fields(
                     "Report card",
                     written_to=(
                         str | None,
-                        "Folder of the written report card; null: not written, since the folder has other weights.",
+                        "Folder of the written report card; null: not written, as the folder contains other weights.",
                     ),
                 )
             ),
@@ -165,7 +174,7 @@ _CARDS = fields(
     },
 )
 _ESTIMATE = fields(
-    "A training",
+    "A training job",
     {
         "per_gpu": (_MEMORY, "Memory needed per GPU, or per process on CPUs."),
         **_SPEED,
@@ -178,9 +187,9 @@ _ESTIMATE = fields(
     },
 )
 _ESTIMATE_OF_EXTRACTION = fields(
-    "An extraction",
+    "An extraction job",
     {
-        "per_gpu": (by_name(int), "Memory of each part in bytes, by the part's name, and `total`."),
+        "per_gpu": (by_name(int), "Memory of each component in bytes, by the component's name, and `total`."),
         "disk_bytes": (int, "Number of bytes that the extraction will write."),
         "disk_free_bytes": (int | None, "Number of free bytes on the output disk; null: not known."),
         **_SPEED,
@@ -201,13 +210,13 @@ _PLAN = typed(
         "step_s": "Expected time of a step, in s.",
         "needs_bytes": "Memory in bytes of the rank that needs the most.",
         "token_shares": "Share of the tokens that each row of ranks processes.",
-        "latent_shares": "Share of the latents that each column of ranks holds.",
+        "latent_shares": "Share of the latents that each column of ranks stores.",
         "reason": 'Why this mode was chosen; "": the job file sets it.',
         "model_share": "Share of a step in which the language model runs (0 to 1); 0: there is no model.",
         "text_parts": "Number of parts that the text is split into.",
         "model_gpus": "Number of GPUs that only run the language model.",
-        "model_why": 'Why this number of `model_gpus` was chosen; "": no reason is given.',
-        "lr": "Full learning rate of each SAE, by its label.",
+        "model_why": 'Why this number of `model_gpus` was chosen; "": no reason given.',
+        "lr": "Peak learning rate of each SAE, by its label.",
         "precision": 'Precision of the matrix products; "": not chosen yet.',
     },
 )
@@ -215,7 +224,7 @@ _BENCH = fields(
     "Measured steps of a job on this machine",
     {
         "device": (str, "Name of the device."),
-        "ranks": (int, "Processes."),
+        "ranks": (int, "Number of processes."),
         "torch": (str, "Version of torch."),
         "precision": (str, "Precision of the matrix products."),
         "architecture": (str, "Architecture of the SAE."),
@@ -223,7 +232,7 @@ _BENCH = fields(
         "d_in": (int, "Width of the activations."),
         "d_out": (int | None, "Width of the outputs; null: the same as `d_in`."),
         "d_sae": (int, "Number of latents."),
-        "n_saes": (int, "Number of SAEs that are trained together."),
+        "n_saes": (int, "Number of SAEs that are trained in one run."),
         "tokens_per_step": (int, "Tokens per step."),
         "steps": (int, "Number of steps that were timed."),
         "step_ms": (float, "Median time of a step, in ms."),
@@ -294,7 +303,7 @@ _EXTRACT = fields(
         "state": _STATE,
         "outputs": (by_name(str), "Output folder of each hook, as a value for `data.path`."),
         "n_tokens": (int, "Number of rows per hook."),
-        "left_out": (by_name(int), "Number of rows that were left out for each reason."),
+        "left_out": (by_name(int), "Number of rows that were left out, by reason."),
         "tokens_per_s": (float | None, "Tokens that the model read per second; null: it read no tokens."),
     },
 )
@@ -311,10 +320,10 @@ _HEADERS = fields(
                         "n_tokens": "Number of rows.",
                         "d_in": "Width of a row.",
                         "dtype": "Type of the stored values.",
-                        "lists": "Byte offset of the list offsets, and bytes per offset; null: no lists.",
+                        "lists": "Byte offset of the list offsets, and bytes per offset; null: the file has no lists.",
                         "column": "Parquet column to decode; null: the file is in another format.",
                         "file": "Path of the file.",
-                        "first_row": "Index in the file of the first of these rows.",
+                        "first_row": "Index of the first of these rows in the file.",
                     },
                     {"file": str},
                 )

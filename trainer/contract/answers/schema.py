@@ -71,7 +71,7 @@ def or_null(kind: Kind) -> Schema:
 
 
 def one_of(*kinds: Kind) -> Schema:
-    """Return the schema of a value that matches one of several schemas, whose titles say when each applies."""
+    """Return the schema of a value that matches one of several schemas; their titles say when each applies."""
     return {"anyOf": [of(kind) for kind in kinds]}
 
 

@@ -1,4 +1,4 @@
-"""Estimates the peak memory of one rank's tensors in a pass: the largest of several phases' sums of live tensors."""
+"""Estimates the peak memory of one rank's tensors in a pass: the largest sum of live tensors over its phases."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
 # Pre-activations per group in a GPU's top-k, which first compares the maxima of the groups. On an H200, 4,096 rows of
-# 24,576 columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32; with 65,536 columns, groups of 64 were
-# slower again.
+# 24,576 columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32. With 65,536 columns, groups of 64 were
+# slower than groups of 32.
 GROUP = 32
-# Bytes per pre-activation of two masks; an evaluation counts pre-activations above a threshold with them.
+# Bytes per pre-activation of the two masks with which an evaluation counts pre-activations above a threshold.
 COUNTED_BYTES = 2
-# Candidates that a CPU rank sends per token, as a multiple of the values that are chosen from that rank on average. A
-# GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter more;
-# this quarter is not included.
+# Number of candidates that a CPU rank sends per token, as a multiple of the average number of values selected from that
+# rank. A GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter
+# more, which is not included here.
 MARGIN_PER_TOKEN = 4
 
-# For architectures with a sparsity penalty: the rows for finding the initial threshold, and the maximum number
-# of values in memory at once.
+# For architectures with a sparsity penalty: the number of rows used to find the initial threshold, and the maximum
+# number of values in memory at once.
 START_ROWS, START_VALUES = 2048, 2**21
 # On a CPU, `topk` allocates 16 bytes per value in addition to the 4 bytes of the value itself.
 _BYTES_OF_TOPK = 20
 
 
 def of_start(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that finding an SAE's threshold before the first step takes in addition to the weights."""
+    """Return the bytes needed, in addition to the weights, to find an SAE's threshold before the first step."""
     if not hasattr(sae.settings, "sparsity_coefficient"):
         return 0
     n_own = sae.width(work.d_in) / work.latent_ranks
@@ -82,8 +82,7 @@ def kept_copies(work: Workload, job: JobConfig) -> int:
 
 
 def exchanges_copies(work: Workload, job: JobConfig) -> bool:
-    """Return whether replicas exchange 16-bit copies of updated weights, and keep fp32 weights only for their own
-    latents.
+    """Return whether replicas exchange 16-bit copies of updated weights and keep only their own latents in fp32.
 
     Replicas exchange copies if their passes read only the copies.
     """
@@ -96,24 +95,22 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
 
 
 def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that a rank exchanges in a pass: of candidates or of summed reconstructions, whichever is
-    larger.
-    """
+    """Return the bytes that a rank exchanges in a pass: the larger of its candidates and summed reconstructions."""
     model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 
 
 def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
-    """Return how many top-k candidates per token each rank sends to the ranks that hold the other latents."""
+    """Return how many top-k candidates per token each rank sends to the ranks with the other latents."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.settings.most_active(work.d_in)
     return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
 class _StepSizes:
-    """Tensor sizes in bytes that several phases of a step have in common.
+    """Tensor sizes in bytes that are common to several phases of a step.
 
     `n_tokens` is the number of tokens of all ranks that share the latents. `own_tokens` is one rank's share of these
-    tokens after the outputs of all latents are summed. `n_own` is the number of latents that the rank holds.
+    tokens after the outputs of all latents are summed. `n_own` is the number of latents on the rank.
     """
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
@@ -124,8 +121,7 @@ class _StepSizes:
         self.d_sae = sae.width(self.d_in)
         self.n_own = self.d_sae / self.sharing
         self.most_active, self.n_prefixes = sae.settings.most_active(self.d_in), sae.settings.n_prefixes
-        # The data in three forms (as read, normalised, and centred); for a transcoder also the target as read and
-        # normalised.
+        # Three copies of the data (raw, normalised and centred); for a transcoder, also the raw and normalised targets.
         self.targets = 4 * (self.n_tokens + self.own_tokens) * (work.shape.d_out or 0)
         self.rows = 4 * self.n_tokens * self.d_in * (2 + self.product / 4) + self.targets
         # A skip connection keeps its centred input for the backward pass.
@@ -138,8 +134,8 @@ class _StepSizes:
     def candidates(self) -> float:
         """Return the bytes of the buffers for candidates: sent, received and reordered copies, and two bool masks.
 
-        Architectures that select latents per batch also gather the candidates of every rank, with int64 indices. A GPU
-        gathers from each rank the number of candidates that all ranks together select, and pre-selects by group maxima.
+        Architectures that select latents per batch also gather the candidates of every rank, with int64 indices. From
+        each rank, a GPU gathers as many candidates as all ranks select in total. It pre-selects them by group maxima.
         """
         n_ranks = self.replicas * self.sharing
         if self.entry.dense_matrices or n_ranks == 1:
@@ -154,7 +150,7 @@ class _StepSizes:
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
-        """Return the bytes of the reconstructions of all tokens, or of their gradient; 0 unless ranks share latents."""
+        """Return the bytes of all tokens' reconstructions, or of their gradient; 0 unless ranks share latents."""
         return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
@@ -171,7 +167,7 @@ class _Dense(_StepSizes):
         phases = (
             self.entry.dense_matrices * latents + middle,
             (2.5 + self.product / 8) * latents + first,
-            # Both 16-bit reconstructions and their gradient are sent as fp32 copies.
+            # 16-bit reconstructions and their gradient are both sent as fp32 copies.
             2 * latents + middle + (3 * self.summed() if self.product == 2 else 0),
             2 * latents + late,
         )
@@ -192,11 +188,11 @@ class _SparseArchitecture(_StepSizes):
         # Number of weights of AuxK's candidates, and bytes of their gradients, which several ranks sum in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
-        # Bytes that AuxK keeps until its backward pass: the weights of the candidates, and the values and the
-        # reconstruction of each token.
+        # Bytes that AuxK keeps until its backward pass: the candidates' weights, and the values and the reconstruction
+        # of each token.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
-        # Indices and values of the active latents; each rank holds the entries of its shard. With BatchTopK on several
+        # Indices and values of the active latents; each rank stores the entries of its shard. With BatchTopK on several
         # GPUs, each rank allocates memory for all entries, since all of them could belong to its shard.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
@@ -224,9 +220,7 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + of_own * min(self.n_candidates, self.n_own)
 
     def _of_groups(self) -> float:
-        """Return the bytes of the group maxima in a GPU's top-k and, if latents are selected per batch, of the groups'
-        indices.
-        """
+        """Return the bytes of the group maxima in a GPU's top-k, plus the groups' indices if selection is per batch."""
         if self.work.device != "cuda" or (self.entry.per_batch and self.replicas * self.sharing > 1):
             return 0.0
         if not self.entry.per_batch:
@@ -236,10 +230,10 @@ class _SparseArchitecture(_StepSizes):
     def nest(self, *, learns: bool = True) -> float:
         """Return the bytes used while the outputs of the Matryoshka levels are summed.
 
-        The levels' tensors are their outputs and errors or, if ranks share the latents, the sum and the rank's shard of
-        it. In the backward pass they are errors and gradients, next to x_hat; with shared latents, they take less. A
-        single GPU that trains without a skip connection stores no outputs, only errors and gradients in the type of the
-        matrix products.
+        Each level has an output and an error or, if ranks share the latents, a sum and the rank's shard of the sum. In
+        the backward pass, each level has an error and a gradient, in addition to x_hat; with shared latents, these take
+        less memory. A single GPU that trains without a skip connection stores no outputs, only errors and gradients in
+        the dtype of the matrix products.
         """
         by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
         n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
@@ -258,16 +252,14 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + wide + copies + self.entries + self.of_auxk + self.of_explained
 
     def explain_backward(self) -> float:
-        """Return the bytes used in AuxK's backward pass, which stores the gradients of the candidates next to their
-        weights.
-        """
+        """Return the bytes used in AuxK's backward pass, including the candidates' weights and gradients."""
         of_token = self.product * (self.n_candidates + self.width) + 4 * self.width
         made = self.row_gradients + self.product * self.of_candidates * (self.sharing > 1)
         explained = self.of_auxk + self.of_explained + self.own_tokens * of_token
         return self.rows + explained + made + self.matrix + self.narrow * self.width + self.entries
 
     def decode_backward(self) -> float:
-        """Return the bytes used while W_dec's gradient is computed from the gradient of all tokens' reconstructions."""
+        """Return the bytes used while computing W_dec's gradient from the gradient of all tokens' reconstructions."""
         of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * (4 + 2 * (self.product == 2))
         explained = self.of_auxk + self.of_explained
         # Sorting entries by latent adds a quarter of their size.
@@ -275,9 +267,9 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + made + 8 * self.own_tokens * self.width + explained
 
     def backward(self) -> float:
-        """Return the bytes used while the gradients of all weights are computed, next to AuxK's gradients."""
+        """Return the bytes used while computing the gradients of all weights, including AuxK's gradients."""
         weights = 4 * self.n_own * self.d_in + self.matrix + self.row_gradients
-        # A CPU converts the 16-bit gradients of candidates to fp32, one matrix at a time.
+        # On CPU, the 16-bit gradients of AuxK's candidates are converted to fp32, one matrix at a time.
         widened = 4 * self.n_candidates * max(self.d_in, self.width)
         widened *= self.product == 2 and self.work.device == "cpu"
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
@@ -285,11 +277,11 @@ class _SparseArchitecture(_StepSizes):
         return beside + max(weights + widened, decoded)
 
     def _levels_backward(self) -> float:
-        """Return the bytes of the gradient of the outputs of all Matryoshka levels.
+        """Return the bytes of the gradient with respect to the outputs of all Matryoshka levels.
 
-        A single GPU computes this gradient from the levels' errors, next to x_hat and the centred data. GPUs that share
-        latents gather the gradient in the type of the matrix products. On a CPU, the gradient and its 16-bit copy are
-        in memory together.
+        A single GPU computes this gradient from the levels' errors while x_hat and the centred data are in memory. GPUs
+        that share latents gather the gradient in the dtype of the matrix products. On CPU, the gradient and its 16-bit
+        copy are in memory at the same time.
         """
         levels = self.n_tokens * self.n_prefixes * self.width
         if self.work.device == "cuda" and self.sharing > 1:
@@ -301,8 +293,8 @@ class _SparseArchitecture(_StepSizes):
     def _wide(self) -> float:
         """Return the bytes of reconstructions and errors.
 
-        A sum over ranks is in fp32 and is in memory together with its addends. Later tensors contain only the rank's
-        own tokens.
+        A sum over ranks is in fp32 and is in memory at the same time as its addends. Later tensors contain only the
+        rank's own tokens.
         """
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)

@@ -1,4 +1,4 @@
-"""Plans a job on a machine: its devices, its needs, and every reason why the job could not run there."""
+"""Plans a job on a machine: its devices, its resource needs, and all reasons why it could not run there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import plural
 
-# A function that returns the GPU memory that a finished job of the same shape used.
+# Returns how much GPU memory a finished job of the same shape used.
 UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
@@ -50,7 +50,7 @@ class Machine(msgspec.Struct, frozen=True):
     output_root: Path
     memory: DeviceMemory = UNKNOWN_MEMORY
     speeds: MeasuredHardware = NOTHING_MEASURED
-    # Whether jobs run CUDA on the GPUs (simulated GPUs are CPU processes), and the reason why CUDA is unusable.
+    # Whether jobs use CUDA on the GPUs (simulated GPUs are CPU processes), and the reason if CUDA is unusable.
     cuda: bool = True
     cuda_problem: str = ""
     # The folders that other jobs will write before the job starts.
@@ -58,9 +58,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Proposal(Generic[J]):
-    """A job planned on a machine; its values are computed once and are shared by the checks, outlook and placement.
+    """A job planned on a machine; its values are computed once and shared by the checks, outlook and placement.
 
-    Each kind of job has a subclass. Only the outlook of a training uses `used_before`.
+    Each kind of job has a subclass. Only the outlook of a training job uses `used_before`.
     """
 
     def __init__(self, job: J, machine: Machine, used_before: UsedBefore | None = None) -> None:
@@ -72,8 +72,9 @@ class Proposal(Generic[J]):
 
     @cached_property
     def outlook(self) -> AnyOutlook:
-        """The resources that the job needs here; for "auto", on the GPUs that it would get now. May raise
-        `JobFileError`.
+        """The resources that the job needs on this machine or, for "auto", on the GPUs that it would get now.
+
+        May raise `JobFileError`.
         """
         return UnknownNeeds(bool(self.gpus) and not self.job.on_cpu, self.devices)
 
@@ -86,7 +87,7 @@ class Proposal(Generic[J]):
         return [*self.device_problems(), *self.memory_problems()]
 
     def comes_to(self) -> dict[str, str]:
-        """Return the known effective value, followed by a space, of each setting that another setting overrides."""
+        """Return a dict that maps each overridden setting to its effective value, if known, followed by a space."""
         return {}
 
     @staticmethod
@@ -99,13 +100,12 @@ class Proposal(Generic[J]):
         job: J, devices: int, device_name: str, box: MeasuredHardware, capacity: DeviceMemory,
         memory_of: str | None, ranks_before: int | None,
     ) -> ModelPlacement | None:  # fmt: skip
-        """Choose how many devices only run the language model, as `place_model` does; None if there is no model."""
+        """Choose how many devices only run the language model, like `place_model`; None if there is no model."""
         return None
 
     @staticmethod
     def half_batch(job: J, devices: int) -> list[str]:
-        """Return overrides of settings that halve the activation memory on `devices` devices without changing the
-        result.
+        """Return setting overrides that halve the activation memory on `devices` devices with the same result.
 
         Return [] if there are none.
         """
@@ -158,7 +158,7 @@ class Proposal(Generic[J]):
         return [Problem("launch.gpus", message)] if message else []
 
     def _count_problems(self) -> list[Problem]:
-        """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" requests."""
+        """Report if the machine has fewer GPUs or cores than a setting like "auto:4" or "cpu:4" requests."""
         job, machine, devices = self.job, self.machine, self.devices
         suited = [gpu for gpu in machine.gpus if self.takes_slices or not gpu.is_slice]
         usable = sum(not gpu.unhealthy for gpu in suited)
@@ -174,7 +174,7 @@ class Proposal(Generic[J]):
 
 
 def propose(job: J, machine: Machine, used_before: UsedBefore | None = None) -> Proposal[J]:
-    """Propose a job of any kind to a machine."""
+    """Plan a job of any kind on a machine."""
     return proposal_class(job)(job, machine, used_before)
 
 
@@ -190,12 +190,12 @@ def check(job: AnyJob, machine: Machine) -> list[Problem]:
 
 
 def chosen_indices(job: AnyJob) -> list[int]:
-    """Return the indices of the GPUs that a job file names; [] for "auto", "cpu" and clusters."""
+    """Return the GPU indices in a job file; [] for "auto", "cpu" and clusters."""
     return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.cluster else []
 
 
 def wanted_ranks(job: AnyJob) -> int:
-    """Return how many ranks the job file requests: its devices, minus the GPUs that only run its language model."""
+    """Return how many ranks the job file requests: its devices minus the GPUs that only run its language model."""
     return ranks_of(job, wanted_devices(job))
 
 

@@ -1,6 +1,6 @@
-"""Resolves `auto` once the ranks and devices are known: chooses a parallel mode and micro-batches that fit.
+"""Resolves `auto` once the ranks and devices are known: chooses a parallel mode and a micro-batch size that fits.
 
-The way in which a step is split never changes its result: the step has the number of tokens that the job file requests.
+How a step is split never changes its result, since the number of tokens per step is always as the job file requests.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
 # Tokens of the smallest micro-batch to try.
 LEAST_BATCH = 64
-# A mode must be faster than ddp by this factor to be chosen, because predicted times are not more accurate than that.
+# A mode must be faster than ddp by this factor to be chosen, because predicted times are no more accurate than that.
 # For two idle CPU processes, the prediction for the faster mode was within 2 %, but after 60 ms of measurement on a
 # busy machine it was off by 6 %.
 LEAST_GAIN = 1.1
 
 
 class PlannedResources(msgspec.Struct, frozen=True):
-    """The resources that a job is planned for: the speeds of its ranks, and the bytes that each rank may use.
+    """The resources available to a planned job: the speeds of its ranks, and the bytes that each rank may use.
 
-    `free_bytes` is the free memory of the fullest device, or less if the job may not use all of that memory.
+    `free_bytes` is the free memory of the device with the least, or less if the job may not use all of it.
     """
 
     speeds: Speeds
     free_bytes: int | None = None
-    # The device whose memory is estimated, if it is not the ranks' own device: a GPU if CPU processes simulate GPUs.
+    # The device whose memory is estimated, if it differs from the ranks' device: a GPU if CPU processes simulate GPUs.
     memory_of: str | None = None
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """A workload with `auto` resolved in its mode and batch size, its time and memory, and the reason for the choice.
+    """A workload with its mode and batch size resolved, its time and memory, and the reason for the choice.
 
-    `held` is the same workload on the devices whose memory is estimated, which differ from the ranks' devices if GPUs
+    `held` is the same workload on the devices whose memory is estimated; these differ from the ranks' devices if GPUs
     are simulated.
     """
 
@@ -56,14 +56,14 @@ class Settled(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The bytes of the rank that needs the most."""
+        """The memory needed by the rank that needs the most, in bytes."""
         return self.memory.total
 
 
 def settle(work: Workload, place: PlannedResources) -> Settled:
-    """Choose the fastest mode that fits or, if none fits, the mode with the least memory.
+    """Choose the fastest mode that fits or, if none fits, the mode that needs the least memory.
 
-    The plain mode is preferred if no other mode is clearly faster. The compared times are those of steps with dead
+    The plain mode is preferred if no other mode is clearly faster. The comparison uses the times of steps with dead
     latents, since most steps of a run may have dead latents.
     """
     ways = [_cut(work, mode, sharing, place) for mode, sharing in _ways(work)]
@@ -111,8 +111,8 @@ def _cut(work: Workload, mode: str, sharing: int, place: PlannedResources) -> Se
 
 
 def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
-    """Yield the micro-batch sizes to try, in tokens: the requested size, or for "auto" a rank's entire step, then
-    halves.
+    """Yield the micro-batch sizes to try, in tokens: the requested size or, for "auto", a rank's entire step and then
+    successive halves of it.
     """
     asked, ranks = work.job.train.batch_size, work.ranks
     with_tokens = 1 if mode == "sweep" else ranks // sharing
@@ -120,8 +120,8 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
         yield asked
         return
     least = min(LEAST_BATCH, work.micro_batch) if asked == "auto" else asked
-    # A rank that processes the tokens of several ranks holds only some of the latents or SAEs, so the larger
-    # micro-batch needs no more memory.
+    # A rank that processes the tokens of several ranks has only some of the latents or SAEs, so the larger micro-batch
+    # needs no more memory.
     size = -(-work.tokens_per_step // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size

@@ -1,7 +1,7 @@
 """Estimates an extraction's memory, disk space and time from its model's files, and reports what is missing.
 
-The memory is that of the loaded weights plus the peak of one forward pass. The time is that of the matrix products
-only.
+The memory estimate covers the loaded weights and the peak of one forward pass. The time estimate covers only the matrix
+products.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     seconds: float | None = None
     d_in: int | None = None
     disk_bytes: int | None = None
-    # The number of free bytes is also None if the file system reports no size.
+    # Also None if the file system reports no size.
     disk_free_bytes: int | None = None
     capacity: DeviceMemory = UNKNOWN_MEMORY
     lack: str = ""
     excess: str = ""
     ranks: int = 1
-    # How the devices share the work, as the table of jobs shows it.
+    # How the devices share the work, as shown in the job table.
     mode: str = "single"
-    # The name of the slowest device, and whether the speed of this device was measured on this machine.
+    # The name of the slowest device, and whether its speed was measured on this machine.
     device_name: str = CPU
     is_measured: bool = False
 
@@ -56,7 +56,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
         return self.memory.total if self.memory else None
 
     def problems(self) -> list[Problem]:
-        """Return the memory problems: an error if the extraction can never run, a warning if it cannot run now."""
+        """Return the memory problems: an error if the extraction can never run, or a warning if it cannot run now."""
         spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread = true with several GPUs"
         cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
@@ -65,7 +65,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
 
 class ExtractionProposal(Proposal[ExtractJob]):
-    """An extraction that is planned on a machine."""
+    """An extraction job planned on a machine."""
 
     @cached_property
     def outlook(self) -> ExtractionOutlook:
@@ -99,7 +99,7 @@ def outlook_of_extraction(
     cuda: bool = True,
     host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> ExtractionOutlook:
-    """Return the resources that an extraction needs on the GPUs that `launch.gpus` names, or on the first ones.
+    """Return the resources that an extraction needs on the GPUs in `launch.gpus` or, by default, on the first GPUs.
 
     Simulated GPUs run on the CPU. Each rank loads its own model, unless one model is spread over the GPUs. The hardware
     of a cluster's nodes is unknown.
@@ -147,7 +147,7 @@ def disk_words(look: ExtractionOutlook) -> str:
 
 
 def mode_of(job: ExtractJob) -> str:
-    """Return the name of the way in which the devices of an extraction share the work."""
+    """Return a word for how the devices of an extraction share the work: "spread" or "single"."""
     return SPREAD if job.model.spread else "single"
 
 
@@ -174,7 +174,7 @@ def _check_hooks(job: ExtractJob) -> list[Problem]:
     if not size or not beyond:
         return []
     return [
-        Problem("model.hooks", f"{beyond[0].name}: the model has blocks 0 to {size.n_layers - 1}; name one of them")
+        Problem("model.hooks", f"{beyond[0].name}: the model has blocks 0 to {size.n_layers - 1}; choose one of them")
     ]
 
 
@@ -200,13 +200,14 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
 
 
 def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) -> Memory:
-    """Return the memory per device; one GPU may hold one block more than the average, since a model is split into
-    blocks.
+    """Return the memory per device.
+
+    Since a model is split at block boundaries, one GPU may get one block more than the average.
     """
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
     share = min(1.0, 1 / n_gpus + 1 / size.n_layers) if is_cuda and job.model.spread and n_gpus > 1 else 1.0
-    # The rows that are buffered until their shard is complete.
+    # Memory for the rows that are buffered until their shard is complete.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
         weights=round(size.n_parameters * each * share),

@@ -1,5 +1,6 @@
-"""Decides whether a CPU should pre-select the top pre-activations with a bf16 product
-(`trainer.saes.kernels.rounded_top_k`).
+"""Decides whether a CPU should pre-select the top pre-activations with a bf16 product.
+
+`trainer.saes.kernels.rounded_top_k` performs the pre-selection.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-# Candidates per requested value. With a factor of 2, between 0 and 50 of 2,048 tokens of trained SAEs needed the exact
-# product. If ranks share the latents, the factor applies to the average number of requested values per rank: with two
-# ranks of 8,192 latents each, 37 of 4,096 tokens needed a factor above 2, and none needed a factor above 2.5.
+# Number of candidates per requested value. With a factor of 2, between 0 and 50 of 2,048 tokens of trained SAEs needed
+# the exact product. If ranks share the latents, the factor applies to the average number of requested values per rank.
+# With two ranks of 8,192 latents each, 37 of 4,096 tokens needed a factor above 2, and none needed a factor above 2.5.
 MARGIN, MARGIN_SHARED = 2, 2.5
-# The fraction of candidates that is computed exactly, since the others are certain to be too small: 64 to 72 % in
-# trained SAEs.
+# The fraction of candidates whose exact values are computed; all others are certain to be too small. In trained SAEs,
+# the fraction was 64 to 72 %.
 EXACT = 0.7
 
 
@@ -22,7 +23,7 @@ class Costs(NamedTuple):
     """The costs of a bf16 pre-selection on a CPU, in units of the exact product's cost per value.
 
     `rounded` is the cost of the product with bf16 factors. `alone` is the cost of computing and selecting a single
-    value. `of_tokens` (for a top k per token) and `of_batch` (for a top k per batch) are the cost of selecting without
+    value. `of_tokens` (for a top k per token) and `of_batch` (for a top k per batch) are the costs of selection without
     pre-selection.
     """
 
@@ -36,15 +37,13 @@ class Costs(NamedTuple):
 # selects the top k per token in 24 ms with pre-selection and 38 ms without for k = 32, and in 57 and 52 ms for k = 128.
 # With 2,048 latents, it takes 27 and 36 ms for k = 64, and 47 and 36 ms for k = 128. A selection per batch takes 36 and
 # 37 ms (3,072 latents, k = 64). A Zen 4 core takes 54 ms for the rounded product of 3,072 latents and 107 ms for the
-# exact product. On this core, a step with 2,048 latents and k = 64 takes 71 instead of 96 ms, and a step with 4,096
-# latents and k = 256 gains nothing.
+# exact product. On this core, pre-selection shortens a step with 2,048 latents and k = 64 from 96 to 71 ms, but not a
+# step with 4,096 latents and k = 256.
 _COSTS = {"amx_bf16": Costs(0.2, 24, of_batch=0.3), "avx512_bf16": Costs(0.5, 10)}
 
 
 def n_seen(k: int, n_ranks: int) -> int:
-    """Return how many candidates per token each of `n_ranks` ranks selects so that all ranks together find the largest
-    k.
-    """
+    """Return how many candidates per token each of `n_ranks` ranks must select to find the largest k over all ranks."""
     return MARGIN * k if n_ranks == 1 else math.ceil(MARGIN_SHARED * k / n_ranks)
 
 
@@ -62,7 +61,7 @@ def pays(n_exact: float, d_sae: int, *, of_batch: bool = False) -> bool:
 
 @functools.cache
 def costs() -> Costs | None:
-    """Return the cost of a pre-selection on this CPU; None if it is never faster."""
+    """Return the costs of pre-selection on this CPU, or None if pre-selection is never faster."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

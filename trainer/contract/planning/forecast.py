@@ -14,7 +14,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """The free and total memory per rank on the device that has the least; None if unknown."""
+    """The free and total memory per rank on the device with the least memory; None if unknown."""
 
     free_bytes: int | None = None
     total_bytes: int | None = None
@@ -36,7 +36,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     @property
     def efficiency(self) -> float:
-        """`speed_up` per device, which is 1.0 if no device ever waits."""
+        """`speed_up` per device; 1.0 means that no device waits."""
         return self.speed_up / self.ranks
 
 
@@ -71,11 +71,11 @@ def settle_on(
     """Resolve `auto` on the workload's devices; return the result and whether their speeds were measured.
 
     The job is planned to fit into the free memory or, if that is impossible, into the total memory. `memory_of` is the
-    device whose memory is estimated, if it is not the ranks' own device.
+    device whose memory is estimated, if it differs from the ranks' device.
     """
     speeds = box.speeds(work.device_name, work.precision, work.ranks)
     asked = work.job.parallel.mode
-    # On one device every mode is `single`; a requested mode applies only to several devices.
+    # On one device, the mode is always `single`; a requested mode applies only to several devices.
     mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not can_share(work) else asked
     room_bytes = capacity.total_bytes if capacity.free_bytes is None else capacity.free_bytes
     work, place = work.with_settings("parallel", mode=mode), PlannedResources(speeds, room_bytes, memory_of)

@@ -1,8 +1,8 @@
 """THE REGISTRY of GPU vendors: how to detect a vendor's driver, read its GPUs, and pin a rank to some of them.
 
 A rank is pinned by an environment variable of the vendor, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
-to restrict the GPUs, the app, the commands and the trainer all respect it. GPU indices in the variable have the meaning
-that they have in the vendor's own tool, which numbers GPUs by PCI bus. CUDA does so only with
+to restrict the GPUs, the app, the commands and the trainer all respect it. GPU indices in the variable are the same as
+in the vendor's own tool, which numbers GPUs by PCI bus. CUDA uses the same numbers only with
 CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise the fastest GPU may be first. Ranks are started with that setting and with
 UUIDs.
 """
@@ -25,7 +25,7 @@ class Vendor(msgspec.Struct, frozen=True):
 
     `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. One of `driver_files`
     exists if the vendor's driver is loaded. `variable` is the environment variable that lists the GPUs that a process
-    may use, by index or by a UUID that begins with `uuid_prefix`. `order` contains the variables that make these
+    may use, by index or by a UUID that starts with `uuid_prefix`. `order` contains the variables that make these
     indices agree with those of `tool`, the vendor's command-line program. `device` is PyTorch's device type for the
     GPUs, or "cpu" if PyTorch cannot use them.
     """
@@ -37,23 +37,23 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
-    # The command that merges the slices of a GPU, unless the GPU's source reports such a command.
+    # The command that merges the slices of a GPU, if the GPU's source does not report such a command.
     unsplit: str = ""
     # The prefix of a slice's UUID, if GPUs can be split into slices that act as GPUs.
     slice_prefix: str = ""
     device: Device = "cuda"
-    # PyTorch's name of the platform of these GPUs, as in `torch.version.cuda`, and the name to show to users.
+    # PyTorch's name for the platform of these GPUs, as in `torch.version.cuda`, and the name to show to users.
     torch_runtime: str = "cuda"
     runtime_words: str = "CUDA"
-    # The name of the links between GPUs other than PCI Express, and the command that shows how GPUs are connected.
+    # The name of the direct links between GPUs, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
     # Environment variables that select by index among the GPUs that `variable` leaves visible; only the first one that
     # is set applies.
     inner_variables: tuple[str, ...] = ()
-    # Prefixes of GPU names that are omitted in narrow columns, in this order.
+    # Prefixes of GPU names that are removed in narrow columns, in this order.
     brands: tuple[str, ...] = ()
-    # The vendor's PCI ID as the kernel writes it, and the file with the version of the vendor's kernel module.
+    # The vendor's PCI ID in the kernel's format, and the file with the version of the vendor's kernel module.
     pci_vendor: str = ""
     version_file: str = ""
     # Files with the UUID of each GPU of the machine or container, in a folder named by its PCI address.
@@ -61,7 +61,7 @@ class Vendor(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether the vendor's driver is loaded, which is determined from files alone."""
+        """Whether the vendor's driver is loaded, according to its device files."""
         return any(map(os.path.exists, self.driver_files))
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
@@ -81,9 +81,7 @@ class Vendor(msgspec.Struct, frozen=True):
         return {name: environ[name] for name in (self.variable, *inner) if name in environ}
 
     def visible_devices(self, environ: Mapping[str, str] = os.environ) -> str | None:
-        """Return the GPUs that the environment makes visible, in the format of `variable`; None if all GPUs are
-        visible.
-        """
+        """Return the GPUs that the environment makes visible, in the format of `variable`; None means all GPUs."""
         values = self.limits(environ)
         outer = values.pop(self.variable, None)
         inner = next(iter(values.values()), None)
@@ -94,12 +92,11 @@ class Vendor(msgspec.Struct, frozen=True):
         return ",".join(entries[index] for index in self.visible_indices(inner, gpus))
 
     def visible_indices(self, text: str | None, gpus: Iterable[tuple[int, str]]) -> list[int]:
-        """Return the indices of the GPUs, given as pairs (index, UUID), that are visible with the variable's value
-        `text`.
+        """Return the indices of the GPUs that are visible if `text` is the value of `variable`.
 
-        The indices are in the order of `text`. Entries are parsed as CUDA does: they are indices, or UUIDs that may be
-        shortened. An entry that matches no GPU ends the list, and a list that names a GPU twice makes no GPU visible.
-        An index never refers to a slice.
+        `gpus` contains pairs (index, UUID). The indices are returned in the order of `text`. Like CUDA, this accepts
+        indices, and UUIDs that may be shortened. An entry that matches no GPU ends the list, and a list that names a
+        GPU twice makes no GPU visible. An index never refers to a slice.
         """
         all_gpus = list(gpus)
         if text is None:
@@ -122,7 +119,7 @@ class Vendor(msgspec.Struct, frozen=True):
         return (self.uuid_prefix, self.slice_prefix) if self.slice_prefix else (self.uuid_prefix,)
 
     def _by_uuid(self, entry: str, gpus: Cards) -> int | None:
-        """Return the index of the GPU whose UUID begins with the entry; None if no GPU or more than one matches."""
+        """Return the index of the GPU whose UUID starts with the entry; None if no GPU or more than one matches."""
         if not entry.startswith(self._prefixes):
             return None
         indices = [index for index, uuid in gpus if uuid.lower().startswith(entry.lower())]
@@ -152,7 +149,7 @@ VENDORS: dict[str, Vendor] = {
         "sae_tui.gpu.amd:Amd",
         driver_files=("/dev/kfd",),
         # AMD recommends this variable on Linux. All versions of ROCm accept UUIDs in it, but only newer versions accept
-        # UUIDs in the two inner variables. HIP and PyTorch number the GPUs that it leaves visible from 0.
+        # UUIDs in the two inner variables. HIP and PyTorch number the visible GPUs from 0.
         variable="ROCR_VISIBLE_DEVICES",
         inner_variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         tool="amd-smi",
@@ -169,12 +166,12 @@ VENDORS: dict[str, Vendor] = {
 
 
 def is_slice(uuid: str) -> bool:
-    """Return whether this is the UUID of a slice and not of an unsplit GPU."""
+    """Return whether this is the UUID of a slice rather than of an unsplit GPU."""
     return any(vendor.slice_prefix and uuid.startswith(vendor.slice_prefix) for vendor in VENDORS.values())
 
 
 def is_slice_by_name(name: str) -> bool:
-    """Return whether the name that PyTorch reports is that of a slice."""
+    """Return whether a device name reported by PyTorch is the name of a slice."""
     return any(is_slice(vendor.prefix_of(name)) for vendor in VENDORS.values())
 
 
@@ -186,7 +183,7 @@ def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
     cut = [index for index, is_cut in gpus if is_cut]
     if not cut or len(gpus) < 2:
         return ""
-    return f"GPU {cut[0]} is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"
+    return f"GPU {cut[0]} is a MIG slice, and NCCL cannot connect slices; name only one slice, or whole GPUs"
 
 
 def vendors_here() -> list[str]:
@@ -206,7 +203,7 @@ def mixture(vendors: Iterable[str]) -> str:
 
 
 def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
-    """Return why a job cannot use all of these GPUs, given as pairs (index, vendor); "" if they are from one vendor."""
+    """Return why a job cannot use all of these GPUs, given as pairs (index, vendor); "" if all have the same vendor."""
     vendor_by_index = dict(gpus)
     if not (mixed := mixture(vendor_by_index.values())):
         return ""
@@ -216,6 +213,6 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
 
 
 def _by_number(entry: str, gpus: Cards) -> int | None:
-    """Return the index of the GPU whose index starts the entry, so that `1st` means 1; None if there is no such GPU."""
+    """Return the GPU index at the start of the entry, so that `1st` means 1; None if there is no such GPU."""
     digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
     return next((index for index, _ in gpus if digits and index == int(digits[1])), None)

@@ -1,5 +1,6 @@
-"""Decides whether the steps on a GPU use CUDA graphs: if launching a step would take the host longer than running it
-takes the GPU.
+"""Decides whether steps on a GPU use CUDA graphs.
+
+Graphs are used if launching a step would take the host longer than executing it would take the GPU.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.model_source import ModelSettings
 
-# A fast host launches a step in 2 ms; the virtual host of an H200 took 7 to 12 ms. The FLOP/s and bytes per second are
-# roughly those of an A100. A faster GPU gains more, and a slower GPU loses nothing.
+# The maximum GPU time of a step that is captured, and the assumed FLOP/s and bytes per second. A fast host launches a
+# step in 2 ms; the virtual host of an H200 took 7 to 12 ms. The assumed speeds are roughly those of an A100. A faster
+# GPU gains more from capture, and a slower GPU loses nothing.
 LONGEST_S, PRODUCTS, BANDWIDTH = 20e-3, 400e12, 2e12
-# Bytes moved per weight: for the weight and its moments, the gradient and the 16-bit copy.
+# Bytes moved per weight: for the weight, its moments, its gradient and its 16-bit copy.
 BYTES_PER_WEIGHT = 36
 
 
 def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
-    """Return whether capturing a CUDA graph is worthwhile; it can be for a job with a single SAE and GPU.
+    """Return whether capturing a CUDA graph is worthwhile, which is possible only with a single SAE and GPU.
 
-    A step can be captured only if the host does not need the results of the previous step. Runs that must resume
-    bit-identically are not captured.
+    A step can be captured only if the host does not need the results of the previous step. The steps of runs that must
+    resume bit-identically are not captured.
     """
     job = layout.job
     is_alone = layout.ranks == 1 and layout.mode == "single" and layout.micro_batches == 1 and len(layout.members) == 1
@@ -33,7 +35,7 @@ def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
 
 
 def can_be_recorded(job: JobConfig, d_in: int) -> bool:
-    """Return whether steps activate few latents in the long run, and no language model runs on the GPU."""
+    """Return whether steps eventually activate few latents and no language model runs on the GPU."""
     is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices
     is_sparse = not is_dense or latent_capacity.per_token(job.sae.settings.n_active, job.sae.width(d_in)) is not None
     runs_model = isinstance(job.data.settings, ModelSettings)

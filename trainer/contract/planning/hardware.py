@@ -1,5 +1,6 @@
-"""The speeds of this machine, which ranks measure at startup and store in a file; before that, published figures are
-used.
+"""The speeds of this machine, which ranks measure at startup and store in a file.
+
+Until a speed has been measured, published figures are used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from trainer.contract.json_file import read_json, write_json
 
 CPU = "CPU process"
-# The fraction of a GPU's published peak speeds that large matrix products and copies reach.
+# The fraction of a GPU's published peak speeds that large matrix products and copies achieve.
 _REACHED = 0.7
 # Published figures: TFLOP/s of dense bf16 matrix products (fp32 for a GPU without fast bf16), memory bandwidth in GB/s,
 # and the GB/s of an all-reduce over NVLink or XGMI (0 for a GPU that has neither).
@@ -39,7 +40,7 @@ _PUBLISHED = {
     "MI325X": (1307, 6000, 310),
     "MI300X": (1307, 5300, 310),
     "MI300A": (980, 5300, 310),
-    # The figures are for one of the two chips of a board; each chip is a separate GPU.
+    # The figures are per chip; each of the two chips on a board is a separate GPU.
     "MI250X": (191, 1600, 100),
     "MI250": (181, 1600, 100),
     "MI210": (181, 1600, 0),
@@ -58,8 +59,8 @@ _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # The speed of matrix products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# The name of a MIG slice ends with its profile, such as `1g.10gb`: the sevenths of the GPU's compute units, and the
-# memory.
+# The name of a MIG slice ends with its profile, such as `1g.10gb`, which gives the number of sevenths of the GPU's
+# compute units, and the memory.
 _SLICE = re.compile(r" MIG (\d)g\.")
 # GPUs below compute capability 8.0 support neither bf16 nor tf32. On Volta (7.0) and Turing (7.5), fp16 is 2 to 8 times
 # as fast as fp32; on older GPUs, fp16 is no faster than fp32.
@@ -70,7 +71,7 @@ _VOLTA_OR_TURING = re.compile(
 # AMD GPUs before CDNA and RDNA 3; their fp16 is twice as fast as fp32.
 _OLD_AMD = re.compile(r"\b(MI25|MI50|MI60|Vega|VII|RX [56]\d{3}|W[56]\d{3})\b")
 _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
-# The precisions that "auto" can resolve to, from the most to the least widely supported.
+# The precisions to which "auto" can resolve, from the most to the least widely supported.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
 
 # A measured rate, which must not be 0, since time estimates divide by it.
@@ -92,28 +93,26 @@ class Speeds(msgspec.Struct, frozen=True):
 
 
 class DeviceSpeeds(msgspec.Struct, frozen=True):
-    """The measured speeds of one kind of device; `flops_per_s` maps each precision to the speed of matrix products."""
+    """The measured speeds of a device type; `flops_per_s` maps each precision to the speed of matrix products."""
 
     flops_per_s: dict[str, Rate]
     memory_bytes_per_s: Rate
 
 
 class Bus(msgspec.Struct, frozen=True):
-    """The measured speed between devices: the bytes/s per device in an all-reduce, and the seconds of a tiny
-    all-reduce.
-    """
+    """The measured speed between devices: an all-reduce's bytes/s per device, and the seconds of a tiny all-reduce."""
 
     bytes_per_s: Rate
     latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class MeasuredHardware(msgspec.Struct, frozen=True):
-    """All speeds measured on this machine so far; `buses` has keys of the form `<device name> x<ranks>`."""
+    """All speeds measured on this machine; `buses` has keys of the form `<device name> x<ranks>`."""
 
     # Speeds by device name. The file has the key `cards`, as in earlier versions.
     devices: dict[str, DeviceSpeeds] = msgspec.field(default_factory=dict, name="cards")
     buses: dict[str, Bus] = {}
-    # Whether GPU-to-GPU transfers hung or failed while transfers through the host's memory worked.
+    # Whether GPU-to-GPU transfers hung or failed although transfers through host memory worked.
     peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
@@ -139,10 +138,10 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
-    """Return the precision that `train.precision = "auto"` stands for on a device, "cuda" or "cpu".
+    """Return the precision to which `train.precision = "auto"` resolves on a device, "cuda" or "cpu".
 
     On GPUs it is bf16 if bf16 matrix products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise
-    tf32. GPUs without tf32 compute such a product in fp32.
+    tf32. GPUs that do not support tf32 compute tf32 products in fp32.
     """
     if device != "cuda":
         return "fp32"
@@ -152,7 +151,7 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
 
 
 def usual_capability(name: str) -> tuple[int, int]:
-    """Return a compute capability for a GPU name, from which the default precision can be determined.
+    """Return a compute capability for a GPU name, for choosing the default precision.
 
     AMD GPUs get the compute capability of NVIDIA GPUs with the same fast precisions. Unknown GPUs are assumed to be
     new.
@@ -163,7 +162,7 @@ def usual_capability(name: str) -> tuple[int, int]:
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:
-    """Return the speeds expected from published figures for this GPU, or for an ordinary GPU if the name is unknown."""
+    """Return the speeds expected from published figures for this GPU, or for a typical GPU if the name is unknown."""
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     tflops, gigabytes, nvlink = _published(device)
@@ -174,7 +173,7 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
 
 
 def has_nvlink(device: str) -> bool:
-    """Return whether GPUs of this name are usually connected by NVLink or XGMI; PCIe variants are not."""
+    """Return whether GPUs with this name are usually connected by NVLink or XGMI; PCIe variants are not."""
     return _published(device)[2] > 0
 
 
@@ -185,12 +184,12 @@ def _published(device: str) -> tuple[int, int, int]:
 
 
 def slowest(names: Iterable[str]) -> str:
-    """Return the name of the GPU that is the slowest by published figures; the other GPUs wait for it."""
+    """Return the name of the GPU that is slowest by published figures, for which the other GPUs must wait."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
 def read_box(file: Path | None) -> MeasuredHardware:
-    """Return the measured speeds; nothing if the file is missing or damaged, since speeds can be measured again.
+    """Return the measured speeds, or no speeds if the file is missing or corrupt, since they can be measured again.
 
     A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """
@@ -204,6 +203,6 @@ def read_box(file: Path | None) -> MeasuredHardware:
 
 
 def write_box(file: Path, box: MeasuredHardware) -> None:
-    """Write the measured speeds atomically; ignore failures, since they only make the next estimate less accurate."""
+    """Write the measured speeds atomically; ignore failures, since they only make later estimates less accurate."""
     with contextlib.suppress(OSError):
         write_json(file, box)

@@ -1,5 +1,6 @@
-"""Chooses the buffer size for active latents that a GPU allocates before their number is known
-(`trainer.saes.kernels.buffer_sizer`).
+"""Chooses the size of the buffer that a GPU allocates for active latents before their number is known.
+
+The buffer is described in `trainer.saes.kernels.buffer_sizer`.
 """
 
 from __future__ import annotations
@@ -8,18 +9,18 @@ import math
 
 # The factor by which the buffer exceeds the number of active latents in previous steps.
 MARGIN = 1.25
-# If more than one in this many pre-activations is active, dense products are just as fast on a GPU. The time model
+# If more than one in this many pre-activations is active, dense products are just as fast on a GPU. The cost model
 # predicts one in 70 to 110 for 65,536 latents with a d_in of 2,304, and one in 45 to 75 for 24,576 latents with a d_in
 # of 768.
 DENSE = 96
 
 
 def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | None:
-    """Return the number of active latents per token to allocate memory for, given `n_active` in previous steps.
+    """Return for how many active latents per token to allocate memory, given `n_active` in previous steps.
 
-    Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 binary digits, so that a run
-    uses few buffer sizes. A previous size `kept` is retained if it equals the new size or the next larger size: a k of
-    32 or 64 lies right at a boundary, and every change of size discards captured CUDA graphs.
+    Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 significant binary digits,
+    so that a run uses few buffer sizes. A previous size `kept` is retained if it equals the new size or the next larger
+    size, because a k of 32 or 64 lies right at a boundary and every change of size discards captured CUDA graphs.
     """
     capacity = _rounded_up(MARGIN * n_active)
     if kept and capacity <= kept <= _rounded_up(capacity + 1):

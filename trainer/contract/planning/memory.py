@@ -1,7 +1,7 @@
-"""Estimates the bytes that a job needs per GPU and on disk from its settings alone, without torch.
+"""Estimates the bytes that a job needs per GPU and on disk from only its settings, without torch.
 
-The memory of a pass, without weights and optimizer state, was derived from torch's memory statistics of real steps.
-Tests compare estimates with these statistics.
+The formulas for the memory of a pass, without weights and optimizer state, were derived from torch's memory statistics
+of real steps. Tests compare estimates with these statistics.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ CUDA_CONTEXT_BYTES = 550 * 2**20
 # to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
 # Memory that PyTorch's allocator reserves beyond a step's tensors, with expandable segments: holes between long-lived
-# tensors, and the unused ends of the last 20 MiB pages. On an H200, holes took 1 to 24 % of the bytes of the tensors.
+# tensors, and the unused ends of the last 20 MiB pages. On an H200, holes added 1 to 24 % to the size of the tensors.
 # In 324 simulated steps, their median was 11.4 %, which is used here, and one step in twenty had 27 %. Tensor sizes do
-# not predict the holes, which depend on where the first update places its state and on whether the largest tensors of
-# later steps fit in between.
+# not predict the holes. The holes depend on where the first update places its state, and on whether the largest tensors
+# of later steps fit in between.
 ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
-# cuBLAS reserves a workspace, of the size in `cuda_variables`, per thread and stream that multiplies matrices. The
+# cuBLAS reserves a workspace for each thread and stream that multiplies matrices; `cuda_variables` sets its size. The
 # forward and the backward pass each have a thread. CUDA-graph capture has its own stream.
 WORKSPACE_BYTES = 2 * 2**25
 # The bytes of NCCL's buffers on each GPU, outside PyTorch's memory. Over NVLink, each of 8 H100 GPUs used 1.06 GB for
 # all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685). Each of 4 A100 GPUs
-# used 0.54 to 0.69 GB without exchanges between pairs (#964). Over PCIe, NCCL opens few channels.
+# used 0.54 to 0.69 GB without pairwise exchanges (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
 # Groups of at least this many GPUs are connected by a switch; smaller groups have fewer channels.
 _SWITCHED_FROM = 4
@@ -44,7 +44,7 @@ _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 class Memory(msgspec.Struct, frozen=True):
     """The bytes that one rank uses at the peak of a step, by purpose.
 
-    Most activations are freed before gradients are allocated, so that both use the same memory. Therefore,
+    Most activations are freed before gradients are allocated, so the two use the same memory. Therefore,
     `activations` is the part of the peak that exceeds the gradients and the exchange buffers. `communication` includes
     NCCL's buffers. `slack` includes memory lost to fragmentation, cuBLAS workspaces, extra memory for evaluations, and
     rows that are read ahead or cached.
@@ -67,13 +67,13 @@ def estimate(work: Workload) -> Memory:
     """Return the memory of the rank that needs the most.
 
     All SAEs of a sweep keep their weights, gradients and optimizer state. Only the activations of the largest SAE are
-    counted, since the SAEs run one after the other.
+    included, since the SAEs run one after the other.
     """
     return _fullest(work, is_compiled=False)
 
 
 def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
-    """Return the bytes that a GPU reserves for training steps alone, without CUDA graphs, evaluations and reading rows.
+    """Return the bytes that a GPU reserves for training steps, excluding CUDA graphs, evaluations and reading rows.
 
     A compiled update needs no temporary memory, unless it multiplies matrices.
     """
@@ -93,8 +93,8 @@ def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
 def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
-    # Replicas that exchange 16-bit copies hold only the fp32 weights that they update, but all weights at the start and
-    # in evaluations.
+    # Replicas that exchange 16-bit copies keep only the fp32 weights that they update, except that they need all
+    # weights at the start and in evaluations.
     held_weights = [
         round(own) if activation_memory.exchanges_copies(work, one) else whole
         for one, own, whole in zip(saes, stepped, weights, strict=True)
@@ -140,10 +140,9 @@ def _of_allocator(taken: int) -> int:
 
 
 def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
-    """Return the bytes that evaluations need beyond `of_step`, the bytes of a step, which are freed first.
+    """Return the bytes that evaluations need in addition to `of_step`, the bytes of a step, which are freed first.
 
-    A step captured as a CUDA graph keeps its memory for replays. The memory of uncaptured steps is freed before the
-    capture.
+    A step captured as a CUDA graph keeps its memory for replays. The memory of eager steps is freed before the capture.
     """
     evaluated = max(activation_memory.of_evaluation(work, one) for one in saes)
     if not graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
@@ -158,7 +157,7 @@ def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
 
 
 def of_reader(work: Workload) -> Memory | None:
-    """Return the memory of a GPU that only runs a language model; None if there is no such GPU."""
+    """Return the memory of a GPU that only runs a language model, or None if there is no such GPU."""
     if not work.model_gpus:
         return None
     on_cuda = work.device == "cuda"
@@ -175,9 +174,7 @@ def of_reader(work: Workload) -> Memory | None:
 
 
 def context_bytes(device: str) -> int:
-    """Return the bytes that a rank uses before it allocates a tensor: the CUDA context on a GPU, the process itself on
-    the CPU.
-    """
+    """Return the bytes that a rank uses before it allocates a tensor: its CUDA context or, on the CPU, its process."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
@@ -187,11 +184,10 @@ def outside_pytorch(work: Workload) -> int:
 
 
 def nccl_bytes(work: Workload) -> int:
-    """Return the bytes that NCCL uses on each GPU for exchanges among all ranks and, in mode "hybrid", within its
-    groups.
+    """Return the bytes that NCCL uses on each GPU for communication among all ranks and, in mode "hybrid", in groups.
 
-    In every mode, ranks open all connections at startup. All-reduce and all-gather need one kind of connection. Shared
-    latents and checkpoints need a second kind, between each pair of GPUs.
+    In every mode, ranks open all connections at startup. All-reduce and all-gather need one type of connection. Shared
+    latents and checkpoints need a second type, between each pair of GPUs.
     """
     if work.device != "cuda" or work.ranks == 1 or work.mode in ONE_PROCESS:
         return 0
@@ -208,13 +204,14 @@ def _group_bytes(n_gpus: int, by_nvlink: bool) -> int:
 
 
 def _sharing_steps(work: Workload, train: Train) -> int:
-    """Return how many replicas share the optimizer state of an SAE; 1 if each holds all of it."""
+    """Return the number of replicas that shard an SAE's optimizer state; 1 if each replica has all of it."""
     return work.data_ranks if work.uses_zero(train) else 1
 
 
 def remedies(work: Workload, free_bytes: int) -> list[str]:
-    """Return changes of single settings, such as `train.batch_size = 512`. Each change alone makes the job fit into
-    `free_bytes`.
+    """Return changes of single settings, such as `train.batch_size = 512`, each of which makes the job fit.
+
+    The job fits if it needs at most `free_bytes`.
     """
     halves = [work.micro_batch >> power for power in range(1, 8) if work.micro_batch >> power >= 64]
     changes: list[tuple[str, str, Any]] = [("train", "precision", "bf16"), ("parallel", "mode", "tensor")]
@@ -233,9 +230,7 @@ def _can_share(work: Workload) -> bool:
 
 
 def on_disk(work: Workload) -> int:
-    """Return the maximum bytes on disk: the newest checkpoints, the best one, the one being written, and the finished
-    SAEs.
-    """
+    """Return the maximum bytes on disk, of the kept checkpoints, the one being written, and the finished SAEs."""
     return (work.job.train.keep_checkpoints + 1) * checkpoint_bytes(work) + last_bytes(work)
 
 
@@ -252,10 +247,9 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 def n_parameters(work: Workload, sae: SaeSettings, parts: int = 1) -> float:
-    """Return the number of parameters in one of `parts` shards of the latents: encoder, decoder, biases, skip
-    connection.
+    """Return the number of parameters of the encoder, decoder and biases in one of `parts` shards of the latents.
 
-    A few vectors of some architectures are not counted.
+    The parameters of the skip connection are included. A few vectors of some architectures are not.
     """
     d_sae = sae.width(work.d_in)
     return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
@@ -267,7 +261,7 @@ def n_skip(work: Workload, sae: SaeSettings) -> int:
 
 
 def state_bytes(train: Train, device: str) -> float:
-    """Return the bytes of optimizer state per weight on a "cuda" or "cpu" device."""
+    """Return the bytes of optimizer state per weight on a device of type "cuda" or "cpu"."""
     return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.settings.state_dtype(device)]
 
 

@@ -1,4 +1,4 @@
-"""Divides a memory bar into cells: the letter and the number of cells of each part of a memory estimate."""
+"""Computes a memory bar: the letter and the number of cells of each part of a memory estimate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LETTERS = {
 
 
 def cells(parts: Memory, width: int) -> dict[str, int]:
-    """Divide `width` cells among the parts in proportion to their bytes; if possible, each non-empty part gets one."""
+    """Divide `width` cells among the parts in proportion to their bytes, with at least one per non-empty part.
+
+    If there are more non-empty parts than cells, some parts get none.
+    """
     sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes > 0}
     widths = {name: max(1, round(width * n_bytes / parts.total)) for name, n_bytes in sizes.items()}
     while widths and (excess := sum(widths.values()) - width):

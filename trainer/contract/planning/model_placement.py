@@ -1,4 +1,4 @@
-"""Chooses the GPUs that run the language model of a training: the training GPUs, or separate GPUs."""
+"""Chooses the GPUs that run the language model of a training job: the training GPUs, or separate GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# Modes that leave no choice, since they use a single device, or a single process for all devices.
+# Modes that leave no choice, since they use a single device, or one process for all devices.
 _FIXED = ("single", "dp")
 
 
@@ -38,7 +38,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The bytes of the device that needs the most."""
+        """The memory needed by the device that needs the most, in bytes."""
         return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
 
     @property
@@ -50,7 +50,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
 
 def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
-    """Return a sentence about where the language model of a training runs and, if known, why."""
+    """Return a sentence about where the language model of a training job runs and, if known, why."""
     where = "runs on the GPUs that train"
     if model_gpus:
         where = f"has {model_gpus} of {devices} GPUs to itself"
@@ -58,12 +58,12 @@ def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
 
 
 def counts_that_work(devices: int) -> list[int]:
-    """Return how many of `devices` GPUs could run only the model: all multiples of the number of training GPUs."""
+    """Return the possible numbers of GPUs that only run the model: multiples of the number of training GPUs."""
     return [own for own in range(1, devices) if own % (devices - own) == 0]
 
 
 def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
-    """Return a sentence about why `data.model_gpus` is invalid for this number of devices; "" if it is valid."""
+    """Return a sentence that says why `data.model_gpus` is invalid for this number of devices; "" if it is valid."""
     asked = job.model_gpus
     if asked in (0, "auto"):
         return ""
@@ -79,7 +79,7 @@ def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
 
 
 def _obstacle(job: JobConfig) -> str:
-    """Return the setting that prevents separate GPUs for the model; "" if none does."""
+    """Return the setting that rules out separate GPUs for the model, or "" if none does."""
     if job.on_cpu:
         return f'launch.gpus = "{job.launch.gpus}"'
     if job.cluster:
@@ -98,7 +98,7 @@ def place_model(
     *,
     ranks_before: int | None = None,
 ) -> ModelPlacement:
-    """Resolve a job on `devices` devices, and choose how many of them run only its language model.
+    """Resolve a job on `devices` devices, and choose how many of them only run its language model.
 
     If the job sets no number, choose the fastest placement that fits into the free memory, or else into the total
     memory. Separate GPUs are used only if they are clearly faster. A resumed run keeps `ranks_before` ranks if
@@ -128,7 +128,7 @@ def place_model(
 
 
 def _counts(whole: Workload) -> Iterator[int]:
-    """Yield the numbers of devices that could run only the model, starting with 0."""
+    """Yield the possible numbers of devices that only run the model, starting with 0."""
     yield 0
     job = whole.job
     if job.parallel.mode in _FIXED or ":" in job.parallel.shares or _obstacle(job):
@@ -140,7 +140,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key that is smallest for the best placement: the result of `_lack`, and the time or bytes."""
+    """Return a sort key, with the smallest key for the best placement: the result of `_lack`, and the time or bytes."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes
@@ -155,13 +155,13 @@ def _lack(way: ModelPlacement, capacity: DeviceMemory) -> int:
 
 
 def _why(best: ModelPlacement, ways: list[ModelPlacement], capacity: DeviceMemory) -> str:
-    """Return a clause about the advantage over the best other placement of the model."""
+    """Return a clause that compares the chosen placement of the model with the best alternative."""
     lack = _lack(best, capacity)
     if lack == 2:
         return f"this needs the least memory, {gibibytes(best.needs_bytes)} of a GPU, but less is available"
     others = [way for way in ways if (way.model_gpus == 0) != (best.model_gpus == 0)]
     other = min(others, key=lambda way: _rank(way, capacity))
-    where = "next to the SAE" if best.model_gpus else f"on {other.model_gpus} of {best.devices} GPUs alone"
+    where = "next to the SAE" if best.model_gpus else f"with {other.model_gpus} of {best.devices} GPUs reserved for it,"
     if _lack(other, capacity) > lack:
         limit = (capacity.free_bytes, capacity.total_bytes)[lack] or capacity.total_bytes or 0
         return f"{where} it would not fit into {gibibytes(limit)}"

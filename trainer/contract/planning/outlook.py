@@ -1,6 +1,6 @@
-"""The outlook of a job on its devices: its mode, and the memory that each rank needs and that is available.
+"""The outlook of a job on its devices: its mode, and the memory that each rank needs and the memory available to it.
 
-All code that shows, checks or waits for the memory of a job calls this module, so that all results agree.
+All code that shows, checks or waits for a job's memory calls this module, so that all results agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING_MEASURED = MeasuredHardware()
 
 
 class PlannedGpu(Protocol):
-    """A GPU with its free and total memory in bytes (None if not reported); `busy` says who uses the GPU, or is ""."""
+    """A GPU with its free and total memory in bytes (None if not reported); `busy` says who uses it, or is ""."""
 
     @property
     def index(self) -> int: ...
@@ -77,10 +77,11 @@ class Took(msgspec.Struct, frozen=True):
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """A training with its mode resolved, and the memory available to each of its ranks.
+    """A training job with its mode resolved, and the memory available to each of its ranks.
 
-    `lack` is a message about memory that is currently missing, and `excess` about a need that exceeds the total memory
-    of the devices; each may be "". `placed` is the placement of the language model, if the job has one.
+    `lack` is a message if the job needs more memory than is currently free, and `excess` is a message if it needs more
+    than the devices have in total; otherwise they are "". `placed` is the placement of the language model, if the job
+    has one.
     """
 
     settled: Settled
@@ -99,7 +100,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def fullest(self) -> Memory:
-        """The memory of the device that needs the most: a training device, or one that only runs a language model."""
+        """The memory of the device that needs the most, which may be one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 
@@ -113,8 +114,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The bytes needed per device: the estimate, or the measured use of a similar job if it is larger and that much
-        memory is free.
+        """The bytes needed per device: the estimate, or the measured use of a similar job if it is larger.
 
         A measured use that exceeds the free memory is ignored, since PyTorch may have reserved more memory than the job
         needed.
@@ -137,14 +137,12 @@ class Outlook(msgspec.Struct, frozen=True):
             return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")]
         if self.took and self.took.n_bytes > max(self.needs_bytes, self.capacity.free_bytes or 0):
             took, has = distinct_sizes(self.took.n_bytes, self.capacity.free_bytes or 0)
-            message = f"it has {has} free, and job {self.took.job_id} of the same shape used {took} of a GPU"
+            message = f"a GPU has only {has} free, but job {self.took.job_id} of the same shape used {took} per GPU"
             return [Problem("launch.gpus", message, "warning")]
         return []
 
     def _cure(self, room_bytes: int, others: str) -> str:
-        """Return advice for missing memory: single settings that would each make the job fit, or else settings to
-        lower.
-        """
+        """Return advice for insufficient memory: settings that each make the job fit, or else settings to lower."""
         job = self.settled.job
         if (reader := self._fullest_reader) and reader.total > room_bytes:
             return f"lower data.batch_tokens, or choose a smaller model or {others}"
@@ -162,9 +160,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def _fullest_reader(self) -> Memory | None:
-        """The memory of a device that only runs a language model, if it exceeds that of a training device; otherwise
-        None.
-        """
+        """The memory of a device that only runs a language model, or None if a training device needs more memory."""
         reader = self.placed.reader if self.placed else None
         return reader if reader and reader.total > self.settled.needs_bytes else None
 
@@ -189,9 +185,9 @@ def outlook(
     cuda: bool = True,
     host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> Outlook:
-    """Return the outlook of a job on the GPUs that `launch.gpus` names, or for "auto" on the first of `gpus`.
+    """Return the outlook of a job on the GPUs in `launch.gpus` or, for "auto", on the first of `gpus`.
 
-    Without `cuda`, the GPUs are simulated by CPU processes of this host. `host` is the memory of this machine, which
+    Without `cuda`, the GPUs are simulated by CPU processes on this host. `host` is the memory of this machine, which
     limits CPU processes.
     """
     gpus = () if job.cluster else gpus
@@ -205,9 +201,7 @@ def outlook(
 
 
 class ChosenGpus:
-    """The GPUs that a job gets: the GPUs named in `launch.gpus`, or else any `ranks` of `gpus`, currently the first
-    ones.
-    """
+    """The GPUs that a job gets: the GPUs in `launch.gpus`, or else any `ranks` of `gpus`, currently the first ones."""
 
     def __init__(self, launch: Launch, gpus: Sequence[PlannedGpu], ranks: int) -> None:
         self._launch, self._gpus, self._ranks = launch, gpus, ranks
@@ -221,7 +215,7 @@ class ChosenGpus:
         )
 
     def lack(self, needs_bytes: int) -> str:
-        """Return a message about memory that is currently missing; "" if enough is free."""
+        """Return a message if the need exceeds the memory that is currently free; otherwise ""."""
         if not _exceeds(needs_bytes, self.capacity.free_bytes):
             return ""
         if self._named:
@@ -250,8 +244,9 @@ def _in_processes(
 
 
 def lack_of_host(needs_bytes: int, host: DeviceMemory, n_processes: int = 1) -> tuple[str, str]:
-    """Return two messages, each of which may be "": about memory that CPU processes currently lack, and about a need
-    that exceeds this machine's total memory.
+    """Return one message if CPU processes need more than the free memory, and one if they need more than the total.
+
+    Each message is "" if it does not apply.
     """
     lack = excess = ""
     if _exceeds(needs_bytes, host.free_bytes):
@@ -268,9 +263,7 @@ def _exceeds(needs_bytes: int, room_bytes: int | None) -> bool:
 
 
 def _lack_of_any(launch: Launch, gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int) -> str:
-    """Return a message such as `1 of 4 GPUs is free and has the 17.9 GiB that it needs on 2`; "" if enough GPUs are
-    free.
-    """
+    """Return a message such as `1 of 4 GPUs is free and has the 17.9 GiB that it needs on 2`; "" if enough are free."""
     free = [gpu for gpu in gpus if launch.share or not gpu.busy]
     enough = sum(gpu.memory_free_bytes is None or gpu.memory_free_bytes >= needs_bytes for gpu in free)
     if enough >= ranks:
@@ -284,7 +277,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return a message about the fullest GPU, such as `GPU 2 has 9.1 GiB free of 17.9 GiB needed`."""
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Mention this, since waiting does not free memory that a driver or a desktop uses.
+    # Mention this, since waiting does not free memory used by a driver or a desktop.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
@@ -309,5 +302,5 @@ def _or_inf(n_bytes: int | None) -> float:
 
 
 def _least(sizes: Iterable[int | None]) -> int | None:
-    """Return the smallest known size; None if none is known."""
+    """Return the smallest known size, or None if all are unknown."""
     return min((n_bytes for n_bytes in sizes if n_bytes is not None), default=None)

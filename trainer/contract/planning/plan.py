@@ -1,4 +1,4 @@
-"""The plan that the ranks of an attempt agree on: the division of the work, and the expected time and memory.
+"""The plan on which the ranks of an attempt agree: the division of the work, and the expected time and memory.
 
 The plan is stored in `attempt<N>/plan.json`.
 """
@@ -26,9 +26,10 @@ class Plan(msgspec.Struct, frozen=True):
 
     `step_s` and `needs_bytes` (per rank) are estimates. Only the ratios of `token_shares` and `latent_shares` matter.
 
-    `model_share` is the fraction of a step in which the language model runs, or 0 if there is no model. The text is
+    `model_share` is the fraction of a step during which the language model runs, or 0 if there is no model. The text is
     split into `text_parts` shards, one for each device that runs the model. The model runs on each of `model_gpus`
-    separate GPUs, or on every rank if there are none. `model_why` is a clause with the reason for this placement.
+    separate GPUs, or on every rank if there are no such GPUs. `model_why` is a clause with the reason for this
+    placement.
     """
 
     mode: Name
@@ -46,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     text_parts: Count = 1
     model_gpus: Count = 0
     model_why: str = ""
-    # Resolved settings of the job: the full learning rate of each SAE, by the SAE's label, and the precision.
+    # Resolved settings of the job: the peak learning rate of each SAE, by the SAE's label, and the precision.
     lr: dict[str, Share] = {}
     precision: str = ""
 
@@ -88,5 +89,5 @@ def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str 
 
 
 def read_plan(file: Path) -> Plan | None:
-    """Return the plan; None if the file is missing or unreadable."""
+    """Return the plan, or None if the file is missing or unreadable."""
     return read_json(file, Plan)

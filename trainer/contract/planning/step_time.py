@@ -1,5 +1,4 @@
-"""Estimates the time of a step's matrix products, memory traffic and transfers from the settings and the machine's
-speed.
+"""Estimates the time of a step's matrix products, memory traffic and transfers from the settings and measured speeds.
 
 The estimates are used to choose a mode and to predict times before a run; `tests/benchmarks/cost_model.py` compares
 them with real steps. Sizes are per rank and step.
@@ -16,37 +15,38 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
 # The number of rows of the decoder and of the data that are read or written per active latent of a token: for the
-# reconstruction, for the gradients of activations, and for the gradients of both weight matrices, whose rows are both
-# read and written.
+# reconstruction, for the gradients of the activations, and for the gradients of both weight matrices. The rows of the
+# latter are both read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
-# The fraction of these rows that misses the caches: on one core with d_in 384 and k 32, the rows took 34 ms instead of
-# the 176 ms that they would have taken from memory alone.
+# The fraction of these rows that misses the caches. On one core with d_in 384 and k 32, the rows took 34 ms instead of
+# the 176 ms that they would have taken without caches.
 _FROM_MEMORY = 0.2
 # The number of passes over all pre-activations to find the largest, and over the data to measure the error. On one
 # core, these passes took 3 ns per pre-activation, a third of it for the memory traffic of the matrix product. The last
-# number is that of the passes over the data after the sum over latents, which include only a rank's own tokens.
+# number counts the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
-# The number of passes of a skip connection over the data: for centring, the product, the sum and the gradient.
+# The number of passes over the data for a skip connection: for centring, the product, the sum and the gradient.
 _SKIP_PASSES = 8
 # The bytes read and written per encoder weight when a pre-selection rounds the encoder: 5 ms on a core with 16,384
 # latents.
 _ROUNDED_BYTES = 28
 # The number of matrix products of the encoder's size in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
-# The number of AuxK's passes over the activations of its candidates and over reconstructions, and the bytes per weight
-# of the candidates: to read and copy the weight, and to add its gradient to the gradients of all latents.
+# The number of passes that AuxK makes over its candidates' activations and over reconstructions, and the bytes per
+# weight of the candidates. These bytes are for reading and copying the weight, and for adding its gradient to the
+# gradients of all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
 # Seconds of Python per pass and per update of an SAE of any size, and per captured step, measured on the slow host of
-# an H200. The GPU works at the same time.
+# an H200. The GPU runs concurrently.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
-# Bytes read and written per weight in a step, without the optimizer state. Each rank that holds a weight moves its
-# gradient twice in the backward pass. The rank that updates the weight moves the weight twice and the gradient twice
-# more.
+# Bytes read and written per weight in a step, without the optimizer state. Each rank with a copy of the weight moves
+# its gradient twice in the backward pass. The rank that updates the weight moves the weight twice and the gradient
+# another two times.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
-# The bytes per second that a host's memory moves for all ranks together, as with two sockets of 8 DDR4 channels, and
-# the number of times that a row is moved in this memory on its way to a GPU: out of the page cache, into pinned memory,
-# and to the GPU.
+# The memory bandwidth of a host, which all its ranks share, as with two sockets of 8 DDR4 channels, and the number of
+# times that a row is moved in this memory on its way to a GPU: out of the page cache, into pinned memory, and to the
+# GPU.
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
 # The bytes of a stored activation value.
 _STORED_BYTES = 2
@@ -55,7 +55,7 @@ _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """The seconds of a step's passes, optimizer update and exchange, and the time that AuxK adds once latents die."""
+    """The seconds of a step's passes, optimizer update and communication, and those that AuxK adds once latents die."""
 
     passes_s: float
     update_s: float
@@ -73,7 +73,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """The data exchange of a rank in a step: the bytes that the rank sends, and how often it waits for other ranks."""
+    """A rank's communication in a step: the bytes that the rank sends, and how often it waits for other ranks."""
 
     n_bytes: float
     n_waits: int
@@ -95,20 +95,20 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     slowest = max(of_ranks, key=_total)
     if not work.model_gpus:
         return slowest
-    # The model GPUs compute the next rows during a step; if that takes longer, the ranks wait for the rows before their
-    # passes.
+    # The model GPUs compute the next rows during a step. If that takes longer than the step, the ranks wait for the
+    # rows before their passes.
     busy_s = slowest.update_s + slowest.exchange_s
     return msgspec.structs.replace(slowest, passes_s=max(slowest.passes_s, source_s(work, speeds) - busy_s))
 
 
 def source_s(work: Workload, speeds: Speeds) -> float:
-    """Return the seconds per step for which a device runs the language model; 0 if the activations are read from disk.
+    """Return the seconds per step that a device spends running the language model; 0 if activations are read from disk.
 
-    A rank that runs the language model itself waits for it, while separate model GPUs run the model as the SAEs train.
-    If the model takes a seconds and the SAEs take b seconds, m model GPUs of n GPUs need max(a / m, b / (n - m)). This
-    time is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be faster only by effects that
-    this formula omits: fewer ranks exchange less data, and without the model the SAE may fit at all, or fit in larger
-    micro-batches.
+    A rank that runs the language model itself waits for it, whereas separate model GPUs run it while the SAEs train. If
+    the model takes a seconds and the SAEs take b seconds on one GPU, then n GPUs of which m run the model take
+    max(a / m, b / (n - m)). This time is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be
+    faster only through effects that this formula omits: fewer ranks exchange less data, and without the model the SAE
+    may fit into memory, or fit with larger micro-batches.
     """
     # A forward pass up to the last hook produces the rows of all hooks.
     flops = max(settings.flops_per_token() for settings in work.job.hooks.values())
@@ -116,12 +116,12 @@ def source_s(work: Workload, speeds: Speeds) -> float:
 
 
 def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
-    """Return whether ranks with the same tokens are faster if each reads a shard of the stored rows.
+    """Return whether ranks with the same tokens are faster if each reads only a shard of the stored rows.
 
-    Otherwise, each of the `ranks_of_host` ranks of a host reads all the rows: eight ranks that share 65,536 latents
-    then move 3.6 GB in the host's memory for a step of 6 ms. The exchange of shards must take less time than it saves,
-    and must finish before the first exchange of the step, which it would delay. On CPUs, an exchange moves data through
-    the same memory as reading does, so it saves nothing.
+    Otherwise, each of the `ranks_of_host` ranks on a host reads all rows: eight ranks that share 65,536 latents then
+    move 3.6 GB in host memory for a step of 6 ms. Exchanging the shards must take less time than it saves, and must
+    finish before the first exchange of the step, which it would otherwise delay. On CPUs, an exchange uses the same
+    memory bandwidth as reading, so it saves nothing.
     """
     if work.device != "cuda" or work.latent_ranks == 1:
         return False
@@ -146,9 +146,7 @@ def _total(time: StepTime) -> float:
 
 
 def _host(work: Workload, n_saes: int, exchange_s: float) -> StepTime:
-    """Return the host's time for a step, which does not depend on sizes; the single launch of a replay includes the
-    update.
-    """
+    """Return the host's time for a step, which does not depend on sizes; a graph replay includes the update."""
     on_cuda = work.device == "cuda"
     if on_cuda and graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
         return StepTime(_HOST_RECORDED_S, 0.0, exchange_s)
@@ -162,8 +160,8 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
 def wire_of(work: Workload) -> Wire:
     """Return the bytes that a rank sends in a step, and how often it waits for other ranks.
 
-    Ranks with the same latents exchange gradients once per step. Ranks that share the latents exchange candidates and
-    reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n of the bytes that it sums.
+    Ranks with the same latents exchange gradients once per step. Ranks that shard the latents exchange candidates and
+    reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n times the bytes that it sums.
     """
     wires = [_wire_of_one(work, one) for one in work.members.values()]
     return Wire(sum(one.n_bytes for one in wires), sum(one.n_waits for one in wires) + (work.ranks > 1))
@@ -175,7 +173,7 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if work.job.parallel.gradients == "bf16" else 4
-        # The bytes received per value: if replicas share the optimizer step, they receive weights instead of gradients,
+        # The bytes received per value. If replicas share the optimizer step, they receive weights instead of gradients,
         # in fp32 or as 16-bit copies.
         back = (2 if activation_memory.exchanges_copies(work, member) else 4) if has_zero else of_value
         of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
@@ -223,11 +221,10 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds that AuxK adds once latents have died: for matrix products, their memory traffic, and
-    exchange.
+    """Return the seconds that AuxK adds once latents have died, including memory traffic and communication.
 
-    Each rank multiplies its own tokens with all candidates. Ranks that share the latents gather the candidates'
-    ranking, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored, since only the few
+    Each rank multiplies its own tokens by all candidates. Ranks that share the latents gather the ranking of the
+    candidates, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored, since only the few
     dead latents are computed.
     """
     n_aux = sae.settings.n_aux(work.d_in)
@@ -245,9 +242,7 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds of a skip connection's two matrix products: for its output and for the gradient of its
-    weights.
-    """
+    """Return the seconds of a skip connection's two matrix products, for its output and for its weight gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

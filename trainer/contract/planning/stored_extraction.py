@@ -1,4 +1,4 @@
-"""Inspects the output folder of an extraction before launch, and reports what would happen to stored rows."""
+"""Inspects the output folder of an extraction before launch, and reports how existing rows would be handled."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class _ExtractionRecord(msgspec.Struct):
 
 
 def what_is_there(job: ExtractJob) -> str:
-    """Return a sentence about rows in `extract.output` and whether this job continues them; "" if there are none."""
+    """Return a sentence about the rows in `extract.output` and whether this job resumes from them; "" if none."""
     return _whats_there(job)[0]
 
 
 def check_what_is_there(job: ExtractJob) -> list[Problem]:
-    """Return the problem with rows in `extract.output`: an error if the job would be refused, otherwise a warning."""
+    """Return the problem with the rows in `extract.output`: an error if the job would be refused, else a warning."""
     sentence, is_refused = _whats_there(job)
     return [Problem("extract.output", sentence, "error" if is_refused else "warning")] if sentence else []
 
 
 def n_stored_rows(job: ExtractJob) -> int:
-    """Return how many rows of this extraction are in complete shards; 0 if the folder contains another extraction."""
+    """Return how many rows of this extraction are in complete shards; 0 if the folder contains a different one."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _ExtractionRecord)
     return _n_rows(output, state) if state and not _changed(job, state) else 0
@@ -58,19 +58,19 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
         return other_users, bool(other_users)
     if changed := _changed(job, state):
         other = f"{output} contains an extraction with a different {changed[0]}, {show(state.job.get(changed[0]))}"
-        return f"{other}, and this one would be refused; choose another folder", True
+        return f"{other}, so this one would be refused; choose another folder", True
     if state.is_finished:
-        return f"{output} holds this extraction, finished with {n_rows:,} rows", False
-    return f"{output} holds the first {n_rows:,} rows of this extraction: it continues after them", False
+        return f"{output} contains this extraction, finished with {n_rows:,} rows", False
+    return f"{output} contains the first {n_rows:,} rows of this extraction, which resumes after them", False
 
 
 def _changed(job: ExtractJob, state: _ExtractionRecord) -> list[str]:
-    """Return the paths of the settings in which this job differs from the job of the stored rows."""
+    """Return the paths of the settings that differ between this job and the job that stored the rows."""
     return [path for path, value in identity(job).items() if state.job.get(path) != value]
 
 
 def _n_rows(output: Path, state: _ExtractionRecord) -> int:
-    """Return the number of rows in complete shards, summed over the states of all processes that extract."""
+    """Return the number of rows in complete shards, summed over all extracting processes."""
     if state.is_finished or state.n_ranks == 1:
         return state.n_stored
     parts = (read_json(output / PARTS / str(rank) / STATE, _ExtractionRecord) for rank in range(state.n_ranks))
@@ -80,5 +80,5 @@ def _n_rows(output: Path, state: _ExtractionRecord) -> int:
 def _other_users(job: ExtractJob) -> str:
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
-            return f"{folder} holds shards of something else: this extraction would be refused; choose another folder"
+            return f"{folder} contains unrelated shards, so this extraction would be refused; choose another folder"
     return ""

@@ -143,7 +143,7 @@ def _refuse_odd(path: Path) -> None:
         except FileNotFoundError:
             continue
         if stat.S_ISLNK(status.st_mode):
-            raise StoreError(f"the store {file} is a link, which is not followed; remove it")
+            raise StoreError(f"the store {file} is a symbolic link, and symbolic links are not followed; remove it")
         # In a folder that other users can write to, refuse files with other hard links too.
         if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
             raise StoreError(f"the store {file} is not a plain file or has other hard links; remove it")
