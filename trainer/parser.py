@@ -104,7 +104,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; repeatable",
+        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
@@ -116,7 +116,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is already in DIR")
     command.add_argument(
-        "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; repeatable"
+        "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; may be repeated"
     )
     command.add_argument(
         "--push", metavar="REPO", help="also upload the files to NAME or OWNER/NAME on the Hugging Face hub"

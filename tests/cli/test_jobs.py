@@ -341,7 +341,7 @@ def test_a_usage_error_is_one_line_and_exits_with_2(shell, arguments, said):
 
 def test_a_malformed_override_is_a_usage_error(shell):
     (line,) = shell.errors("launch", shell.job_file, "--set", "lr", code=2)
-    assert line == 'sae-tui: error: --set: takes section.key=value, like train.lr=3e-4, not "lr"'
+    assert line == 'sae-tui: error: --set: expects section.key=value, like train.lr=3e-4, not "lr"'
 
 
 def test_a_data_folder_that_cannot_be_created_is_reported(shell):

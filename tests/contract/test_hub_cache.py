@@ -117,7 +117,7 @@ def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -
 def test_a_blob_of_another_user_needs_a_link_of_the_same_user(model: Path) -> None:
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     os.chown(blob, 54321, -1)
-    with pytest.raises(ValueError, match="is a link to a file of another user"):
+    with pytest.raises(ValueError, match="is a symbolic link to another user's file"):
         plain_file(link)
     os.chown(link, 54321, -1, follow_symlinks=False)
     assert plain_file(link) == blob
@@ -141,4 +141,4 @@ def test_an_interrupted_download_is_refused_and_the_missing_file_named(model: Pa
     (folder / "README.md").symlink_to("/nothing")
     assert lack_of_model(str(folder)) == ""
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
-    assert "tokenizer.json is a link to a file that does not exist" in lack_of_model(str(folder))
+    assert "tokenizer.json is a symbolic link to a file that does not exist" in lack_of_model(str(folder))

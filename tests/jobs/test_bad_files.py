@@ -55,7 +55,7 @@ def read_every_kind(file: Path, content: bytes) -> None:
     ]
     assert read_record(RunPaths(folder)) is None
     assert damage(folder)
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         read_state(folder)
     with pytest.raises(ValueError, match=r"."):
         read_spec(file)
@@ -126,7 +126,7 @@ def test_toml_beyond_the_limits_is_rejected_in_one_sentence(tmp_path, text):
 def test_a_value_beyond_the_limits_is_a_string_or_rejected():
     for text in ("[" * 20_000, "{a" + ".a" * 50_000 + " = 1}", "9" * 5000):
         assert parse_value(text) == text
-    with pytest.raises(JobFileError, match=r"--set: takes UTF-8, not 'name=\\udcff'"):
+    with pytest.raises(JobFileError, match=r"--set: expects UTF-8, not 'name=\\udcff'"):
         apply_override({}, "name=\udcff")
 
 

@@ -239,7 +239,7 @@ def test_an_unreadable_row_is_reported_once_and_restored_from_the_run(box, three
     reader = JobsReader(box.data)
     reader.poll()
     assert [job.id for job in reader.jobs] == [waiting, finished]
-    sentence = f"the list of jobs holds no readable row of job {bad}; `sae-tui repair` rebuilds it"
+    sentence = f"the list of jobs has no readable row for job {bad}; `sae-tui repair` rebuilds it"
     assert (reader.problem, reader.passed_over) == ("", sentence)
     with pytest.raises(UserError, match=sentence):
         box.job(bad)
@@ -253,7 +253,7 @@ def test_a_job_that_comes_after_an_unreadable_one_waits_for_it(box, three_jobs):
     spoil(box.data, bad, "state", "bogus")
     with store_access.open_control(box.data) as control:
         assert not QueueEntry(box.data, control, control.job(waiting)).try_start()
-        assert f"comes after job {bad}, but the list of jobs holds no readable row" in control.job(waiting).waits_for
+        assert f"comes after job {bad}, but the list of jobs has no readable row" in control.job(waiting).waits_for
 
 
 def command(box, *words: str) -> None:

@@ -57,7 +57,7 @@ def test_a_launch_that_fails_on_a_full_disk_leaves_no_job_and_no_file(box, monke
     # The file size limit is smaller than one page of the store.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
-        with pytest.raises(UserError, match="is full or fails"):
+        with pytest.raises(UserError, match="is full or failing"):
             box.launch("row")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

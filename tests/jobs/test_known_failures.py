@@ -60,7 +60,7 @@ REPORTED = [
     ("pykeen#236", "RuntimeError: CUDA error: device-side assert triggered", "gpu-fault", True, "use another GPU"),
     ("pytorch#170045", f"{UNHANDLED}Cuda failure 999 'unknown error'", "gpu-fault", True, "use another GPU"),
     ("pytorch#74235", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", "gpu-fault", True, ""),
-    ("", "rank 3 did not end in 60 s after it was killed, so its GPU or a disk hangs", "gpu-fault", False, ""),
+    ("", "rank 3 did not exit within 60 s of being killed, so its GPU or a disk hangs", "gpu-fault", False, ""),
     ("vllm#5222", "RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu-fault", True, "--gpu-reset"),
     ("", "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.", "gpu-fault", True, "use another GPU"),
     (

@@ -289,7 +289,7 @@ def test_an_attempt_killed_before_it_started_is_skipped(run_dir: Path, written: 
     assert (spec.attempt, spec.output_dir) == (4, run_dir / "sae")
     for folder in run_dir.glob("attempt*"):
         shutil.rmtree(folder)
-    with pytest.raises(UserError, match="holds no attempt"):
+    with pytest.raises(UserError, match="contains no attempts"):
         stored_run(run_dir)
 
 
@@ -458,7 +458,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
     longer = ("--set", "train.n_steps=30", "--set", "launch.gpus=cpu:2")
     resumed, errors = run_trainer("resume", run_dir, *longer)
     assert (resumed["steps"], resumed["tokens"]) == (30, 30 * 128)
-    assert "the run ends at step 30 instead of 20, and its schedules follow" in errors
+    assert "the run ends at step 30 instead of 20, and its schedules change" in errors
     assert "a step stays 128 tokens (train.global_batch_size)" in errors
     stored = load_job(run_dir / "job.toml")
     assert (stored.train.n_steps, stored.train.global_batch_size, stored.launch.gpus) == (30, 128, "cpu:2")

@@ -180,7 +180,7 @@ def test_a_job_on_a_stream_without_a_length_is_refused() -> None:
     job, (problem,) = parse_job(table)
     assert job is None
     assert problem.path == "train.n_tokens"
-    assert problem.message.startswith("is missing: the data is an endless stream")
+    assert problem.message.startswith("is missing, but the data is an endless stream")
     for length in ({"n_tokens": 10**6}, {"n_steps": 3}):
         assert Layout(toy_job(train={"n_steps": None} | length), 1).total_steps == (length.get("n_steps") or 15_625)
 

@@ -1,4 +1,4 @@
-"""System calls that Python lacks: ending with the parent process, adopting orphans, and renaming without replacing."""
+"""System calls that Python lacks: dying with the parent process, adopting orphans, and renaming without replacing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _FROM_WORKING_FOLDER, _NO_REPLACE = -100, 1
-# The C library is loaded at import, since `end_with_parent` may run between fork and exec, when loading is unsafe.
+# Load the C library at import, since `end_with_parent` may run between fork and exec, when loading is unsafe.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies; exit with code 1 if the parent is already
-    dead.
+    """Make the kernel send SIGTERM to this process when its parent dies; exit with code 1 if it is already dead.
 
-    `parent` is the original pid of the parent. If the parent has died, the kernel has given this process another
+    `parent` is the pid of the original parent. If the parent has died, the kernel has given this process another
     parent.
     """
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -27,7 +26,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of its orphaned descendants, so that it can find and end them."""
+    """Make this process the parent of its orphaned descendants, so that it can find and terminate them."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -15,16 +15,16 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]
 
 
 def printable(text: str) -> str:
-    """Replace every character that could control a terminal or reorder text by a visible mark; keep tabs.
+    """Replace every character that could control a terminal or reorder text with a visible mark; keep tabs.
 
-    The replaced characters are those that Unicode classifies as not printable, such as C0 and C1 control characters and
+    All characters that Unicode classifies as not printable are replaced, such as C0 and C1 control characters and
     right-to-left marks. Line ends are also replaced, so that the text stays on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """Apply `printable` to every line of a text, and keep the line ends."""
+    """Apply `printable` to every line, and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -35,20 +35,20 @@ def in_markdown(text: str, longest: int = 120) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Escape unprintable characters in a JSON text as `\\u001b`; the value stays the same."""
+    """Escape unprintable characters in JSON, in the form `\\u001b`; the value stays the same."""
     return _escape_unprintable(text, lambda char: json.dumps(char)[1:-1])
 
 
 def printable_toml(text: str) -> str:
-    """Escape unprintable characters in a TOML text as `\\U0000001b`; its values stay the same.
+    """Escape unprintable characters in TOML, in the form `\\U0000001b`; the values stay the same.
 
-    Strings in the text must be in double quotes, not literal strings.
+    Strings must be in double quotes, not TOML literal strings.
     """
     return _escape_unprintable(text, lambda char: f"\\U{ord(char):08x}")
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8, unlike undecodable bytes that a terminal may send."""
+    """Return whether a string can be encoded as UTF-8; undecodable bytes from a terminal cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Identifies processes. Pids are reused, so a pid alone may refer to another process later."""
+"""Identifies processes. Pids are reused, so a pid by itself may later refer to another process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
-    """A process, identified by its pid, its start time in clock ticks since boot, and the id of its boot and PID
-    namespace.
-    """
+    """A process, identified by its pid, its start time in clock ticks since boot, and its boot and PID namespace."""
 
     pid: Pid
     start_ticks: Annotated[int, msgspec.Meta(ge=0)]
@@ -29,7 +27,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef | None:
-        """Return the process that currently has this pid; None if there is none or it is a zombie."""
+        """Return the process that currently has this pid, or None if there is none or it is a zombie."""
         start = _start_ticks(pid)
         return None if start is None else cls(pid, start, boot_id())
 
@@ -40,25 +38,25 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return process
 
     def is_alive(self) -> bool:
-        """Return whether this process is known to be alive; False for a process in another PID namespace, which is not
+        """Return whether this process is known to be alive; False for processes in other PID namespaces, which are not
         visible.
         """
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended; False for a process that is not visible here."""
+        """Whether the process has definitely exited; False for a process that is not visible here."""
         return self.boot_id == boot_id() and not self.is_alive()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the process belongs to another PID namespace on this machine, such as that of a container."""
+        """Whether the process belongs to another PID namespace on this machine, such as a container's."""
         return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process; return False if it is gone.
 
-        The pidfd is opened before the process is identified, so that another process with a reused pid is never
+        The pidfd is opened before the process is identified, so that a different process that reuses the pid is never
         signalled.
         """
         try:
@@ -76,16 +74,16 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# Signals that request a checkpoint and a stop: SIGTERM, and signals that schedulers send before they end a job. These
+# Signals that request a checkpoint and a stop: SIGTERM, and signals that schedulers send before they kill a job. These
 # are SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, which is sent every second once the CPU
 # time limit is exceeded.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
 def take_back_signals() -> None:
-    """Reset inherited signal settings, since some daemons and containers change them.
+    """Reset inherited signal dispositions and masks, since some daemons and containers change them.
 
-    If SIGCHLD is ignored, the kernel reaps child processes, and each of them seems to exit with code 0. If SIGTERM is
+    If SIGCHLD is ignored, the kernel reaps child processes, and they all seem to exit with code 0. If SIGTERM is
     blocked, ranks cannot be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -94,12 +92,12 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return an id of this boot and PID namespace; pids with different ids must not be compared."""
+    """Return an id of this boot and PID namespace; pids must not be compared if these ids differ."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Outside containers, return the plain boot id, as earlier versions did, so that ids in databases stay valid.
+    # Outside containers, return the plain boot id, like earlier versions, so that ids in databases stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
@@ -107,7 +105,7 @@ def boot_id() -> str:
 def machine_id() -> str:
     """Return the id of this Linux installation, which stays the same across restarts; "" if there is none.
 
-    Containers from one image share the image's machine id, so the result is "" in a container.
+    The result is also "" in a container, since all containers from one image share the image's machine id.
     """
     if in_container():
         return ""
@@ -133,13 +131,13 @@ def _boot() -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state, such as "T" for stopped; "" if there is no such process."""
+    """Return the letter for a process's state, such as "T" for stopped, or "" if there is no such process."""
     fields = _stat_fields(pid)
     return fields[0].decode() if fields else ""
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the pid of a process's parent; None if there is no such process."""
+    """Return the pid of a process's parent, or None if there is no such process."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else None
 

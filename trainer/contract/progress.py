@@ -1,4 +1,4 @@
-"""Shows the progress of a long command: a bar on a terminal, a line every 10 s in a pipe, or JSON lines for a parent.
+"""Shows a long command's progress: a bar on a terminal, a line every 10 s in a pipe, or JSON Lines for the parent.
 
 Any code in a command may call `stage`, `advance` or `track`, which do nothing unless a `Progress` is active.
 """
@@ -19,7 +19,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The environment variable with the file descriptor that a child process writes its progress to.
+# The environment variable with the file descriptor to which a child process writes its progress.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
 # Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
@@ -43,14 +43,14 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def words_apart(self) -> tuple[str, str, str]:
-        """The completed share, the time left and the stage as texts; an unknown value is ""."""
+        """The completed share, the time left and the stage as strings; unknown values are ""."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
         return share, left, self.stage
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """The expected total time of a stage and its number of runs."""
+    """The expected total time of a stage over all its runs, and the number of runs."""
 
     seconds: float
     times: int = 1
@@ -67,7 +67,7 @@ class _Stage:
         self.name, self.total, self.before = name, total, before
         self.n = 0.0
         self.began = time.monotonic()
-        # The progress that another process has reported for this stage.
+        # Progress that another process has reported for this stage.
         self.reported: Reached | None = None
 
     @property
@@ -82,12 +82,12 @@ class _Stage:
         return elapsed * (1 - part) / part if part and elapsed > 1 else None
 
     def after(self) -> dict[str, int]:
-        """Return a dict that maps each stage to the number of its completed runs after the end of this stage."""
+        """Return a dict that maps each stage to its number of completed runs, including this run."""
         return {**self.before, self.name: self.before.get(self.name, 0) + 1} if self.name else {**self.before}
 
 
 class Progress:
-    """A context manager that shows the progress of a command; with `planned` stages, the progress over all of them.
+    """A context manager that shows a command's progress, over all stages if they are `planned`.
 
     By default, the progress is written to the file descriptor given in the environment, or else to standard error.
     """
@@ -96,9 +96,9 @@ class Progress:
         self.what = what
         self._planned = planned or {}
         self._whole_s = sum(one.seconds for one in self._planned.values())
-        # The ratio of the actual time so far to the planned time.
+        # The ratio of the elapsed time to the planned time.
         self._pace = 1.0
-        # A new stage gets a new object instead of resetting this one, since another thread may read it at any time.
+        # A new stage gets a new object, since another thread may read the current one at any time.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
         self._over = threading.Event()
@@ -130,7 +130,7 @@ class Progress:
         if part and once and left_in_stage is not None:
             # Assume that the other stages deviate from the plan by the same factor.
             self._pace = elapsed / part / once
-        # A stage without units may take any time, so consider it at most 90 % complete.
+        # A stage without units may take any amount of time, so consider it at most 90 % complete.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
@@ -220,7 +220,7 @@ def _descriptor() -> int | None:
 
 
 def _bar_or_line(what: str) -> Callable[[Reached | None, float], None]:
-    """Return a function that shows progress on standard error; call it with None to end the display."""
+    """Return a function that shows progress on standard error; calling it with None ends the display."""
     return _Bar(what) if sys.stderr.isatty() else _ProgressLines(what)
 
 
@@ -232,9 +232,9 @@ class _ProgressLines:
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            # Schedule the next line from now on, so that missed lines are not printed after a suspension.
+            # Schedule the next line relative to now, so that missed lines are not printed after a suspension.
             self._next_s = elapsed_s + LINE_EVERY_S
-            # Import late: a waiting supervisor, which uses 20 MiB, imports this module, and argparse would take another
+            # Import late: waiting supervisors, which use 20 MiB, import this module, and argparse would take another
             # 1 MiB.
             from trainer.contract.output import complain
 

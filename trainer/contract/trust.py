@@ -34,13 +34,13 @@ def sharing(folder: Path) -> str:
         group = grp.getgrgid(gid)
     except KeyError:
         return f"group {gid}"
-    # The entry of a group does not list the users who have it as their primary group.
+    # A group's entry does not list the users for whom it is the primary group.
     members = {*group.gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == gid)}
     return f"group {group.gr_name} ({len(members)} member{'s' * (len(members) != 1)})"
 
 
 def distrust_of_folder(folder: Path) -> str:
-    """Return why jobs must not be stored in a folder, or "": anyone who can write to the folder controls the jobs."""
+    """Return why jobs must not be stored in a folder, or ""; anyone who can write to the folder controls the jobs."""
     try:
         status = folder.stat()
     except OSError:
@@ -53,14 +53,12 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Return why the content of a file must not be trusted, because others may have written it; "" if it can be
-    trusted.
-    """
+    """Return why a file's content must not be trusted, such as that others may have written it; "" if it can be."""
     return distrust_of_open(file, file.stat())
 
 
 def distrust_of_program(program: Path) -> str:
-    """Return why a program must not be run; "" if only this user and root can change it.
+    """Return why a program must not be run, or "" if only this user and root can change it.
 
     Each folder and link on the path is also checked, since anyone who can change one of them controls which program is
     run. `program` is an absolute path. Raise `OSError` if the program does not exist.
@@ -69,7 +67,7 @@ def distrust_of_program(program: Path) -> str:
     while rest:
         name = rest.pop()
         if name == "..":
-            # `place` contains no links, so its parent has been checked already.
+            # `place` contains no links, so its parent has already been checked.
             place = place.parent
             continue
         step = place / name
@@ -87,7 +85,7 @@ def distrust_of_program(program: Path) -> str:
 
 
 def distrust_of_searched(folder: Path) -> str:
-    """Return why programs found in a folder must not be run; "" if only this user and root can add programs.
+    """Return why programs found in a folder must not be run, or "" if only this user and root can add programs.
 
     This check is stricter than `distrust_of_program`, since others can add programs to a sticky folder such as /tmp.
     Raise `OSError` if the folder does not exist.
@@ -107,13 +105,12 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file that controls what programs do on behalf of this user; only this user and root may be able to write
-    it.
+    """Open a file that controls what programs do on behalf of this user.
 
-    Raise `UserError` for any other file, and `OSError` if it is missing.
+    Raise `UserError` if anyone but this user and root can write to the file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Check the file that is open, since the name may refer to another file by now.
+    # Check the open file, since the name may refer to another file by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"{file.name} is ignored, because {why}")

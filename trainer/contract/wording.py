@@ -8,7 +8,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def gibibytes(n_bytes: float, digits: int = 1) -> str:
-    """Format a number of bytes as `17.9 GiB`, or as `82 MiB` if `digits` is 1 and the size is below 0.1 GiB."""
+    """Format a number of bytes like `17.9 GiB`, or like `82 MiB` if `digits` is 1 and the size is below 0.1 GiB."""
     small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
     return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
 
@@ -22,12 +22,12 @@ def distinct_sizes(first: int, second: int) -> tuple[str, str]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Format a number of bytes per second as `12.0 GB/s`, in units of 10^9 bytes, as is usual for bandwidths."""
+    """Format a number of bytes per second like `12.0 GB/s`, in units of 10^9 bytes, as is usual for bandwidths."""
     return f"{bytes_per_s / 1e9:,.1f} GB/s"
 
 
 def duration(seconds: float, *, short: bool = False) -> str:
-    """Format a number of seconds as `45 s`, `12 min`, `3 h 05 min` (or `3 h 05` if `short`) or `58 d 20 h`."""
+    """Format a number of seconds like `45 s`, `12 min`, `3 h 05 min` (or `3 h 05` if `short`) or `58 d 20 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -50,7 +50,7 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
-# The largest share of zero rows that is not reported, and the setting that drops zero rows.
+# A larger share of zero rows is reported; the setting drops zero rows.
 MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 
@@ -65,7 +65,7 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Format a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow a growing count."""
+    """Format a count like `950`, `12.3k` or `4.0M`; three digits are enough to follow a growing count."""
     # At or above each of these limits, the smaller unit would be rounded to four digits before the decimal point.
     for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:

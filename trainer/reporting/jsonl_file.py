@@ -1,4 +1,4 @@
-"""Reports the progress of a run if its store is on another host, by appending lines to a file that this host reads.
+"""Reports the progress of a run whose store is on another host, by appending lines to a file that the other host reads.
 
 SQLite cannot be used, since its WAL needs shared memory and its locks are unreliable on network file systems.
 """
@@ -39,7 +39,7 @@ def _stamp(file: Path) -> tuple[int, ...]:
 class LineFile:
     """Appends a line to a file at every write.
 
-    In a resumed run, the first line contains `rewind`, with the step at which the run continues; the reader of the file
+    In a resumed run, the first line contains `rewind` with the step from which the run resumes. The reader of the file
     deletes the history after this step.
     """
 

@@ -1,4 +1,4 @@
-"""Writes `metrics.db` during a run, and creates a new file if the current one is deleted, replaced or damaged."""
+"""Writes `metrics.db` during a run, and creates a new file if the current one is deleted, replaced or corrupted."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class SeriesFile:
         self._touched = _stamp(self.path)
 
     def mend(self) -> str:
-        """Set a lost or damaged file aside, so that the next write creates a new file; return the reason, or "".
+        """Set a lost or corrupt file aside, so that the next write creates a new file; return the reason, or "".
 
-        SQLite itself would continue to write to a deleted file. SQLite would also continue to write to a damaged file
-        as long as the required pages are in memory.
+        SQLite itself would continue to write to a deleted file, and to a corrupt file as long as the required pages are
+        in memory.
         """
         if self._identity is None:
             return ""
@@ -41,7 +41,7 @@ class SeriesFile:
             return self._give_up("was deleted", "deleted")
         if identity != self._identity:
             return self._give_up("was replaced", "replaced")
-        # No other process should write to the file, so check the file if it has changed.
+        # No other process should write to the file, so validate it if it has changed.
         if self._touched is not None and _stamp(self.path) != self._touched:
             try:
                 check_whole(self.path, "metrics")
@@ -76,7 +76,7 @@ class SeriesFile:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a file's size and modification time (ns), to detect writes; None if there is no file."""
+    """Return a file's size and modification time (ns), for detecting writes, or None if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

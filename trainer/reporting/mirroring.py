@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to other tools, with one thread per tool; a tool that fails is reported and dropped."""
+"""Sends a run's metrics to other tools, in one thread per tool; a tool that fails is reported and dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.reporting.progress import MOST_ROWS, RunProgress
 HAND_OVER_S = 2.0
 # The maximum time that a tool's uploads may delay the end of a run.
 CLOSE_S = 20.0
-# A function that takes a message and its level.
+# Reports a message with the given level.
 Tell = Callable[[str, str], None]
 
 
@@ -61,7 +61,7 @@ class MirroredProgress(RunProgress):
 
 
 def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step: int) -> RunProgress:
-    """Return a `RunProgress` that also sends metrics to the job's mirrors; `progress` itself if there are none."""
+    """Return a `RunProgress` that also sends metrics to the job's mirrors, or `progress` itself if there are none."""
 
     def tell(message: str, level: str) -> None:
         progress.event("mirror", message, level)
@@ -77,7 +77,7 @@ def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step
 
 
 class MirrorThread:
-    """A thread that opens a mirror of a run when the first rows arrive, and sends all rows to this mirror.
+    """A thread that opens a run's mirror when the first rows arrive, and sends all rows to it.
 
     Before the first rows, the main thread may still be importing modules that the mirror's library also imports.
     """
@@ -102,7 +102,8 @@ class MirrorThread:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._tell(
-                f"{self._name} may lack some metrics: it did not accept all within {CLOSE_S:g} s after the end",
+                f"{self._name} may lack some metrics, since it did not accept all of them within {CLOSE_S:g} s after "
+                "the end",
                 "warning",
             )
 
@@ -139,7 +140,7 @@ class Dealer:
         self._of_saes: set[str] = set()
 
     def out(self, rows: Iterable[MetricRow]) -> dict[tuple[str, int], dict[str, float]]:
-        """Return a dict that maps each (label, step) to its values; values of the run are added to every SAE."""
+        """Return a dict that maps each (label, step) to its values; values of the entire run are added to every SAE."""
         values: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:
             name, _, label = row.name.partition("@")
@@ -151,5 +152,5 @@ class Dealer:
         if label:
             self._of_saes.add(name)
             return [label]
-        # In a sweep, the values of the first SAE are also reported without a label, so drop the values without a label.
+        # In a sweep, the first SAE's values are also reported without a label, so drop values without a label.
         return [] if name in self._of_saes else self._labels

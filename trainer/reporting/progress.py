@@ -1,4 +1,4 @@
-"""Writes the progress of a run to its store, and reads requests to stop the run, in a thread of rank 0.
+"""Writes a run's progress to its store, and reads requests to stop the run, in a thread of rank 0.
 
 Training never waits for the store: it queues immutable rows and continues. While the store is locked, full or missing,
 the rows stay in memory; if the queue overflows, the oldest rows are lost.
@@ -27,22 +27,22 @@ from trainer.reporting.backlog import Backlog
 from trainer.reporting.metrics_file import SeriesFile
 
 FLUSH_S = 0.5
-# The number of seconds after which a failed write to the store is retried.
+# The number of seconds before a failed write to the store is retried.
 RETRY_S = 1.0
-# The maximum number of seconds that a save waits until queued rows are stored.
+# The maximum number of seconds for which a save waits for queued rows to be stored.
 SETTLE_S = 1.0
 # The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
-# The maximum number of rows per transaction. The number is small, so that a failed attempt costs little and other
-# processes can write in between.
+# The maximum number of rows per transaction. It is small, so that a failed attempt costs little and other processes can
+# write in between.
 ROWS_AT_ONCE = 5000
 
 
 class Wanted(NamedTuple):
     """The open requests to a run: to stop (or pause), and to cool down and finish early.
 
-    `stop` identifies the latest stop request, so that a further request can be detected; it is empty if there is none.
+    `stop` identifies the latest stop request, so that another request can be detected; it is empty if there is none.
     """
 
     stop: frozenset[str] | tuple[int, ...] = ()
@@ -69,9 +69,7 @@ class Requests:
 
 
 class RunProgress:
-    """Keeps the phase and step of the run in memory. Ranks other than 0 use this class, which writes nothing to a
-    store.
-    """
+    """Keeps the phase and step of the run in memory, without a store; used by ranks other than 0."""
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
@@ -92,7 +90,7 @@ class RunProgress:
     def settle(self) -> None:
         """Wait until the queued rows are stored; call this before a save.
 
-        A resumed run does not repeat steps before the save, so without the wait, a crash would lose the rows of these
+        A resumed run does not repeat steps before the save, so without this wait, a crash could lose the rows of those
         steps.
         """
 
@@ -110,7 +108,7 @@ class RowStore(Protocol):
     def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
     def mend(self) -> str:
-        """Replace a lost or damaged file, and return what happened to it, or ""."""
+        """Replace a lost or corrupt file; return what happened to it, or "" if nothing did."""
         ...
 
     def give_up_corrupt(self) -> str: ...
@@ -135,7 +133,7 @@ class StoredProgress(RunProgress):
         """Start the thread that writes to a store.
 
         If the run makes progress that cannot be stored, the thread touches the file `sign`. Otherwise, the supervisor
-        would assume that the run hangs and would end it.
+        would assume that the run hangs and would kill it.
         """
         super().__init__()
         self._total_steps = total_steps
@@ -196,12 +194,11 @@ class StoredProgress(RunProgress):
             self._store.close()
 
     def _tick(self, *, is_last: bool = False) -> None:
-        # Errors here must not reach the training loop.
+        # Errors here must not stop the thread.
         with contextlib.suppress(Exception):
             wanted = self._requests.wanted() if self._requests else Wanted()
             if wanted.stop and wanted.stop != self._seen_stop:
-                # Set the event only once per request: while the run is being saved, the event is cleared to detect
-                # further requests.
+                # Set the event only once per request: during a save, it is cleared to detect further requests.
                 self._seen_stop = wanted.stop
                 self._stop.set()
             if wanted.finish:
@@ -270,7 +267,7 @@ class StoredProgress(RunProgress):
 
 
 class Outage:
-    """A period in which writes to the store failed."""
+    """A period during which writes to the store failed."""
 
     def __init__(self, error: Exception, since: float) -> None:
         self.retry_at = 0.0
@@ -283,7 +280,7 @@ class Outage:
 
 
 def _say(line: str) -> None:
-    # Import late, since this module imports torch, which is still being loaded when this thread starts.
+    # Import late, since `rank_log` imports torch, which is still being loaded when this thread starts.
     from trainer.reporting import rank_log
 
     rank_log.say(line)

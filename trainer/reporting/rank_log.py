@@ -1,4 +1,4 @@
-"""Writes the log of a rank: one line at the start, one line per log interval, and one line for each save."""
+"""Writes a rank's log: one line at the start, one line per log interval, and one line per save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.settings.series import LOSS, LR, held_out_metrics, log_wor
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 
-# `muted.is_on` is True in threads that must not log, because another thread of the process logs.
+# `muted.is_on` is True in threads that must not log, because another thread of the process does the logging.
 muted = threading.local()
 
 
@@ -56,7 +56,7 @@ def opening(
 
 
 def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
-    """Return the line for a log interval, with the loss, the result metrics and the learning rate from `values`."""
+    """Return the log line for an interval, with the loss, the result metrics and the learning rate from `values`."""
     in_order = {"loss": LOSS, **result_metrics(), "lr": LR}
     shown = [
         f"{series.short or (title_of(name) if name in held_out_metrics() else name)} {log_words(values[name], series)}"

@@ -98,7 +98,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         return load_file(whole)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         reason = sentence(error) if isinstance(error, OSError) else first_line(error)
-        raise UserError(f"{file} is not a whole safetensors file: {reason}") from None
+        raise UserError(f"{file} is not a complete safetensors file: {reason}") from None
     except MemoryError:
         raise UserError(f"{file} does not fit into memory, so it is not an SAE") from None
 

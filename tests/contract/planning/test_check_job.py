@@ -333,7 +333,7 @@ def test_latents_that_do_not_divide_evenly_over_replicas_give_a_warning(
 
 def test_without_held_out_tokens_all_tokens_are_for_training(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
-    assert problem.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
+    assert problem.message.endswith("has only 20,000; make batch_size × accumulate at most 20,000")
 
 
 def test_a_transcoder_without_an_export_format_is_refused_with_the_alternatives(
@@ -345,7 +345,7 @@ def test_a_transcoder_without_an_export_format_is_refused_with_the_alternatives(
     data = {"target_path": str(targets)}
     (problem,) = checked(train=SMALL, data=data)
     assert (problem.path, problem.severity) == ("sae.architecture", "error")
-    assert problem.message.startswith('the format for a transcoder of "topk" has only one width')
+    assert problem.message.startswith('the format for "topk" transcoders supports only one width')
     assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
     (problem,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
     assert problem.path == "sae.architecture"
@@ -358,7 +358,7 @@ def test_synthetic_data_needs_no_file(machine: Machine, make_job: Callable[..., 
     (problem,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
     assert str(problem) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
     (problem,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
-    assert "one step takes 3,968 tokens, but synthetic data of 256 features holds 2,000" in problem.message
+    assert "one step needs 3,968 tokens, but synthetic data of 256 features has only 2,000" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_an_invalid_model_or_text_or_folder_is_reported_before_the_launch(tmp_pa
     ]
     assert told == [
         f"model.path: {other} is neither a folder nor a .gguf file; give the folder or file of a model",
-        f"extract.output: {tmp_path}/rows is in text.path, and all files there are read; choose another",
+        f"extract.output: {tmp_path}/rows is inside text.path, where all files are read as text; choose another",
     ]
 
 

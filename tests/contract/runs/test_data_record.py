@@ -46,7 +46,7 @@ def refusal(folder: Path, before: DataRecord) -> str:
         record_of([ShardSettings(str(folder))], before)
     (problem,) = caught.value.problems
     assert problem.path == "data.path"
-    assert problem.message.endswith("; restore the data, or start a new run on the data as it is now")
+    assert problem.message.endswith("; restore the data, or start a new run on the current data")
     return problem.message
 
 
@@ -65,8 +65,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shorter": (lambda file: save(file, 59, 1), "d.npy in {folder}, which has 59 rows instead of 60"),
     "longer": (lambda file: save(file, 61, 1), "d.npy in {folder}, which has 61 rows instead of 60"),
     "with extra bytes": (cut, "d.npy in {folder}, which has 2,080 bytes instead of 2,048"),
-    "other values": (lambda file: save(file, 60, 2), "d.npy in {folder}, which holds other values"),
-    "with shuffled rows": (shuffle_rows, "d.npy in {folder}, which holds other values"),
+    "other values": (lambda file: save(file, 60, 2), "d.npy in {folder}, which contains different values"),
+    "with shuffled rows": (shuffle_rows, "d.npy in {folder}, which contains different values"),
 }
 
 
@@ -119,7 +119,8 @@ def test_every_folder_of_inputs_and_targets_is_recorded(folder: Path, tmp_path: 
         *(("data.target_path", path) for path in targets),
     ]
     save(tmp_path / "other-to" / "b.npy", 100, 5)
-    with pytest.raises(JobFileError, match=r"data.target_path: .* b.npy in .*other-to, which holds other values"):
+    refusal = r"data.target_path: .* b.npy in .*other-to, which contains different values"
+    with pytest.raises(JobFileError, match=refusal):
         record_of([settings], before)
     assert record_of([SyntheticSettings()]) == []
 
@@ -130,7 +131,7 @@ def test_a_changed_sha256_in_meta_json_is_refused_despite_equal_size_and_time(fo
     before = recorded(folder)
     (folder / "meta.json").write_text(json.dumps({"shards": sums | {"b.npy": "0" * 64}}))
     assert "b.npy in" in (said := refusal(folder, before))
-    assert "has another SHA-256 in meta.json" in said
+    assert "has a different SHA-256 in meta.json" in said
 
 
 def test_the_sample_of_a_large_shard_detects_reordered_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_a_rank_that_survives_sigkill_is_given_up_and_blamed(start, tmp_path, mo
         assert state_of(ranks[1].process.pid) == "D"
         first = first_failed(ranks)
         assert first is ranks[1]
-        assert first.error(2) == "rank 1 did not end in 1 s after it was killed, so its GPU or a disk hangs"
+        assert first.error(2) == "rank 1 did not exit within 1 s of being killed, so its GPU or a disk hangs"
     assert ranks[1].process.wait(10) == -signal.SIGKILL
 
 

@@ -76,7 +76,7 @@ def test_a_field_without_help_is_not_a_setting() -> None:
         ("steps", "an integer of at least 1 (steps)"),
         ("rate", 'a number above 0 or "auto"'),
         ("word", '"a", "b" or "c"'),
-        ("title", "a text of at least 1 character(s) and of at most 5 characters"),
+        ("title", "a string of at least 1 character(s) and of at most 5 characters"),
         ("on", "true or false"),
     ],
 )

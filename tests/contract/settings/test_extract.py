@@ -62,10 +62,10 @@ def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest(
         ({"text": {"path": None}}, "text.path: is missing; set it or text.dataset"),
         ({"text": {"dataset": "c4"}}, "text.path: is set, and so is text.dataset"),
         ({"text": {"context": 1}}, "text.context: must be an integer of at least 2 and of at most 1048576"),
-        ({"model": {"spread": True}, "launch": {"gpus": "cpu:2"}}, "model.spread: is for GPUs, not the processes of"),
+        ({"model": {"spread": True}, "launch": {"gpus": "cpu:2"}}, "model.spread: works only with GPUs, not"),
         (
             {"model": {"spread": True}, "launch": {"backend": "slurm", "nodes": 2}},
-            "model.spread: is for the GPUs of one node; set launch.nodes = 1",
+            "model.spread: works only with the GPUs of one node; set launch.nodes = 1",
         ),
         ({"extract": {"skip_first": 256}}, "extract.skip_first: must be below text.context, 256, not 256"),
         ({"extract": {"n_tokens": 0}}, "extract.n_tokens: must be an integer of at least 1 (tokens), not 0"),

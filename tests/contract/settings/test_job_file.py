@@ -141,15 +141,15 @@ def test_a_preset_is_a_valid_job(preset: Path) -> None:
 
 
 BAD = [
-    ("name", "", 'must be a text of at least 1 character(s) and of at most 80 characters, not ""'),
-    ("name", 5, "must be a text"),
+    ("name", "", 'must be a string of at least 1 character(s) and of at most 80 characters, not ""'),
+    ("name", 5, "must be a string"),
     ("name", "x" * 81, "of at most 80 characters"),
     ("data.source", "shard", 'must be "shards" or "synthetic" or "model", not "shard"'),
-    ("data.source", 5, "must be a text, not 5"),
+    ("data.source", 5, "must be a string, not 5"),
     ("data.path", "", "at least 1 character"),
-    ("data.path", 5, "must be a text"),
+    ("data.path", 5, "must be a string"),
     ("sae.architecture", "topkk", f'must be {" or ".join(map(json.dumps, ARCHITECTURES))}, not "topkk"'),
-    ("sae.architecture", [], "must be a text, not []"),
+    ("sae.architecture", [], "must be a string, not []"),
     ("sae.d_sae", 0, "must be an integer of at least 1 (latents), not 0"),
     ("sae.d_sae", 3072.0, "must be an integer of at least 1 (latents), not 3072.0"),
     ("sae.expansion_factor", 0, "must be a number above 0, not 0"),
@@ -166,7 +166,7 @@ BAD = [
     ("train.precision", "fp8", 'must be "auto", "fp32", "tf32", "bf16" or "fp16", not "fp8"'),
     ("train.optimizer", "sgd", 'must be "adam" or '),
     ("train.deterministic", 1, "must be true or false, not 1"),
-    ("train.batch_size", [64, 128], "not [64, 128]; the SAEs of a sweep share it"),
+    ("train.batch_size", [64, 128], "not [64, 128]; all SAEs of a sweep share this setting"),
     ("train.n_steps", [], "must be an integer of at least 1 (steps), not []"),
     ("train.seed", -1, "must be an integer of at least 0, not -1"),
     ("train.n_steps", {}, "must be an integer of at least 1 (steps), not {}"),
@@ -186,7 +186,7 @@ BAD = [
     ("launch.gpus", 0, "or a list like [0, 1], not 0"),
     ("launch.backend", "slum", 'must be "local" or "slurm", not "slum"'),
     ("launch.nodes", 0, "must be an integer of at least 1 and of at most 9999 (nodes), not 0"),
-    ("launch.time_limit", 90, 'must be a text like "90" (minutes), "4:00:00" or "1-12" (days-hours), not 90'),
+    ("launch.time_limit", 90, 'must be a string like "90" (minutes), "4:00:00" or "1-12" (days-hours), not 90'),
     ("launch.sbatch_options", "--qos=high", 'must be a list like ["--qos=high", "--mem=64G"], not "--qos=high"'),
     ("launch.sbatch_options", [1], 'must be a list like ["--qos=high", "--mem=64G"], not [1]'),
     ("launch.max_restarts", -1, "must be an integer of at least 0, not -1"),
@@ -317,7 +317,7 @@ def test_an_override_with_a_list_makes_a_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "a.b.c=1", ".lr=1", "train.=1", ""])
 def test_a_malformed_override_is_refused_with_the_expected_form(override: str) -> None:
-    with pytest.raises(JobFileError, match=r"^--set: takes section.key=value, like train.lr=3e-4, not "):
+    with pytest.raises(JobFileError, match=r"^--set: expects section.key=value, like train.lr=3e-4, not "):
         apply_override({}, override)
 
 

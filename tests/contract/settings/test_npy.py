@@ -52,11 +52,11 @@ def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path:
         (saved(rows(3, 4).astype(">f4")), "stores >f4; "),
         (saved(np.asfortranarray(rows(3, 4))), "is not an array of rows [n_tokens, d_in]: it is in Fortran order"),
         (saved(rows(12)), "is not an array of rows [n_tokens, d_in]: its shape is [12]; reshape it to [-1, d_in]"),
-        (saved(rows(0, 4)), "holds no activations"),
+        (saved(rows(0, 4)), "contains no activations"),
         (saved(rows(3, 4))[:-1], "is truncated; copy it again"),
-        (saved(rows(3, 4))[:20], "is not an array of rows [n_tokens, d_in]: its header is damaged"),
+        (saved(rows(3, 4))[:20], "is not an array of rows [n_tokens, d_in]: its header is corrupt"),
         (b"PK\3\4", "is not an array of rows [n_tokens, d_in]: it has no NumPy header"),
-        (b"", "holds no activations"),
+        (b"", "contains no activations"),
     ],
 )
 def test_a_file_without_an_array_of_rows_is_refused_in_a_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_a_damaged_header_is_refused_or_has_non_negative_sizes(
 
 def test_an_archive_of_arrays_is_refused_with_the_fix(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", activations=rows(30, 8))
-    with pytest.raises(JobFileError, match=r"a \.npz holds arrays in an archive: save its rows as \.npy"):
+    with pytest.raises(JobFileError, match=r"a \.npz file is an archive of arrays; save its rows as \.npy"):
         inspect_shards(tmp_path)

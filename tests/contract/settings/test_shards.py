@@ -79,7 +79,7 @@ def test_a_folder_of_hooks_is_refused_with_their_folders(write_shard: WriteShard
     write_shard().rename(tmp_path / "blocks.3")
     write_shard().rename(tmp_path / "blocks.1")
     (tmp_path / "empty").mkdir()
-    assert problem(tmp_path).endswith(f" in {tmp_path}; give one of the folders in it: blocks.1 and blocks.3")
+    assert problem(tmp_path).endswith(f" in {tmp_path}; give one of its subfolders: blocks.1 and blocks.3")
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/acts", "a\0b"], ids=["nobody", "nul"])
@@ -95,7 +95,7 @@ def test_a_name_that_is_too_long_is_refused() -> None:
 def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
-    assert problem(file) == f"{file} is not a whole safetensors file; copy it again"
+    assert problem(file) == f"{file} is not a complete safetensors file; copy it again"
 
 
 def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 10**12))
         stream.truncate(2 * 10**12)  # a sparse file that really contains the long header that it claims, as zeros
-    assert "is not a whole safetensors file" in problem(file)
+    assert "is not a complete safetensors file" in problem(file)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_header_without_a_matrix_is_refused(tmp_path: Path, tensor: object) -> None:
     file = with_header(tmp_path / "a.safetensors", {"activations": tensor}, bytes(40))
-    assert problem(file).endswith("is not a whole safetensors file; copy it again")
+    assert problem(file).endswith("is not a complete safetensors file; copy it again")
 
 
 @pytest.mark.parametrize(
     "header", [[], 5, b"{", b"\xff\xfe", b"[" * 100_000], ids=["list", "number", "cut", "utf8", "deep"]
 )
 def test_a_header_that_is_not_a_table_is_refused(tmp_path: Path, header: object) -> None:
-    assert "is not a whole safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
+    assert "is not a complete safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
 
 
 def test_a_tensor_of_one_dimension_is_refused_with_the_fix(write_shard: WriteShard) -> None:
@@ -163,7 +163,7 @@ def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
 def test_a_file_without_rows_is_refused(write_shard: WriteShard, shape: tuple[int, int]) -> None:
-    assert problem(write_shard(*shape)).endswith("holds no activations; extract them again")
+    assert problem(write_shard(*shape)).endswith("contains no activations; extract them again")
 
 
 def test_hidden_and_empty_files_are_skipped_and_named(write_shard: WriteShard) -> None:

@@ -46,7 +46,7 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = check_slurm(make_job(launch={"backend": "slurm"}))
     assert problem.path == "launch.backend"
-    assert problem.message.startswith('"slurm" needs sbatch, which is not on $PATH here')
+    assert problem.message.startswith('"slurm" requires sbatch, which is not on $PATH here')
 
 
 @pytest.mark.parametrize(

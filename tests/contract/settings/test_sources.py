@@ -46,7 +46,7 @@ def test_every_row_needs_its_target(make_job: MakeJob, stored: Callable[..., dic
     data = stored(999)
     refusal = problem(make_job(data=data))
     assert refusal.path == "data.target_path"
-    sentence = f"{data['target_path']} holds 999 rows, but {data['path']} has 1,000; every row needs its target"
+    sentence = f"{data['target_path']} has 999 rows, but {data['path']} has 1,000; every row needs its target"
     assert refusal.message == sentence
 
 

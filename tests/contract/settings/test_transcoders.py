@@ -25,10 +25,10 @@ def test_an_architecture_with_an_export_format_trains_with_and_without_a_skip(na
 def test_an_architecture_without_a_format_is_refused_with_the_alternatives() -> None:
     others = '"batch_topk" or "matryoshka_batch_topk" or "jumprelu" or "standard", or omit data.target_path'
     assert problems_of({"architecture": "gated"}, 32) == [
-        f'sae.architecture: no format supports a transcoder of "gated"; use {others}'
+        f'sae.architecture: no format supports "gated" transcoders; use {others}'
     ]
     assert problems_of({"architecture": "topk"}, 20) == [
-        'sae.architecture: the format for a transcoder of "topk" has only one width, and this maps 32 dimensions '
+        'sae.architecture: the format for "topk" transcoders supports only one width, but this one maps 32 dimensions '
         f"to 20; use {others}"
     ]
 

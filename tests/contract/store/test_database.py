@@ -381,7 +381,7 @@ print(len(control.events(2)))
 """
     done = subprocess.run([sys.executable, "-c", code, str(made)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        f"the disk that holds {made} is full or fails (disk I/O error); free some space",
+        f"the disk with {made} is full or failing (disk I/O error); free some space",
         "1",
     ]
 
@@ -399,7 +399,7 @@ for room in (0, 1024, 4096, 8192, 16384):
     try:
         open_writer(path, sys.argv[2])
     except StoreError as error:
-        print(room, "is full or fails" in str(error), *path.parent.iterdir())
+        print(room, "is full or failing" in str(error), *path.parent.iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 open_writer(path, sys.argv[2]).close()
 """
@@ -440,7 +440,7 @@ def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_pa
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
     with pytest.raises(
-        StoreError, match="half written, and it cannot be written here; any command of its owner repair"
+        StoreError, match="half written, and it cannot be written here; any command run by its owner repair"
     ):
         open_reader(path, "control")
 
@@ -486,7 +486,7 @@ def test_a_failed_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.M
 
     path = tmp_path / "gpu.db"
     monkeypatch.setitem(MIGRATIONS, "gpu", (*MIGRATIONS["gpu"], half))
-    with pytest.raises(StoreError, match="is full or fails"), explain_errors(path):
+    with pytest.raises(StoreError, match="is full or failing"), explain_errors(path):
         migrate(path, "gpu")
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert tables(connection) == TABLES["gpu"]

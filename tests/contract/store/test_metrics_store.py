@@ -242,7 +242,7 @@ def test_a_failed_flush_leaves_no_rows_and_mixes_up_no_names(run: Store) -> None
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        with pytest.raises(StoreError, match="is full or fails"):
+        with pytest.raises(StoreError, match="is full or failing"):
             run.writer.write(rows("lost", {step: 1.0 for step in range(50_000)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

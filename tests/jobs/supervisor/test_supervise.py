@@ -308,7 +308,7 @@ def test_a_supervisor_that_cannot_start_fails_the_job_with_the_reason(box):
 
 def test_a_job_that_cannot_run_is_rejected_before_anything_is_written(box):
     job = box.config().replace("train", batch_size=10**6)
-    with pytest.raises(JobFileError, match=r"train\.batch_size: one step takes"):
+    with pytest.raises(JobFileError, match=r"train\.batch_size: one step needs"):
         launching.launch(box.data, job, Placement("cpu", (), 1), gpu_source="none")
     assert not box.data.root.exists()
 

@@ -115,8 +115,8 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
         (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists in its column 'x' differ in length"),
         (lists([1.0, 2.0], None), f"{BEGINS}its column 'x' has missing rows or values; remove them"),
         (lists([1.0, None]), f"{BEGINS}its column 'x' has missing rows or values; remove them"),
-        (lists(kind=pa.list_(pa.float32())), "holds no activations"),
-        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column holds lists of numbers; its columns: 'y' and 'z'"),
+        (lists(kind=pa.list_(pa.float32())), "contains no activations"),
+        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column contains lists of numbers; its columns: 'y' and 'z'"),
         (
             pa.table({"a": lists([1.0])["x"], "b": lists([1.0])["x"]}),
             f"{BEGINS}several columns are lists of numbers ('a' and 'b'); rename the one to read to `activations`",

@@ -170,5 +170,5 @@ def test_each_folder_of_a_mixture_has_its_own_targets(folders: list[str], make_j
     assert (shape.d_out, shape.n_tokens) == (16, 3000)
     with pytest.raises(JobFileError, match=r"^data\.target_path: has 1 folder, but data\.path has 2; give one for"):
         make_job(data={"path": folders, "target_path": folders[0]}).data_shape()
-    with pytest.raises(JobFileError, match=r"^data\.target_path: .* holds 1,300 rows, but .* has 1,700;"):
+    with pytest.raises(JobFileError, match=r"^data\.target_path: .* has 1,300 rows, but .* has 1,700;"):
         make_job(data={"path": folders, "target_path": folders[::-1]}).data_shape()

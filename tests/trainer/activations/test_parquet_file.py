@@ -69,9 +69,9 @@ def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path
     ("table", "reason"),
     [
         (lists(None, [1.0]), f"{BEGINS}its column 'x' has missing rows; remove them"),
-        (lists(kind=pa.list_(pa.float32())), "holds no activations"),
-        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column holds lists of numbers; its columns: 'y' and 'z'"),
-        (lists([[1.0]], kind=pa.list_(pa.list_(pa.float32()))), f"{BEGINS}no column holds lists of numbers"),
+        (lists(kind=pa.list_(pa.float32())), "contains no activations"),
+        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column contains lists of numbers; its columns: 'y' and 'z'"),
+        (lists([[1.0]], kind=pa.list_(pa.list_(pa.float32()))), f"{BEGINS}no column contains lists of numbers"),
         (
             pa.table({"a": lists([1.0])["x"], "b": lists([1.0])["x"]}),
             f"{BEGINS}several columns are lists of numbers ('a' and 'b'); rename the one to read to `activations`",

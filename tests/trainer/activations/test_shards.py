@@ -136,7 +136,7 @@ def test_a_row_with_a_bad_target_is_named_with_both_files(activations: Path, tmp
 
 def test_a_different_number_of_targets_is_refused(activations: Path, tmp_path: Path) -> None:
     target_path, _ = write_targets(tmp_path / "targets", [2999])
-    with pytest.raises(JobFileError, match=r"^data\.target_path: .* holds 2,999 rows, but .* has 3,000"):
+    with pytest.raises(JobFileError, match=r"^data\.target_path: .* has 2,999 rows, but .* has 3,000"):
         Shards(path=str(activations), target_path=target_path)
 
 

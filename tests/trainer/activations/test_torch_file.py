@@ -71,7 +71,7 @@ def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp
     [
         (torch.ones(3, 4, dtype=torch.int64), "stores int64; "),
         (rows(12), f"{BEGINS}its shape is [12]; reshape it to [-1, d_in]"),
-        (rows(0, 4), "holds no activations"),
+        (rows(0, 4), "contains no activations"),
         (rows(4, 3).T, f"{BEGINS}its tensor is not contiguous; write it again with torch.save("),
         (rows(1, 3).expand(5, 3), f"{BEGINS}its tensor is not contiguous"),
         (

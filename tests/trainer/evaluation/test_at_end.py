@@ -90,7 +90,7 @@ def test_a_stop_or_a_failure_skips_the_card_without_failing_the_run(
     (_, _, stopped), (_, level, failed) = kept.events
     assert stopped == "no report card: a stop was requested; `sae-train eval` writes it"
     assert level == "warning"
-    assert "is not a whole safetensors file" in failed
+    assert "is not a complete safetensors file" in failed
     assert kept.place == ("finished", 20)
     assert not (tmp_path / "sae" / "card.json").exists()
 

@@ -147,10 +147,10 @@ def test_rows_of_a_different_hook_give_a_warning(
         assert capsys.readouterr().err == ""
     is_of("resid_post.4")
     assert main(["eval", sae, "--data", str(activations), "--device", "cpu"]) == 0
-    wanted = "warning: the SAE says that its hook is blocks.3.hook_resid_post, but the rows are from resid_post.4\n"
+    wanted = "warning: according to the SAE, its hook is blocks.3.hook_resid_post, but the rows are from resid_post.4\n"
     assert capsys.readouterr().err == wanted
     assert main(["import", sae, "--data", str(activations), "--out", str(tmp_path / "run")]) == 0
-    assert "note: the SAE says that its hook is blocks.3.hook_resid_post, but " in capsys.readouterr().out
+    assert "note: according to the SAE, its hook is blocks.3.hook_resid_post, but " in capsys.readouterr().out
 
 
 def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:

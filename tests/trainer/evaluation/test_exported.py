@@ -94,7 +94,7 @@ def test_damaged_files_are_refused(exported: Path) -> None:
     with pytest.raises(UserError, match=r"W_dec is .* instead of"):
         read_exported(exported, CPU)
     weights.write_bytes(b"nothing")
-    with pytest.raises(UserError, match="is not a whole safetensors file"):
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
         read_exported(exported, CPU)
     (exported / "cfg.json").write_text("[")
     with pytest.raises(UserError, match="cannot be read"):

@@ -361,8 +361,8 @@ def test_an_output_that_is_a_file_or_a_link_is_refused(make: Make, tmp_path: Pat
 
 
 def test_an_output_inside_the_text_folder_is_refused(make: Make, tmp_path: Path) -> None:
-    shown = f"extract.output: {tmp_path}/activations is in text.path, and all files there are read; choose another"
-    assert refusal(make(text=tmp_path)) == shown
+    reason = "is inside text.path, where all files are read as text; choose another"
+    assert refusal(make(text=tmp_path)) == f"extract.output: {tmp_path}/activations {reason}"
 
 
 def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None:

@@ -333,7 +333,7 @@ def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., An
             "data.hook: mlp.0 has 2,000 rows of 16 dimensions with targets of 16, and a 2,000 rows",
         ),
         ({"hook": "mlp.1"}, "data.path: there is nothing at {path}/mlp_out.1"),
-        ({"hook": "mlp.2"}, "data.path: {path}/mlp_out.2 holds 1,999 rows, but {path}/mlp_in.2 has 2,000; every row"),
+        ({"hook": "mlp.2"}, "data.path: {path}/mlp_out.2 has 1,999 rows, but {path}/mlp_in.2 has 2,000; every row"),
         ({"hook": ["mlp_in.0", "mlp.0"]}, "data.hook: mlp.0 has 2,000 rows of 16 dimensions with targets of 16, and"),
         ({"hook": ["a", "d"]}, "data.hook: d has 1,999 rows of 16 dimensions, and a 2,000 rows of 16 dimensions"),
         ({"hook": ["a", "e"]}, "data.path: there is nothing at {path}/e"),

@@ -132,7 +132,8 @@ def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
     make_trainer(job).run()
     rows = load_file(activations / "a.safetensors")["activations"]
     save_file({"activations": rows.flip(0).contiguous()}, activations / "a.safetensors")
-    with pytest.raises(UserError, match=r"a\.safetensors in .*/acts, which holds other values; restore the data"):
+    refusal = r"a\.safetensors in .*/acts, which contains different values; restore the data"
+    with pytest.raises(UserError, match=refusal):
         make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
 
 

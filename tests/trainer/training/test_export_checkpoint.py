@@ -319,7 +319,7 @@ def test_a_tampered_checkpoint_is_refused_in_one_sentence(
     assert export(checkpoint, tmp_path / "out") == EXIT_FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(
-        "cannot be used: .+; resume|cannot be used: |does not fit this job's SAE|is no checkpoint", line
+        "cannot be used: .+; resume|cannot be used: |does not fit this job's SAE|is not a checkpoint", line
     ), line
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Plans a training: its workload, its outlook, and problems with its data, SAEs, mode, memory and length."""
+"""Plans a training job: its workload, its outlook, and problems with its data, SAEs, mode, memory and length."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ OVERRIDDEN_BY = {
 
 
 class TrainingProposal(Proposal[JobConfig]):
-    """A training that is planned on a machine; its steps, SAEs and data are determined only once."""
+    """A training job planned on a machine; its steps, SAEs and data are determined only once."""
 
     @cached_property
     def layout(self) -> Layout:
-        """The division of the job among its ranks, which is known even if the data cannot be read."""
+        """The division of the job among its ranks, which does not depend on the data."""
         return Layout(self.job, self.ranks)
 
     @cached_property
@@ -53,7 +53,7 @@ class TrainingProposal(Proposal[JobConfig]):
     def outlook(self) -> Outlook:
         on, shape = self.machine, self.work.shape
         look = outlook(self.job, shape, self.devices, self.gpus, speeds=on.speeds, cuda=on.cuda, host=on.memory)
-        # The memory of simulated GPUs is that of processes, which says nothing about GPU memory.
+        # Simulated GPUs use process memory, which says nothing about GPU memory.
         if self._used_before is None or not look.on_gpus or not on.cuda:
             return look
         return msgspec.structs.replace(look, took=self._used_before(self.job, shape, look))
@@ -73,7 +73,7 @@ class TrainingProposal(Proposal[JobConfig]):
         problems += _check_rows(job)
         problems += _check_saes(work)
         problems += _check_length(work)
-        # If the number of ranks is wrong, report only that, since a memory estimate for this number would be
+        # If the number of ranks is wrong, skip the memory problems, since an estimate for this number would be
         # meaningless.
         unknown = ("launch.gpus", "parallel.", "data.model_gpus")
         wrong_paths = {problem.path for problem in errors(problems)}
@@ -120,13 +120,13 @@ class TrainingProposal(Proposal[JobConfig]):
 
 def _check_nodes(job: JobConfig) -> list[Problem]:
     if job.cluster and job.parallel.mode == "dp" and job.launch.nodes > 1:
-        message = '"dp" is one process on one node; use "ddp" or "auto", or launch.nodes = 1'
+        message = '"dp" runs as one process on one node; use "ddp" or "auto", or launch.nodes = 1'
         return [Problem("parallel.mode", message)]
     return []
 
 
 def _check_rows(job: JobConfig) -> list[Problem]:
-    """Report duplicate rows, and a hold-out of "texts" if the shards do not store the document of each row."""
+    """Report duplicate rows, and `hold_out = "texts"` if the shards do not store the document of each row."""
     problems = list(dict.fromkeys(problem for settings in job.hooks.values() for problem in settings.repeated()))
     with contextlib.suppress(JobFileError):  # the data may be the future output of another job
         if job.data.hold_out == "texts" and any(one.usual_hold_out() != "texts" for one in job.hooks.values()):
@@ -199,9 +199,9 @@ def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
     if getattr(settings, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
     message = (
-        f"{member.sae.architecture} steers L0 by a penalty, and after {plural(steps, 'step')} L0 may be far from "
-        f"k = {settings.n_active} (L0 was 71 for 32 after 49 steps); take {LEAST_STEPS_OF_PENALTY} steps or more, "
-        "with more tokens or a smaller train.batch_size"
+        f"{member.sae.architecture} controls L0 with a penalty, and after {plural(steps, 'step')} L0 may be far from "
+        f"k = {settings.n_active} (L0 was 71 instead of 32 after 49 steps); train for at least "
+        f"{LEAST_STEPS_OF_PENALTY} steps, with more tokens or a smaller train.batch_size"
     )
     return [Problem("train.n_steps" if member.train.n_steps else "train.n_tokens", message, "warning")]
 
@@ -213,7 +213,7 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     problems += transcoder_problems(sae, data.d_in, data.d_out)
     if sae.normalize == "none":
-        message = "rates, penalties and thresholds are for data with a spread of about 1 per dimension; check your data"
+        message = "rates, penalties and thresholds are for data with a spread of about 1 per dimension; check the data"
         problems.append(Problem("sae.normalize", message, "warning"))
     width_path = "sae.d_sae" if sae.d_sae else "sae.expansion_factor"
     if d_sae < (sharing := work.latent_ranks):
@@ -226,7 +226,7 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
 
 
 def check_division(work: Workload) -> list[Problem]:
-    """Warn about a number of latents that replicas on GPUs cannot divide evenly; the mode of `work` must be resolved.
+    """Warn if replicas on GPUs cannot divide the latents evenly; the mode of `work` must be resolved.
 
     If the division is uneven, NCCL all-reduces entire gradients instead of reduce-scattering the rows that each GPU
     updates.
@@ -267,7 +267,7 @@ def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
     if work.tokens_per_step <= n_train:
         return None
     kept_back = f", with {held_out:,} held out" if held_out else ""
-    message = f"one step takes {work.tokens_per_step:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
+    message = f"one step needs {work.tokens_per_step:,} tokens, but {place} has only {n_tokens:,}{kept_back}"
     if work.job.train.global_batch_size:
         return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")
     most = n_train // work.data_ranks

@@ -1,6 +1,6 @@
-"""The division of a job's steps among its ranks, and the devices on which it runs; the basis of all estimates.
+"""The division of a job's steps among its ranks, and the devices that it runs on; all estimates are based on it.
 
-The settings of a sweep's SAEs are parsed only once, even if many ways of training are compared.
+The settings of a sweep's SAEs are parsed only once, even if many training layouts are compared.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from trainer.contract.settings.job_file import members
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.sources import DataShape
 
-# Modes in which one process has all devices of a job.
+# Modes in which a single process uses all devices of a job.
 ONE_PROCESS = ("dp", "spread")
-# A run with fewer but larger steps learns less from the same tokens; see docs/quality.md.
+# The minimum number of steps of a run. With fewer but larger steps, an SAE learns less from the same tokens; see
+# docs/quality.md.
 LEAST_STEPS = 500
-# The minimum number of tokens per step, over all ranks. Gradients of fewer tokens are mostly noise, and an optimizer
-# step takes as long.
+# The minimum number of tokens per step, over all ranks. Gradients of fewer tokens are mostly noise, and the optimizer
+# step takes just as long.
 SMALLEST_STEP = 512
-# Batch sizes are multiples of this number of tokens, since matrix products are padded to it anyway.
+# Batch sizes are multiples of this number of tokens, since matrix products are padded to such multiples anyway.
 BATCH_UNIT = 64
-# The number of tokens per step below which the automatic learning rate is reduced, because gradients are noisier.
+# With fewer tokens per step, the automatic learning rate is reduced, because gradients are noisier.
 FULL_LR_TOKENS = 1024
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """A job and the number of ranks that it is divided among.
+    """A job and the number of ranks among which it is divided.
 
-    Until a mode or batch size of "auto" is resolved, it is treated as the plain mode or batch size.
+    Until a mode or batch size of "auto" is resolved, it is treated as the plain mode or the default batch size.
     """
 
     job: JobConfig
@@ -71,7 +72,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks with different tokens; ranks that share latents count as one."""
+        """The number of ranks, or groups of ranks that share latents, with different tokens."""
         return 1 if self.mode == "sweep" else max(1, self.ranks // self.latent_ranks)
 
     @property
@@ -107,16 +108,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
-        """Return the number of tokens after which a latent that has not fired is considered dead, for a run of `steps`
-        steps.
-        """
+        """Return, for a run of `steps` steps, after how many tokens a latent that has not fired is considered dead."""
         return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property
     def chooses_latents(self) -> bool:
-        """Whether the architecture is a variant of TopK; the recipe for short runs was tuned for these.
+        """Whether the architecture is a variant of TopK, for which the recipe for short runs was tuned.
 
-        Other architectures control their L0 with a penalty and need more steps at the full learning rate than a short
+        Other architectures control their L0 with a penalty and need more steps at the peak learning rate than a short
         run has. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
         """
         return not ARCHITECTURES[self.job.sae.architecture].dense_matrices
@@ -133,15 +132,15 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether the optimizer of every SAE can update a part of a matrix without the rest of it."""
+        """Whether the optimizer of every SAE can update a part of a matrix independently of its other parts."""
         return all(OPTIMIZERS[member.train.optimizer].elementwise for member in self.members.values())
 
     @property
     def members_by_rank(self) -> list[dict[str, JobConfig]]:
-        """The SAEs of each rank, by their labels: in mode "sweep", each SAE is on one rank; otherwise, all SAEs are on
-        every rank.
+        """The SAEs of each rank, by their labels.
 
-        In mode "sweep", the widest SAEs are assigned first, each to the rank with the fewest latents.
+        In mode "sweep", each SAE is on one rank: the widest SAEs are assigned first, each to the rank with the fewest
+        latents. In all other modes, every rank has all SAEs.
         """
         if self.mode != "sweep":
             return [self.members] * self.ranks
@@ -154,8 +153,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Return whether ZeRO-1 shards the optimizer state; the optimizer must be elementwise and not average the
-        weights.
+        """Return whether ZeRO-1 shards the optimizer state, which excludes optimizers that average the weights.
+
+        The optimizer must also be elementwise.
         """
         entry = OPTIMIZERS[train.optimizer]
         return self.job.parallel.zero and entry.elementwise and not entry.averages
@@ -167,7 +167,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The largest batch size that gives a run with a length in tokens at least `LEAST_STEPS` steps."""
+        """The largest batch size with which a run whose length is given in tokens has at least `LEAST_STEPS` steps."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH
@@ -177,15 +177,15 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def steps_of(job: JobConfig, devices: int) -> int:
-    """Return the total number of optimiser steps of a training."""
+    """Return the total number of optimiser steps of a training job."""
     return Layout(job, ranks_of(job, devices)).total_steps
 
 
 def ranks_of(job: AnyJob, devices: int) -> int:
-    """Return how many of its devices a job trains on: all except the GPUs that only run its language model.
+    """Return on how many of its devices a job trains: all except the GPUs that only run its language model.
 
-    If `model_gpus` is "auto", return the number of all devices: a step has the tokens of that many ranks, even if some
-    devices then only run the model.
+    If `model_gpus` is "auto", return the number of all devices, since a step has the tokens of that many ranks, even if
+    some of the devices turn out to run only the model.
     """
     asked = job.model_gpus
     return devices if asked == "auto" else max(1, devices - asked)
@@ -206,7 +206,7 @@ def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
 
 
 class Workload(Layout, frozen=True, dict=True):
-    """A job with the name of its devices and the shape of its data; an empty `device_name` means an ordinary GPU."""
+    """A job with the name of its devices and the shape of its data; an empty `device_name` means a typical GPU."""
 
     shape: DataShape
     device_name: str = ""
@@ -242,11 +242,11 @@ class Workload(Layout, frozen=True, dict=True):
         return min(member.sae.width(self.d_in) for member in self.members.values())
 
     def on(self, ranks: int) -> Workload:
-        """Return the same job on another number of ranks."""
+        """Return the same job on a different number of ranks."""
         return self._copy(ranks=ranks)
 
     def on_device(self, device_name: str) -> Workload:
-        """Return the same job on devices of another name."""
+        """Return the same job on devices with a different name."""
         return self._copy(device_name=device_name)
 
     def with_settings(self, section: str, **changes: Any) -> Workload:

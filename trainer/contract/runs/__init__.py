@@ -1,1 +1,1 @@
-"""The files of a run: the instructions for its ranks, the files that the ranks write, and how the run is resumed."""
+"""The files of a run: instructions for its ranks, files that the ranks write, and the state needed to resume it."""

@@ -1,4 +1,4 @@
-"""Keeps older report cards of an SAE, and the features files that belong to them, in `.cards` next to the weights.
+"""Keeps an SAE's older report cards, and the features files that belong to them, in `.cards` next to the weights.
 
 Files are named by a digest of their content, so that nothing is stored twice. At most `MOST_CARDS` older report cards
 and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
@@ -32,7 +32,7 @@ MOST_FEATURES_BYTES = 2**30
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-# The fields of a part of a report card that change with every evaluation, even if the results stay the same.
+# Fields of a report card's parts that change with every evaluation, even if the results stay the same.
 _CHANGING = ("measured", "seconds", "device")
 
 
@@ -86,12 +86,12 @@ def versions(folder: Path) -> list[Version]:
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the latest version that was measured on the given weights, or None."""
+    """Return the latest version that was measured on the given weights, or None if there is none."""
     return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 
 def archive(folder: Path) -> None:
-    """Store a copy of the report card and the features file in a folder as a version, unless it is already stored.
+    """Store copies of a folder's report card and features file as a version, unless that version is already stored.
 
     The originals stay in the folder. Raise `OSError` or `UserError` if the version cannot be written.
     """
@@ -129,12 +129,12 @@ def _read(file: Path) -> Card | None:
 
 def _features(folder: Path, card: Card) -> Path | None:
     file = folder / FOLDER / f"{card.features}{Path(FEATURES).suffix}"
-    # A report card may come from another user and contain any path, so accept only a digest.
+    # A report card may come from another user and contain arbitrary paths, so accept only a digest.
     return file if _DIGEST.fullmatch(card.features) and file.is_file() else None
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a report card without its features file and without the times and devices of measurements."""
+    """Return a digest of a report card, ignoring its features file and the times and devices of its measurements."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:

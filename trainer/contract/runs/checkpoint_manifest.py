@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder without torch: checks its files and returns its step, tokens and held-out FVU."""
+"""Reads a checkpoint folder without torch: validates its files and returns its step, tokens and held-out FVU."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from trainer.contract.store.rows import Count
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
-# A smaller relative increase of the held-out FVU is considered noise, for any number of rows.
+# A smaller relative increase of the held-out FVU is considered noise, regardless of the number of rows.
 LEAST_RISE = 0.01
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The position of a run; `tokens`, the total over all ranks, is also the position in the order of the data."""
+    """The position of a run; `tokens`, the total over all ranks, is also its position in the ordered data."""
 
     step: Count
     tokens: Count
 
 
 class StreamPlace(msgspec.Struct, frozen=True):
-    """A rank's position in its part of a stream: `skip` rows after the position given by `state`."""
+    """A rank's position in its shard of a stream: `skip` rows after the position given by `state`."""
 
     state: Any
     skip: Count
 
 
 class BufferPlace(msgspec.Struct, frozen=True):
-    """The position of a shuffle buffer: `n_gone` rows of block number `block` have been used; the block starts at
-    `begin`.
-    """
+    """The position of a shuffle buffer: `n_gone` rows of block `block`, which starts at `begin`, have been used."""
 
     block: Count
     n_gone: Count
@@ -48,9 +46,9 @@ class BufferPlace(msgspec.Struct, frozen=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The lowest held-out FVU of a run so far, the step at which it was measured, and the number of held-out rows.
+    """A run's lowest held-out FVU, the step at which it was measured, and the number of held-out rows.
 
-    `lr_share` is the learning rate at that step as a share of the full rate, or None for an optimizer without decay.
+    `lr_share` is the learning rate at that step as a share of the peak rate, or None for an optimizer without decay.
     """
 
     step: Count
@@ -62,7 +60,7 @@ class Best(msgspec.Struct, frozen=True):
         """Return whether a later FVU on the same rows is higher by more than noise.
 
         Return False if the learning rate has increased since the lowest FVU was measured, because this also raises the
-        FVU. By noise alone, the FVU of two SAEs of one run on the same rows differs by 1 % or one standard error.
+        FVU. Noise by itself makes the FVUs of two SAEs of one run on the same rows differ by 1 % or one standard error.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -93,9 +91,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the cool-down of a run of `planned` steps; None if there is no cool-down or the run's length has
-        changed.
-        """
+        """Return the cool-down of a run of `planned` steps, or None if it has none or its length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
@@ -131,7 +127,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints that were evaluated on the same held-out rows as the latest one, the lowest FVU first."""
+    """Return the checkpoints evaluated on the same held-out rows as the latest one, sorted from the lowest FVU."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []
@@ -145,11 +141,11 @@ def read_state(folder: Path) -> CheckpointState:
     try:
         return load_json(folder / STATE, CheckpointState)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no checkpoint: its {STATE} cannot be read ({error})") from None
+        raise UserError(f"{folder} is not a checkpoint: its {STATE} cannot be read ({error})") from None
 
 
 def resumed_state(path: Path) -> CheckpointState:
-    """Return the state of the checkpoint that a run resumes from.
+    """Return the state of the checkpoint from which a run resumes.
 
     `path` is a checkpoint or a folder of checkpoints. Raise `UserError` if no checkpoint is usable.
     """
@@ -175,7 +171,7 @@ def damage(folder: Path) -> str | None:
     try:
         manifest = load_json(folder / MANIFEST, dict[str, Any])
         if manifest["format"] != FORMAT:
-            return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
+            return f"it has format {manifest['format']}, but this version reads only format {FORMAT}"
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not list the files of a checkpoint"
         for name, file in manifest["files"].items():

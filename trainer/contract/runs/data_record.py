@@ -1,4 +1,4 @@
-"""Records the shards that a run is trained on, and checks whether they have changed since then."""
+"""Records the shards on which a run is trained, and checks whether they have changed since then."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
 _NOT_RECORDED = (
     "data.path: the checkpoint is from an older version, which recorded no shards; "
-    "make sure that no shard was changed or added: otherwise held-out rows are trained on"
+    "make sure that no shards were changed or added, since otherwise held-out rows are trained on"
 )
-_WAY_OUT = "restore the data, or start a new run on the data as it is now"
+_WAY_OUT = "restore the data, or start a new run on the current data"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +48,7 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FolderRecord(msgspec.Struct, frozen=True):
-    """The shards of a folder in the order of their row numbers; new shards come last.
+    """The shards of a folder, ordered by row number; new shards come last.
 
     Held-out rows are chosen from the first `split_rows` rows, which are the rows that existed when the run started.
     """
@@ -72,7 +72,7 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
-    """Return records of the current data of each hook, without samples, since reading samples takes time.
+    """Return records of each hook's current data, without samples, since reading samples takes time.
 
     If the run was already trained on the shards in `before`, those shards come first, with their samples, and new
     shards follow. Raise `JobFileError` if one of the recorded shards has changed.
@@ -122,8 +122,8 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
         if status.st_mtime_ns == shard.mtime_ns:
             return None
         if shard.sample is None:
-            return "was written to, and it has no checksum, so it may hold other rows"
-        return None if _sample(file, shard.n_blocks) == shard.sample else "holds other values"
+            return "was modified and has no checksum, so it may contain other rows"
+        return None if _sample(file, shard.n_blocks) == shard.sample else "contains different values"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -131,7 +131,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Return a sentence about the first shard that has fewer bytes than recorded; None if there is none."""
+    """Return a sentence about the first shard that has fewer bytes than recorded, or None if there is none."""
     for folder in record:
         for shard in folder.shards:
             try:
@@ -187,7 +187,7 @@ def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
     if new.rows != old.rows:
         return f"has {plural(new.rows, 'row')} instead of {old.rows:,}"
     if old.sha256 and new.sha256 and old.sha256 != new.sha256:
-        return "has another SHA-256 in meta.json"
+        return "has a different SHA-256 in meta.json"
     return None
 
 
@@ -206,7 +206,7 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
 
 
 def _sample(file: Path, n_blocks: int) -> str:
-    """Return the SHA-256 of evenly spaced blocks of a file, including both ends, or of a complete small file."""
+    """Return the SHA-256 of evenly spaced blocks of a file, including both ends, or of an entire small file."""
     digest = hashlib.sha256()
     with open_plain(file) as stream:
         size = os.fstat(stream.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Estimates how long each part of an evaluation takes, and finds the language model, without importing torch."""
+"""Estimates how long each part of an evaluation takes, and finds its language model, without importing torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LanguageModelSize(msgspec.Struct, frozen=True):
 
 
 def language_model(job: JobConfig) -> LanguageModelSize | None:
-    """Return the model whose activations a job trains on, or None if the data does not record the model."""
+    """Return the model on whose activations a job trains, or None if the data does not record the model."""
     for settings in job.hooks.values():
         path: object = None
         if isinstance(settings, ModelSettings):
@@ -71,7 +71,7 @@ def planned(
     """Return a dict that maps each stage of an evaluation of the given parts to its expected time.
 
     `device` is "cuda" or "cpu", and `name` is the name of the GPU. Times in earlier report cards (`cards`) from the
-    same kind of device replace estimates. Return {} if the data cannot be read.
+    same device type replace estimates. Return {} if the data cannot be read.
     """
     try:
         shape, saes = job.data_shape(), list(members(job).values())
@@ -100,8 +100,8 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
     if model is None or model.size is None:
         return dict.fromkeys((LOADING, IN_MODEL, PROBES, PROMOTED), 30.0)
     a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
-    # The model runs six passes: one unchanged; three in which the SAE's output, zeros or the mean row replace the
-    # activations; and two in which the SAE's output or zeros replace them at all tokens.
+    # The model runs six passes: one unpatched; three in which the activations are replaced with the SAE's output, zeros
+    # or the mean row; and two in which they are replaced with the SAE's output or zeros at all tokens.
     passes = 6 * MODEL_TOKENS[device] * a_token
     probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token + _PROBE_S * (1 + n_saes))
     loading = 4.0 * model.size.n_parameters / _LOADING + _START_S
@@ -109,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return a dict that maps each part to its seconds on this kind of device, summed over the SAEs' report cards."""
+    """Return a dict that maps each part to its seconds on this device type, summed over the SAEs' report cards."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():
@@ -119,5 +119,5 @@ def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
 
 
 def total(stages: Mapping[str, Planned]) -> float:
-    """Return the total time in seconds, including the start of the program."""
+    """Return the total time in seconds, including program start-up."""
     return _START_S + sum(one.seconds for one in stages.values())

@@ -1,4 +1,4 @@
-"""Reads features files, in which evaluations store what each latent of an SAE fires on, without torch or numpy."""
+"""Reads features files, in which evaluations store what each latent fires on, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _starts(text: bytes) -> Container[int]:
 
 
 def whole_characters(text: bytes, begin: int, end: int) -> tuple[int, int]:
-    """Extend a byte range to character boundaries, and return its new begin and end."""
+    """Extend a byte range to character boundaries, and return its new start and end."""
     while 0 < begin < len(text) and _continues(text[begin]):
         begin -= 1
     while end < len(text) and _continues(text[end]):
@@ -54,7 +54,7 @@ def _continues(byte: int) -> bool:
 
 
 def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
-    """Return the tokens without incomplete characters at both ends of the text; the token at `at` is not changed."""
+    """Remove incomplete characters at both ends of the text, except in the token at index `at`; return the tokens."""
     before, after = b"".join(tokens[:at]), b"".join(tokens[at + 1 :])
     first = next((n for n, byte in enumerate(before) if not _continues(byte)), len(before))
     last = sum(map(len, tokens)) - _unfinished(after)
@@ -78,16 +78,16 @@ def _unfinished(text: bytes) -> int:
 # The names of the files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Latents that fire on a share of the rows in the range `SPARSE` are the most often interpretable. Latents that fire on
-# a larger share than `DENSE` are called dense.
+# Latents are most often interpretable if the share of rows on which they fire is in the range `SPARSE`. Latents that
+# fire on a larger share than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
-# The maximum number of latents whose tokens a search joins to find words that span tokens; the most frequent latents
+# The maximum number of latents whose tokens a search joins to find words that span tokens. The most frequent latents
 # come first. If there are more candidates, latents that have already been found are skipped. With this limit, a search
 # is fast enough to run at each keystroke.
 _MOST_JOINED = 1024
 
-# For each tensor: the dtype in the file, the type code of its `array`, and 1 if it has one value per latent, otherwise
+# For each tensor: its dtype in the file, the type code of its `array`, and 1 if it has one value per latent, or else
 # None.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "n_fired": ("I32", "i", 1),
@@ -103,8 +103,8 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
-    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] are the latents that have the k-th known token
-    # in a context.
+    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] are the latents with the k-th known token in
+    # one of their contexts.
     "index_ends": ("I64", "q", None),
     "index_latents": ("I32", "i", None),
 }
@@ -128,7 +128,7 @@ class LogitChange(msgspec.Struct, frozen=True):
 class Token(msgspec.Struct, frozen=True):
     """A token of a context and the latent's activation on this token, which is 0 if the latent does not fire.
 
-    Tokens that share a character are merged into one token, whose activation is the largest of the merged ones.
+    Tokens that share a character are merged into one token with the largest of their activations.
     """
 
     text: str
@@ -136,7 +136,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class ActivatingExample(msgspec.Struct, frozen=True):
-    """The tokens around the token at index `at`, on which the latent fires most strongly in the document."""
+    """A context of a latent; in its document, the latent fires most strongly on the token at index `at`."""
 
     tokens: tuple[Token, ...]
     at: int
@@ -149,7 +149,7 @@ class ActivatingExample(msgspec.Struct, frozen=True):
 class Feature(msgspec.Struct, frozen=True):
     """The data of a latent: the share of rows on which it fires, its largest and mean activation, and its top contexts.
 
-    `histogram` contains the numbers of activations in bins of equal width up to the largest activation. `nearest`
+    `histogram` contains the number of activations in each of several equal bins up to the largest activation. `nearest`
     contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.
     `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, the largest change
     first; both are empty if the evaluation did not use the language model.
@@ -180,7 +180,7 @@ class _FeatureEntry(msgspec.Struct):
 
 
 class Features:
-    """The latents of an SAE, which are read from a features file on demand."""
+    """The latents of an SAE, read from a features file on demand."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -278,14 +278,14 @@ class Features:
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
-        """Return the latents that have the given words in their contexts: both lists of `search_apart` in one."""
+        """Return the latents whose contexts contain the given words: both lists of `search_apart`, concatenated."""
         return [latent for some in self.search_apart(words) for latent in some]
 
     def search_apart(self, words: str) -> tuple[list[int], list[int]]:
-        """Return the latents that have the given words in their contexts, ignoring case.
+        """Return the latents whose contexts contain the given words, ignoring case.
 
         The words may span several tokens. The first list contains latents whose strongest token in a context is part of
-        the words, sorted by the number of such contexts. The second list contains the other latents, sorted by density.
+        the words, sorted by the number of such contexts. The second list contains all other matches, sorted by density.
         For words that span tokens, only the `_MOST_JOINED` most frequent latents are searched.
         """
         wanted = words.casefold()
@@ -304,16 +304,14 @@ class Features:
             if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
         others = sorted(found - strongest.keys())
-        # Sorting is stable, so latents with equal keys stay in the order of their indices.
+        # Sorting is stable, so latents with equal keys stay sorted by index.
         return (
             sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
             sorted(others, key=fired.__getitem__, reverse=True),
         )
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
-        """Return a dict that maps each latent to the number of contexts in which it fires most on one of the given
-        tokens.
-        """
+        """Count, for each latent, the contexts in which its strongest token is one of the given tokens."""
         tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
@@ -323,7 +321,7 @@ class Features:
         return counts
 
     def _with_tokens(self, places: Sequence[int]) -> set[int]:
-        """Return the latents that have one of the given tokens in a context; `places` are indices of known tokens."""
+        """Return the latents with one of the given tokens in a context; `places` are indices of known tokens."""
         ends, latents = self._ints("index_ends"), self._numbers("index_latents")
         fire: set[int] = set()
         for place in places:
@@ -428,7 +426,7 @@ class Features:
         return numbers
 
     def _numbers(self, name: str) -> memoryview[int]:
-        """Return a view of an integer tensor without copying its values: the tokens of 65,536 latents take 100 MiB."""
+        """Return a view of an integer tensor, without a copy, since the tokens of 65,536 latents take 100 MiB."""
         first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
         return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
@@ -443,7 +441,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a features file belongs to the given weights; older files record none and always match."""
+    """Return whether a features file belongs to the given weights; older files, without a record, always match."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):

@@ -14,10 +14,10 @@ from trainer.contract.store.rows import Count
 
 # Names of metrics in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# Kinds of events: the run overfits, or the run was resumed, which invalidates earlier overfitting events.
+# Types of events: the run overfits, or the run was resumed, which invalidates earlier overfitting events.
 OVERFITTING, RESUMED = "overfitting", "resumed"
-# The largest relative excess of the held-out FVU over the training FVU that is considered normal. Unseen texts alone
-# cause an excess of 4 to 12 %.
+# The largest relative excess of the held-out FVU over the training FVU that is considered normal. Even without
+# overfitting, unseen texts cause an excess of 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
@@ -25,7 +25,7 @@ _PREFIX = "training_"
 class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run when the weights of an SAE were saved, at step `step` of `total_steps`.
 
-    `lr_share` is the learning rate divided by the full learning rate, or None for an optimizer without decay. `passes`
+    `lr_share` is the learning rate divided by the peak learning rate, or None for an optimizer without decay. `passes`
     is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, and
     `heldout_fvu` is the FVU on held-out rows. `best` is the lowest held-out FVU of the run, if it is clearly lower than
     `heldout_fvu`.
@@ -48,7 +48,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unfinished(self) -> str:
-        """A sentence about the step at which the run was stopped; "" for a finished run."""
+        """A phrase about the step at which the run was stopped, or "" for a finished run."""
         if self.is_finished:
             return ""
         where = f"{'stopped' if self.is_last else 'taken'} at step {self.step:,} of {self.total_steps:,}"
@@ -63,7 +63,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overfitting(self) -> str:
-        """A sentence about the FVUs and steps that show overfitting; "" if there is none."""
+        """A phrase with the FVUs and steps that show overfitting, or "" if there is none."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"

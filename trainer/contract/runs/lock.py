@@ -1,4 +1,4 @@
-"""File locks of runs; the kernel releases a lock when the process that holds it ends, even after `kill -9`.
+"""File locks of runs; the kernel releases a lock when the process that holds it exits, even after `kill -9`.
 
 Unlike pids, file locks are valid in all PID namespaces of a machine. Every process of a run holds a shared lock on
 `run.lock` in the run folder. A process that starts a run must first lock this file exclusively.
@@ -16,7 +16,7 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# Seconds during which a process retries to lock a file. A test of a lock holds the lock exclusively for a moment.
+# Seconds for which a process retries to lock a file, since another process that tests the lock briefly holds it.
 _ASKED_S = 0.2
 _LOOKS = 3
 
@@ -30,9 +30,9 @@ class RunLock:
         self._take(shared=False)
 
     def share(self) -> None:
-        """Make the lock shared, so that ranks can also take it.
+        """Make the lock shared, so that ranks can also acquire it.
 
-        Raise `UserError` if another process takes the lock first.
+        Raise `UserError` if another process acquires the lock first.
         """
         self._take(shared=True)
 
@@ -63,13 +63,13 @@ def still_going(run_dir: Path) -> str:
 
 
 def hold(file: Path) -> None:
-    """Take a shared lock on a file and hold it until this process ends; do nothing if the file system has no locks."""
+    """Hold a shared lock on a file until this process exits; do nothing if the file system does not support locks."""
     with contextlib.suppress(OSError):
         _take(open_private(file, os.O_RDWR), shared=True)
 
 
 def _take(descriptor: int, *, shared: bool) -> bool:
-    """Lock a file; return False if another process holds the lock for longer than a test of the lock takes."""
+    """Lock a file; return False if another process holds the lock for longer than it takes to test a lock."""
     deadline = time.monotonic() + _ASKED_S
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -81,7 +81,7 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 def is_held(file: Path) -> bool | None:
     """Return whether a process in any PID namespace holds a lock on the file, or None if unknown."""
     for _ in range(_LOOKS):
-        # Check again, since another process may just be testing the lock, which locks it for a moment.
+        # Check again, since another process may be testing the lock, which briefly locks it.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)
@@ -104,7 +104,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Return whether a process holds the shared lock on a file, and not only has the file open, according to /proc."""
+    """Return whether, according to /proc, a process holds the shared lock on a file and does not just have it open."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())
@@ -126,7 +126,7 @@ def _open(file: Path) -> int:
     try:
         return open_private(file, os.O_RDWR)
     except PermissionError:
-        # An older version created the file with mode 0600 for another member of the group; continue without a lock.
+        # Another member of the group created the file with mode 0600, with an older version; continue without a lock.
         return -1
     except OSError as error:
         raise UserError(f"{file} cannot be locked: {sentence(error)}") from None

@@ -19,7 +19,7 @@ LONGEST = 4 * 2**20
 
 
 def tail(path: Path, n_lines: int) -> list[str]:
-    """Return the last `n_lines` lines of a log, or [] if there is no log; only the end of the log is read."""
+    """Return the last `n_lines` lines of a log, or [] if there is no log; read only the end of the log."""
     try:
         with open_plain(path) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -51,5 +51,5 @@ def last_line(path: Path) -> str:
 
 
 def readable(line: bytes) -> str:
-    """Decode a line; if a progress bar has redrawn the line with carriage returns, keep only its last state."""
+    """Decode a line; if a progress bar has redrawn it with carriage returns, keep only its last state."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.contract.planning.hardware import MeasuredHardware
 
-# Variables that make transfers go through the host's memory instead of directly between GPUs.
+# Variables that route transfers through host memory instead of directly between GPUs.
 STAGED = {"NCCL_P2P_DISABLE": "1"}
 # Ranks on one machine need no network. By default, NCCL connects through the first interface that it finds, which may
 # belong to a VPN or to a container with a firewall. It also registers memory with InfiniBand, which fails if the limit

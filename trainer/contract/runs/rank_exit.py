@@ -1,4 +1,4 @@
-"""Records how ranks end, and finds the rank that failed first, since other ranks often fail because of it."""
+"""Records how ranks exit, and finds the rank that failed first, since other ranks often fail because of it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# Seconds by which the death of a killed rank is dated back: other ranks fail within milliseconds of it, and their
-# failures may be noticed first.
+# The death of a killed rank is backdated by this many seconds, since other ranks fail within milliseconds of it, and
+# their failures may be noticed first.
 NOTICED_WITHIN_S = 2.0
 # Seconds to wait after SIGKILL. The kernel needs a few seconds to free hundreds of GB, and a process on a hung GPU
-# never ends.
+# never exits.
 GIVEN_UP_AFTER_S = 60.0
 
 
 class RankEnd:
-    """Records how and when a rank ended; the rank itself writes its error to `exit_file`."""
+    """Records how and when a rank exited; the rank itself writes its error to `exit_file`."""
 
     def __init__(self, rank: int, exit_file: Path) -> None:
         self.rank = rank
@@ -42,7 +42,7 @@ class RankEnd:
 
     @abstractmethod
     def failed_at(self) -> float:
-        """Return the time of the failure in seconds since the epoch, to determine the first of several failures."""
+        """Return the time of the failure in seconds since the epoch, for finding the first of several failures."""
 
     @abstractmethod
     def last_line(self) -> str:
@@ -64,9 +64,7 @@ class RankEnd:
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
-        """Return a sentence about the failure: the error that the rank recorded, or else how the rank ended and its
-        last line of output.
-        """
+        """Return a sentence about the failure: the rank's recorded error, or else how it exited and its last output."""
         if not self.hangs and (word := self.word or self._cut_shard()):
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
@@ -100,9 +98,7 @@ class ChildRank(RankEnd):
         return -signal.SIGKILL if self.hangs else self.process.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL; a rank that survives it for `GIVEN_UP_AFTER_S` is considered to have ended and caused the
-        failure.
-        """
+        """Send SIGKILL; if the rank survives for `GIVEN_UP_AFTER_S`, treat it as exited and as the cause of failure."""
         if self.killed_at is None:
             self.killed_at = time.monotonic()
         elif self.ended is None and time.monotonic() - self.killed_at > GIVEN_UP_AFTER_S:
@@ -114,14 +110,14 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """Whether another process sent SIGKILL; a rank that fails because of other ranks never ends in this way."""
+        """Whether another process sent SIGKILL; a rank that fails because of other ranks never exits this way."""
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
-        """Return when the rank recorded its error, or else when it ended.
+        """Return when the rank recorded its error, or else when it exited.
 
         For a killed rank, the result is `NOTICED_WITHIN_S` earlier. A rank that raises an error may shut down more
-        slowly than the other ranks, which end as soon as they lose their connection to it.
+        slowly than the other ranks, which exit as soon as they lose their connection to it.
         """
         ended = self.ended or time.time()
         if self.hangs:
@@ -138,7 +134,7 @@ class ChildRank(RankEnd):
 
     def how(self) -> str:
         if self.hangs:
-            return f"did not end in {GIVEN_UP_AFTER_S:.0f} s after it was killed, so its GPU or a disk hangs"
+            return f"did not exit within {GIVEN_UP_AFTER_S:.0f} s of being killed, so its GPU or a disk hangs"
         if self.was_killed and host_oom_kills() > self._oom_kills:
             return "was killed by the kernel because the machine ran out of memory"
         return super().how()
@@ -149,7 +145,7 @@ R = TypeVar("R", bound=RankEnd)
 
 
 def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
-    """Wait up to `timeout_s` seconds until a rank ends, and return the ranks that have ended."""
+    """Wait up to `timeout_s` seconds for a rank to exit, and return the ranks that have exited."""
     living = [rank for rank in ranks if rank.ended is None]
     poller = select.poll()
     for rank in living:
@@ -178,7 +174,7 @@ def signal_name(number: int) -> str:
 
 
 def host_oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
+    """Return how many processes the kernel's OOM killer has killed since boot; 0 if unknown."""
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except (OSError, ValueError):

@@ -28,7 +28,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     """The specification of an attempt, which is the same for all its ranks.
 
     The process that starts the ranks writes the specification to `attempt<N>/ranks.json`. For a launched job, `job_id`
-    and `control_db` are set; rank 0 reads requests for the job from that database.
+    and `control_db` are set; rank 0 reads requests for the job from the database `control_db`.
     """
 
     run_dir: Path
@@ -47,11 +47,11 @@ class RankSpec(msgspec.Struct, frozen=True):
     # Whether all ranks are on one host and need no network. The ranks find each other through a file in the attempt
     # folder or, under torchrun, through environment variables.
     on_one_host: bool = True
-    # Whether one process has all devices. In a training, each thread of this process is a rank. Files call this field
-    # `as_threads`.
+    # Whether a single process uses all devices. In a training run, each thread of this process is a rank. In files,
+    # this field is called `as_threads`.
     as_one_process: bool = msgspec.field(default=False, name="as_threads")
-    # Whether the ranks run on other hosts than the process that started them. In this case, they share files with that
-    # process, but not the SQLite database.
+    # Whether the ranks run on different hosts from the process that started them. In this case, they share files with
+    # that process, but not the SQLite database.
     by_files: bool = False
     # The memory in bytes that a rank may use on a shared device, or None if there is no limit.
     may_take_bytes: Count | None = None
@@ -79,7 +79,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = Exit.DONE, Exit.FAILED, E
 
 
 def write_spec(spec: RankSpec) -> Path:
-    """Write a spec to the file that the ranks read, and return the path of the file."""
+    """Write a spec to the file that the ranks read, and return the file's path."""
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
@@ -103,8 +103,7 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the command line that runs a rank with this Python or with `python`; the rank's number is in the
-    environment.
+    """Return the command line that runs a rank with this Python or with `python`; the environment has its number.
 
     `any_owner` skips the check of the spec's owner. This is meant for a process that has just written all files of the
     run, since some file systems report one owner for all files, or report all files as writable by everyone.
@@ -137,7 +136,7 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
     if spec.device == "cuda":
         environment = _presets(spec, read_box(spec.box_file), base) | environment
     else:
-        # Torch frees and reallocates memory in each step. Huge pages reduce the page faults, which saves 5 % of a step.
+        # Torch frees and reallocates memory in each step. Huge pages reduce page faults, which saves 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment
 
@@ -178,6 +177,6 @@ def _number(srun: Mapping[str, str], name: str) -> int:
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Return the number of cores per rank, at least 1, among the cores that this process may use."""
+    """Return the number of cores per rank, at least 1, given the cores that this process may use."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     return max(1, len(cores) // world_size)

@@ -1,4 +1,4 @@
-"""The training settings of an SAE with every "auto" resolved, for report cards and the metadata of exports."""
+"""The training settings of an SAE with every "auto" resolved, for report cards and export metadata."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.contract.settings.optimizers import LONG_RUN
 
 # The key of the recipe in an exported SAE's metadata.
 RECIPE = "training_recipe"
-# The largest relative deviation from the requested L0 that is not considered a miss.
+# The largest relative deviation from the requested L0 that does not count as a miss.
 MOST_L0_MISS = 0.05
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an SAE was trained: `steps` of `planned_steps` steps, each on `batch_tokens` tokens over all ranks.
 
-    `lr` is the full learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
+    `lr` is the peak learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
     last `decay_fraction`. If encoder updates are tied to decoder updates, `encoder_lr` is the separate learning rate of
     the encoders. `target_l0` is the requested L0, or None if the penalty is fixed. `passes` is the number of passes
     over the data, or None if its size is unknown.
@@ -59,7 +59,7 @@ def recipe_of(
 ) -> Recipe:
     """Return the recipe of `member`, one of a job's SAEs, at a position of the run.
 
-    `n_rows` is the number of training rows. `device` is the kind of training device, "cuda" or "cpu".
+    `n_rows` is the number of training rows. `device` is the type of the training device, "cuda" or "cpu".
     """
     one = msgspec.structs.replace(layout, job=member)
     train, settings, d_sae = member.train, member.sae.settings, member.sae.width(d_in)
@@ -97,7 +97,7 @@ def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
 
 
 def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the lines about the recipe on a report card, as pairs (title, text)."""
+    """Return a report card's lines about the recipe, as pairs (title, text)."""
     own = ", ".join(f"{name} {_word(value)}" for name, value in recipe.optimizer_settings.items())
     follows = "encoder and decoder updates are not tied"
     if recipe.encoder_follows and recipe.encoder_lr is not None:

@@ -1,4 +1,4 @@
-"""The file in the attempt folder to which a rank on another host writes its host and pid and, later, how it ended."""
+"""The file in the attempt folder to which a rank on another host writes its host, pid and, later, exit status."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from trainer.contract.store.rows import Number
 
 
 class RankMark(msgspec.Struct, frozen=True):
-    """A rank on another host. After the rank has ended, `exit_code` is set, or `exit_signal` if a signal killed the
-    rank.
-    """
+    """A rank on another host; after it has exited, `exit_code` is set, or `exit_signal` if a signal killed it."""
 
     host: str
     process: ProcessRef

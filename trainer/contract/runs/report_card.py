@@ -19,18 +19,18 @@ from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.store.rows import Time
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
 
-# The histogram of densities begins at 10^LOWEST_DECADE.
+# The histogram of densities starts at 10^LOWEST_DECADE.
 LOWEST_DECADE = -6
 BINS_PER_DECADE = 2
-# A latent that fires on at most a share `RARE` of the rows is rare. With fewer rows than `LEAST_ROWS_FOR_RARE`, the
-# share of rare latents is unknown.
+# A latent is rare if the share of rows on which it fires is at most `RARE`. With fewer rows than `LEAST_ROWS_FOR_RARE`,
+# the share of rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
 # The number of latents that are sampled for the report card, and the number of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# Copies are reported if at least this share of the held-out rows also occurs in the training rows. A few short texts
-# always occur twice.
+# Copies are reported if at least this share of the held-out rows also occurs in the training rows. A few copies are
+# normal, since some short texts always occur twice.
 MANY_COPIES = 0.02
 # The suffix of metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
@@ -41,7 +41,7 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
     """The quality of the reconstructions x̂ of rows y.
 
     `explained_variance` is 1 − FVU, `mse` is the mean of ‖y − x̂‖², and `l2_ratio` is the mean of ‖x̂‖ / ‖y‖.
-    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; if it is below 1, reconstructions are too short.
+    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; a value below 1 means that reconstructions are too short.
     """
 
     explained_variance: float = math.nan
@@ -57,16 +57,17 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
     `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖², and `fvu_error` is its standard error over `n_clusters` groups of dependent
     rows, either texts or blocks of neighbouring rows (`clustered_by`: "texts" or "blocks"). `median_row_fvu` is the
-    median of ‖y − x̂‖² / ‖y − mean‖², which is robust to single rows.
+    median of ‖y − x̂‖² / ‖y − mean‖², which is robust to outliers.
 
-    Four metrics are shares of the latents: `dead` never fire on these rows; `rare` fire on at most `RARE` of the rows
-    (None below `LEAST_ROWS_FOR_RARE` rows); `dense_1` and `dense_10` fire on more than 1 % and 10 % of the rows.
+    Four metrics are shares of the latents. `dead` is the share that never fires on these rows, and `rare` is the share
+    that fires on at most `RARE` of the rows (None below `LEAST_ROWS_FOR_RARE` rows). `dense_1` and `dense_10` are the
+    shares that fire on more than 1 % and 10 % of the rows.
     `density_histogram` is a histogram of log10 of the share of rows on which a latent fires, in `BINS_PER_DECADE` bins
     per decade from `LOWEST_DECADE` to 0; it excludes latents that never fire. `max_decoder_cosine` is the mean over
     latents of the largest cosine between the latent's decoder direction and the direction of any other latent.
 
-    If the training left out dimensions or scaled them down, all metrics are measured on the rows as they were trained
-    on, and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
+    If training left out dimensions or scaled them down, all metrics are measured on rows transformed in the same way,
+    and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
     """
 
     n_tokens: int
@@ -97,7 +98,7 @@ class TextRows(Reconstruction, frozen=True, kw_only=True):
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """A language model's losses, in nats per prediction, averaged over `n_tokens` predictions.
 
-    Rows of activations are replaced by the SAE's reconstructions (`…_with_sae`) or by zeros (`…_with_zeros`).
+    Rows of activations are replaced with the SAE's reconstructions (`…_with_sae`) or with zeros (`…_with_zeros`).
     `ce_score` is (zeros − SAE) / (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged
     model. The fields `…_error` are the standard errors of the scores.
     """
@@ -125,12 +126,12 @@ class AllTokens(Losses, frozen=True, kw_only=True):
 
 
 class PatchedModel(Losses, frozen=True, kw_only=True):
-    """The losses if only rows that an extraction for this SAE would keep are replaced.
+    """The losses if only the rows that an extraction for this SAE would keep are replaced.
 
-    The other rows are left unchanged and excluded from the means. `left_out` describes the excluded rows (such as
+    All other rows are left unchanged and excluded from the means. `left_out` describes the excluded rows (such as
     "first tokens"), or is None if unknown. Standard errors are computed over `n_texts` texts. For `ce_with_mean`, rows
-    are replaced by the mean row of the data. `is_unseen` is set if the text is known to come after the text of the
-    extraction. `rows` is the reconstruction quality, and `all_tokens` contains the losses if all rows are replaced.
+    are replaced with the mean row of the data. `is_unseen` is set if the text is known to come after the extracted
+    text. `rows` is the reconstruction quality, and `all_tokens` contains the losses if all rows are replaced.
     """
 
     text: str
@@ -145,9 +146,9 @@ class PatchedModel(Losses, frozen=True, kw_only=True):
 class Auc(msgspec.Struct, frozen=True, kw_only=True):
     """The mean AUC on test texts over data sets and seeds; `of_sets` maps each data set to its mean AUC over seeds.
 
-    `seed_error` is the standard error of `auc` over splits into training and test texts; it is valid for these data
-    sets only. `set_error` is the standard error over data sets, which also allows conclusions about other tasks; it is
-    None if there is only one data set.
+    `seed_error` is the standard error of `auc` over splits into training and test texts, and applies only to these data
+    sets. `set_error` is the standard error over data sets, which also allows conclusions about other tasks. It is None
+    if there is only one data set.
     """
 
     auc: float
@@ -159,8 +160,8 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 class Probing(msgspec.Struct, frozen=True):
     """The AUC of probes.
 
-    `k` maps each number of latents to the AUC of probes on that many of the best latents. `dense` is the AUC of probes
-    on the raw activations.
+    `k` maps each number of latents to the AUC of probes that use that many of the best latents. `dense` is the AUC of
+    probes that use the raw activations.
     """
 
     n_sets: int
@@ -177,9 +178,9 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. `not_finite` is the number of rows that are
     not finite, and `outlier_fraction` is the share of rows with an enormous norm; all metrics exclude both. `heavy` is
     a sentence about a few dimensions with most of the variance, or "". `dimensions` is a sentence about dimensions that
-    the training left out or scaled down, or "". `zero_fraction` is the share of zero rows, which the run leaves out if
+    training left out or scaled down, or "". `zero_fraction` is the share of zero rows, which the run leaves out if
     `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the
-    share of the held-out rows that equal one of the compared training rows, or None if no rows were compared.
+    share of held-out rows that are identical to a compared training row, or None if no rows were compared.
     """
 
     place: str
@@ -206,7 +207,7 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledText(msgspec.Struct, frozen=True):
-    """The tokens around the token at index `at`, on which a latent fires most, with the activation `act`."""
+    """The token at index `at`, on which a latent fires most, with its activation `act` and the tokens around it."""
 
     tokens: tuple[str, ...]
     at: int
@@ -214,7 +215,7 @@ class SampledText(msgspec.Struct, frozen=True):
 
 
 class SampledLatent(msgspec.Struct, frozen=True):
-    """A latent, the share of rows on which it fires, and the texts in which it fires most."""
+    """A latent, the share of rows on which it fires, and the texts on which it fires most."""
 
     latent: int
     density: float
@@ -258,9 +259,9 @@ class Card(msgspec.Struct, frozen=True):
 
     `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data. `latents` is a
     random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
-    settings, and `training` the state of the training; both are None if unknown. `threshold_set_on` names the rows on
-    which the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold.
-    `weights` is a digest of the weights on which all `parts` were measured. `features` is a digest of the stored
+    settings, and `training` the state of the run; both are None if unknown. `threshold_set_on` names the rows on which
+    the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold.
+    `weights` is a digest of the weights for which all `parts` were measured. `features` is a digest of the stored
     features file.
     """
 
@@ -294,9 +295,7 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether this is the report card of the given weights; if a digest is missing, compare tokens and
-        steps.
-        """
+        """Return whether this is the report card of the given weights, by digest or, if missing, by tokens and step."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
@@ -310,7 +309,7 @@ class Card(msgspec.Struct, frozen=True):
             self,
             data=rows.data,
             figures=rows.figures,
-            # If an SAE's folder is evaluated without its run, the label, the step and similar fields are unknown.
+            # If an SAE's folder is evaluated without its run, fields such as the label and the step are unknown.
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
@@ -339,7 +338,7 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Remove null entries, which stand for non-finite numbers, so that the fields get their default values."""
+    """Remove null entries, which represent non-finite numbers, so that the fields get their default values."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
@@ -361,7 +360,7 @@ def _numbers_or_none(value: Any) -> Any:
 
 
 def sample_latents(file: Path, seed: int = 0) -> tuple[SampledLatent, ...]:
-    """Return a random sample of at most `N_SAMPLED` latents that fire from a features file.
+    """Return a random sample of at most `N_SAMPLED` firing latents from a features file.
 
     Raise `UserError` if the file is not a features file.
     """
@@ -405,7 +404,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return when and on which data the parts were measured, as `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when and on which data parts were measured, like `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -415,7 +414,7 @@ def of_parts(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Return a report card as one line: the most important metrics, the rows, and caveats about the metrics."""
+    """Return a one-line report card: the most important metrics, the rows, and caveats about the metrics."""
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
@@ -450,7 +449,7 @@ def clustered(n_clusters: int, clustered_by: str) -> str:
 
 
 def _of_dimensions(card: Card) -> str:
-    """Return a clause about dimensions that were left out or scaled, with the FVU of all dimensions, or ""."""
+    """Return a clause about dimensions that were left out or scaled, with the FVU of all dimensions, or "" if none."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
@@ -479,7 +478,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        # These latents are not called "dead", because only a training sees enough rows to decide this.
+        # These latents are not called "dead", because only a training run sees enough rows to decide that.
         ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
@@ -500,7 +499,7 @@ def _l0(card: Card) -> str:
 def _threshold(card: Card) -> str:
     """Return a clause about the rows on which the threshold was set.
 
-    Held-out rows are never measured with a threshold that was set on them.
+    Metrics on held-out rows are never measured with a threshold that was set on the same rows.
     """
     measured = "; each half is measured with the threshold of the other half" if card.data.is_held_out else ""
     asked = f" so that L0 is {card.target_l0}" if card.target_l0 and card.threshold_set_on == "held-out rows" else ""
@@ -514,7 +513,7 @@ def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
 
 
 def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines about the losses if all rows are included, or if it is unknown which rows are included."""
+    """Return lines about the losses if all rows are included, or if it is unknown which ones are."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"
@@ -564,7 +563,7 @@ def _probes(probing: Probing) -> list[tuple[str, str]]:
 
 
 def marked(text: SampledText, before: str = "[", after: str = "]") -> str:
-    """Return a text as one line, with marks before and after the token on which the latent fires most."""
+    """Return the tokens as one line, with marks before and after the token on which the latent fires most."""
     tokens = [token.translate(_LINE_ENDS) for token in text.tokens]
     strongest = tokens[text.at]
     bare = strongest.strip() or strongest

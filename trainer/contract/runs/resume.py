@@ -32,12 +32,12 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
-# The setting that chooses the devices that compute the rows, which does not affect the rows themselves.
+# The setting for the devices that compute the rows; it does not affect the rows themselves.
 _PLACE = "data.model_gpus"
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run that has ended: the spec of its last attempt, the checkpoint to resume from, and the checkpoint's state.
+    """A stopped or finished run: the spec of its last attempt, the checkpoint to resume from, and its state.
 
     Without a checkpoint, the run starts from the beginning.
     """
@@ -53,7 +53,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the cool-down of the run, or None if there is none or `job` has another length than before."""
+        """Return the cool-down of the run, or None if there is none or the length of `job` has changed."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:
@@ -62,9 +62,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return cool_down.end if cool_down else steps_of(job, devices)
 
     def is_finished(self, was: JobConfig) -> bool:
-        """Return whether the run has completed all steps of `was`, the job with which it last ran, and has written its
-        SAE.
-        """
+        """Return whether the run has completed all steps of `was`, its job in the last attempt, and written its SAE."""
         is_over = self.position.step >= self.total_steps(was, self.last.n_devices)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
@@ -91,7 +89,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 
 def stored_run(run_dir: Path) -> StoredRun:
-    """Read the data that is needed to resume a run; raise `UserError` if the run cannot be resumed."""
+    """Read the data needed to resume a run; raise `UserError` if the run cannot be resumed."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
     state = read_state(checkpoint) if checkpoint else CheckpointState(Position(0, 0))
     return StoredRun(run_dir, last_spec(run_dir), checkpoint, state, tuple(notes))
@@ -106,7 +104,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
     refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
     if refused:
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
-        reason = f"the config of a run is frozen; resume accepts only {allowed}; any other change needs a new run"
+        reason = f"the config of a run is frozen; resume accepts only {allowed}; all other changes require a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # `train.n_steps` takes precedence over `n_tokens`, so clear it if only `n_tokens` has changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
@@ -139,7 +137,7 @@ def _attempts(run_dir: Path) -> list[int]:
 
 
 def last_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the last attempt that has a readable spec; a supervisor that was killed early writes none.
+    """Return the spec of the last attempt with a readable spec, since a supervisor that is killed early writes none.
 
     The output folder is changed to `sae` in this run folder, unless the run belongs to a launched job.
     """
@@ -152,13 +150,13 @@ def last_spec(run_dir: Path) -> RankSpec:
         except (OSError, ValueError) as error:
             reasons.append(f"{file} cannot be read ({error})")
     else:
-        reason = reasons[0] if reasons else f"{run_dir} holds no attempt"
+        reason = reasons[0] if reasons else f"{run_dir} contains no attempts"
         raise UserError(f"nothing to resume: {reason}; start a new run in another folder")
     return last if _was_launched(last, run_dir) else msgspec.structs.replace(last, output_dir=run_dir / "sae")
 
 
 def _was_launched(last: RankSpec, run_dir: Path) -> bool:
-    """Return whether this is the original run folder of a launched job, which has its SAE in `saes/` next to `runs/`.
+    """Return whether this is the original run folder of a launched job, whose SAE is in `saes/` next to `runs/`.
 
     A copy of a run folder may come from another user, so nothing must be written to the paths in its spec.
     """
@@ -199,8 +197,9 @@ def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """Adapt a job so that its tokens per step stay the same with other ranks or another mode; return the job and notes.
+    """Adapt a job so that a different number of ranks or mode does not change its tokens per step.
 
+    Return the adapted job and notes about the change.
     The job `was` ran on `before` devices, and `job` will run on `now` devices. Micro-batches do not become larger.
     """
     before, now = ranks_of(was, before), ranks_of(job, now)
@@ -215,7 +214,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
 
 def _other_change(was: JobConfig, job: JobConfig) -> str:
-    """Return the name of the setting that changed the tokens per step although the number of ranks stays the same."""
+    """Return the setting that changed the tokens per step although the number of ranks is unchanged."""
     has_another_length = (was.train.n_steps, was.train.n_tokens) != (job.train.n_steps, job.train.n_tokens)
     of_length = "train.n_steps" if job.train.n_steps else "train.n_tokens"
     return f"{of_length if has_another_length else 'parallel.mode'}: changed"
@@ -229,12 +228,12 @@ def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -
         return []
     if now <= position.step:
         message = (
-            f"the run is at step {position.step} already, and this would end it at step {now}; choose a larger number"
+            f"the run is already at step {position.step}, but this would end it at step {now}; choose a larger number"
         )
         raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
     fractions = job.train.warmup_fraction, decay_fraction(job, is_transcoder=run.state.d_out is not None)
     of_both = (was, run.last.n_devices), (job, devices)
     schedules = [Schedule(steps_of(*one), *fractions, run.cool_down(*one)) for one in of_both]
     old, new = (one.lr_factor(min(position.step, one.total_steps - 1)) for one in schedules)
-    rate = f": the learning rate continues at {new:.0%} of its full value instead of {old:.0%}" if new != old else ""
-    return [f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules follow{rate}"]
+    rate = f": the learning rate continues at {new:.0%} of its peak instead of {old:.0%}" if new != old else ""
+    return [f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules change{rate}"]

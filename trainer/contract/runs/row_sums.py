@@ -1,6 +1,6 @@
 """Sums over the rows of each measured text, for comparing two SAEs on the same rows.
 
-Difficult texts increase the errors of both SAEs, so the difference of their FVUs is far more precise than each FVU.
+Difficult texts increase the errors of both SAEs, so the difference between their FVUs is far more precise than either.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# The maximum number of stored sums; with more texts, the sums are taken over several texts. 4,096 sums take 160 kB.
+# The maximum number of stored sums; with more texts, each sum covers several texts. 4,096 sums take 160 kB.
 MOST_CLUSTERS = 4096
 
 
 class RowSums(msgspec.Struct, frozen=True):
     """Squared errors ‖y − x̂‖² and spreads ‖y − mean‖², summed over the rows of each text, in a fixed order.
 
-    `rows` is a hash of the rows and their clusters: equal hashes mean the same rows in the same order.
+    `rows` is a hash of the rows and their clusters; equal hashes mean the same rows in the same order.
     """
 
     rows: str
@@ -46,7 +46,7 @@ def read_sums(folder: Path, fvu: float) -> RowSums | None:
 
 
 def paired_error(one: RowSums, other: RowSums) -> float | None:
-    """Return the standard error over texts of the difference of two FVUs (delta method); None for different rows."""
+    """Return the standard error over texts of the difference between two FVUs (delta method); None if rows differ."""
     if one.rows != other.rows or len(one.errors) != len(other.errors):
         return None
     n = len(one.errors)

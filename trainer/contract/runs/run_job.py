@@ -1,4 +1,4 @@
-"""Reads the job file of a run; settings that did not exist in the version that started the run keep its behaviour."""
+"""Reads a run's job file; settings that are newer than the version that started the run keep its behaviour."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
 
 
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
-    """Return overrides for settings that did not exist when the run started and whose defaults would change its
-    behaviour.
-    """
+    """Return overrides for settings that are newer than the run and whose defaults would change its behaviour."""
     raw = read_toml(job_file, read)
     sections = class_of(raw).sections
     # A run's job file contains all settings of its version, so a missing setting did not exist in that version.

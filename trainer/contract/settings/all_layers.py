@@ -1,4 +1,4 @@
-"""Expands hooks without a layer, such as "mlp" or "resid_post", to all layers of the model or of the data folders."""
+"""Expands hooks without a layer, such as "mlp" or "resid_post", to all layers of the model or data folders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.contract.settings.hooks import all_named, both_ends, ends_of, is_of
 from trainer.contract.settings.model_size import model_size
 
 Table = Mapping[str, Any]
-# A function that returns the layers of a site.
+# Returns the layers of a site.
 _LayersOf = Callable[[str], Sequence[int]]
 
 
 def of_training(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return the table of a training's job file with each hook without a layer replaced by one hook per layer.
+    """Return the table of a training job's file with each hook without a layer replaced by one hook per layer.
 
     If no layers are known, the table is returned unchanged.
 
@@ -37,7 +37,7 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
 
 
 def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return the table of an extraction's job file with its hooks expanded: ranges, both ends of MLPs, all layers."""
+    """Return the table of an extraction job's file with its hooks expanded: ranges, both ends of MLPs, all layers."""
     model = raw.get("model")
     given = model.get("hooks") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(given, list) or not given:

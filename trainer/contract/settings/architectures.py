@@ -27,16 +27,12 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
         return self.n_active
 
     def n_aux(self, d_in: int) -> int:
-        """Return how many dead latents per token the auxiliary loss uses to reconstruct the error; 0 without such a
-        loss.
-        """
+        """Return how many dead latents per token the auxiliary loss uses; 0 without an auxiliary loss."""
         return 0
 
     @property
     def n_prefixes(self) -> int:
-        """The number of prefixes of the latents that are trained to reconstruct alone; 0 if only all latents together
-        are.
-        """
+        """The number of latent prefixes that are trained to reconstruct on their own; 0 for most architectures."""
         return 0
 
 
@@ -50,7 +46,7 @@ AuxKAlpha = Annotated[
 KAnnealFraction = Annotated[
     float,
     about(
-        "Share of the steps in which k is annealed to its value (0.1 in llamascopium); 0: never.",
+        "Share of the steps over which k is annealed to its final value (0.1 in llamascopium); 0: no annealing.",
         advanced=True,
         ge=0,
         le=1,
@@ -63,7 +59,7 @@ KAnnealStart = Annotated[
 ThresholdRate = Annotated[
     float,
     about(
-        "Rate at which the threshold follows that of each batch (0.01 in SAELens: L0 27 for k 32 after 150 steps).",
+        "Rate of the threshold's moving average (with 0.01, as in SAELens, L0 is 27 for k = 32 after 150 steps).",
         advanced=True,
         gt=0,
         le=1,
@@ -189,7 +185,9 @@ class JumpReLUSettings(ArchitectureSettings, frozen=True):
     bandwidth: Annotated[
         float,
         about(
-            "Width of the window around a threshold in which it gets a gradient (data spread: 1).", advanced=True, gt=0
+            "Width of the window around a threshold in which it gets a gradient (data spread: 1).",
+            advanced=True,
+            gt=0,
         ),
     ] = 0.1
 

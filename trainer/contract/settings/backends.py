@@ -10,9 +10,7 @@ from trainer.contract.settings.job import AnyJob
 
 
 def check_backend(job: AnyJob) -> list[Problem]:
-    """Return the problems that a launch backend has with a job, and a warning if a job on this machine requests several
-    nodes.
-    """
+    """Return the launch backend's problems with a job; warn if a job on this machine requests several nodes."""
     check = LAUNCH_BACKENDS[job.launch.backend].check
     problems: list[Problem] = pkgutil.resolve_name(check)(job) if check else []
     if job.launch.nodes > 1 and not job.cluster:

@@ -1,7 +1,7 @@
 """THE REGISTRY of everything that a job file can name; classes are given as strings, so that nothing is imported.
 
-To add an architecture, optimizer or similar, write one new file and add one entry here. The launch form, the command
-line and the checks then offer the new name.
+To add an architecture, an optimizer or a similar entry, write one new file and add one entry here. The launch form, the
+command line and the checks then offer the new name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True):
     summary: str
 
     def load(self) -> Any:
-        """Import the class; only this method turns a name into code."""
+        """Import the class; this is the only place where a name is resolved to code."""
         return pkgutil.resolve_name(self.target)
 
 
@@ -48,20 +48,20 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
     # Whether encoder updates can be tied to decoder updates if the optimizer supports this.
     encoder_follows: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
-    # peak of a step, and the number of matrices of the size of W_dec in addition to its gradient. Both are 0 for an
-    # architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE` measures the
-    # first number.
+    # peak of a step, and the number of matrices of the size of W_dec in addition to W_dec's gradient. Both numbers are
+    # 0 for an architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE`
+    # measures the first number.
     dense_matrices: float = 0
     dense_weights: float = 0
-    # Curves that contain no information: a loss that equals the FVU, or a fixed L0.
+    # Curves that add no information: a loss that equals the FVU, or a fixed L0.
     redundant_curves: tuple[str, ...] = ()
 
 
 class FollowingRates(msgspec.Struct, frozen=True):
-    """Changes to the learning rates of an optimizer if encoder updates are tied to decoder updates.
+    """Changes to an optimizer's learning rates if encoder updates are tied to decoder updates.
 
-    `lr` is a factor on the automatic learning rate of the optimizer. `encoder` is the encoder's own rate relative to
-    that of the decoder. Both rates decay over the last fraction `decay` of a run.
+    `lr` is a factor for the optimizer's automatic learning rate. `encoder` is the encoder's own rate relative to the
+    decoder's rate. Both rates decay over the last fraction `decay` of a run.
     """
 
     lr: float
@@ -77,7 +77,7 @@ class OptimizerEntry(SettingsEntry, frozen=True):
     state_values: int = 2
     # The memory of an optimizer step in addition to the state, as a multiple of the larger weight matrix.
     scratch: float = 0
-    # Whether averaged weights are saved instead of the weights that are trained.
+    # Whether averaged weights are saved instead of the trained weights.
     averages: bool = False
     # Whether the update of a weight needs only the gradient of that weight.
     elementwise: bool = True
@@ -110,27 +110,27 @@ class FormatEntry(Entry, frozen=True):
 
 
 class MirrorEntry(Entry, frozen=True):
-    """Another tool that shows the metrics of a run; `package` is the name under which it is imported and installed."""
+    """Another tool that shows a run's metrics; `package` is the name under which it is imported and installed."""
 
     package: str
 
 
 class CurveAxis(msgspec.Struct, frozen=True):
-    """The vertical axis of a curve: whether the axis starts at 0, and the smallest value at its upper end."""
+    """The vertical axis of a curve: whether it starts at 0, and the smallest value allowed at its upper end."""
 
     from_zero: bool = True
     least_top: float = -math.inf
 
 
 class Series(msgspec.Struct, frozen=True):
-    """How a series of values of a run is named, formatted, compared and displayed."""
+    """How one of a run's series of values is named, formatted, compared and displayed."""
 
     title: str
     # The name in the log, if it differs from the name in the store.
     short: str = ""
     # The unit after a value, such as "nats".
     unit: str = ""
-    # Which values are better; None if neither.
+    # Whether lower or higher values are better; None if neither.
     better: Literal["lower", "higher"] | None = None
     # The format in the log. Screens show four digits, or a percentage if this format is a percentage.
     format: str = ".4f"
@@ -138,7 +138,7 @@ class Series(msgspec.Struct, frozen=True):
     curve: CurveAxis | None = CurveAxis()
     # Where the series appears. A "minor" series is stored, and is compared only on request. A "result" also appears in
     # the log, the results and exported SAEs. A "key" series also appears in the progress bar and in the list of jobs,
-    # which can be sorted by it.
+    # which can be sorted by that series.
     prominence: Literal["key", "result", "minor"] = "key"
 
     @property
@@ -155,13 +155,13 @@ class MetricEntry(Entry, frozen=True):
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """The settings of an entry that has only the settings common to its section."""
+    """The settings of an entry with no settings besides those common to its section."""
 
 
 class BackendEntry(SettingsEntry, frozen=True):
-    """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs."""
+    """A way to start a job's ranks: a class that only the app loads, and the facts that other code needs."""
 
-    # The scheduler that assigns nodes and GPUs; "" if the app's own queue on this machine assigns them.
+    # The scheduler that assigns nodes and GPUs, or "" if the app's own queue on this machine assigns them.
     cluster: str = ""
     # The function, as `module:function`, that returns the problems of a job with this backend.
     check: str = ""
@@ -171,9 +171,9 @@ class BackendEntry(SettingsEntry, frozen=True):
 
 
 class KindEntry(Entry, frozen=True):
-    """A kind of job: the class of its job files, and the classes and functions for it, each as `module:name`."""
+    """A kind of job: its job file class and its other classes and functions, each as `module:name`."""
 
-    # The `Proposal` class, which determines the needs of a job and checks it.
+    # The `Proposal` class, which estimates the resources that a job needs and checks the job.
     proposal: str
     # The `RankWork` class, which does the work of a rank.
     rank: str
@@ -181,7 +181,7 @@ class KindEntry(Entry, frozen=True):
     estimate: str
     # The `LaunchKind` class; the app uses it to describe, review and record a job.
     launch: str
-    # How to run a job file of this kind, for error messages.
+    # Instructions for running a job file of this kind, for error messages.
     run_by: str
     # Whether the job trains SAEs, and thus has metrics, checkpoints and report cards.
     trains: bool = False
@@ -195,7 +195,7 @@ ARCHITECTURES = {
         "trainer.saes.topk:TopK",
         "Exactly k active latents per token; AuxK revives dead latents.",
         architectures.TopKSettings,
-        # Such transcoders are written in sparsify's format, since SAELens has no transcoders with k latents per token.
+        # These transcoders are written in sparsify's format, since SAELens has no transcoders with k latents per token.
         transcodes="one width",
         encoder_follows=True,
         redundant_curves=("loss", "l0"),
@@ -210,7 +210,7 @@ ARCHITECTURES = {
     ),
     "matryoshka_batch_topk": ArchitectureEntry(
         "trainer.saes.matryoshka:MatryoshkaBatchTopK",
-        "BatchTopK whose first latents also reconstruct on their own.",
+        "BatchTopK in which prefixes of the latents also reconstruct on their own.",
         architectures.MatryoshkaSettings,
         per_batch=True,
         encoder_follows=True,
@@ -254,7 +254,7 @@ OPTIMIZERS = {
         "Sign updates with averaged weights.",
         optimizers.SignumSettings,
         state_values=1,
-        # This is for the signs of the gradient, if the update cannot be compiled.
+        # For the signs of the gradient, if the update cannot be compiled.
         scratch=1,
         averages=True,
     ),
@@ -340,23 +340,23 @@ METRICS = {
         Series("dense fraction", curve=None, prominence="minor"),
     ),
 }
-# The kinds of job; a job file without `kind` is a training.
+# The kinds of job; a job file without `kind` describes a training job.
 TRAINING = "train"
 KINDS = {
     TRAINING: KindEntry(
         "trainer.contract.settings.job:JobConfig",
-        "A training, for `sae-tui launch` and `sae-train run`. `kind` may be left out.",
+        "A training job, for `sae-tui launch` and `sae-train run`. `kind` may be omitted.",
         proposal="trainer.contract.planning.training:TrainingProposal",
         rank="trainer.ranks.training_work:TrainingWork",
         estimate="trainer.measuring.estimate:estimate_training",
         launch="sae_tui.jobs.launch.kinds.training:LaunchTraining",
-        run_by="a file without it is a training: run it with `sae-train run`",
+        run_by="a file without it describes a training job; run it with `sae-train run`",
         trains=True,
         rate="tok/s",
     ),
     "extract": KindEntry(
         "trainer.contract.settings.extract:ExtractJob",
-        'An extraction, with `kind = "extract"`, for `sae-tui launch` and `sae-train extract`.',
+        'An extraction job, with `kind = "extract"`, for `sae-tui launch` and `sae-train extract`.',
         proposal="trainer.contract.planning.extraction:ExtractionProposal",
         rank="trainer.ranks.extraction_work:ExtractionWork",
         estimate="trainer.measuring.estimate_extraction:ExtractionEstimate.of",
@@ -440,8 +440,8 @@ READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 # Help texts that both import commands use.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
-SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; can be repeated"
-IS_TRANSCODER = "the SAE is a transcoder; for files that do not state this"
+SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; may be repeated"
+IS_TRANSCODER = "treat the SAE as a transcoder, if its files do not say so"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

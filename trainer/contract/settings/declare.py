@@ -1,4 +1,4 @@
-"""Declares settings: a single declaration contains the name, default, help, unit and bounds for all uses.
+"""Declares settings: a single declaration defines a setting's name, default, help, unit and bounds.
 
 TOML files, flags, forms and checks use these declarations. A section is a frozen struct with fields that are annotated
 with `about`; `settings_of` returns its settings as `Setting`s.
@@ -34,7 +34,7 @@ def about(
 ) -> Meta:
     """Return the description of a field for `Annotated`: its help, unit and bounds.
 
-    `wanted` replaces the bounds in messages. With `commas`, a list of words can be typed as `one, two`. Forms without
+    `wanted` replaces the bounds in messages. With `commas`, a list of strings can be typed as `one, two`. Forms without
     sections show the field under the heading `group`.
     """
     extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas, "group": group}
@@ -42,7 +42,7 @@ def about(
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A setting of a job, and how its values are read and checked."""
+    """A setting of a job; parses and validates its values."""
 
     name: str
     annotation: Any
@@ -56,7 +56,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words, if the setting accepts only certain words; otherwise empty."""
+        """The allowed keywords, or empty if the setting accepts other values."""
         options = _members(self.annotation)
         literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
         closed = all(get_origin(option) is Literal or option is type(None) for option in options)
@@ -72,7 +72,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether any text is accepted, even one that looks like a number, alone or in a list."""
+        """Whether any string is accepted, even one that looks like a number, by itself or in a list."""
         options = _members(self.annotation)
         has_text = any(_plain(option) is str for option in options)
         return not self.choices and has_text and all(_plain(_entry(option)) is str for option in options)
@@ -82,7 +82,7 @@ class Setting(msgspec.Struct, frozen=True):
         return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
 
     def convert(self, value: Value) -> Value:
-        """Convert a value to the type of the setting; raise `ValueError` with the valid values if it is not valid."""
+        """Convert a value to the setting's type; raise `ValueError` with the valid values if the value is invalid."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return convert_as(value, self.annotation)
@@ -103,9 +103,9 @@ class Setting(msgspec.Struct, frozen=True):
         return "of at most" not in self.wanted and " below " not in self.wanted
 
     def read(self, text: str, *, several: bool = False) -> Value:
-        """Parse a text from a form or `--set`, as TOML or as people write numbers, without checking the value.
+        """Parse a form field or `--set` value, as TOML or in common number formats, without validating the value.
 
-        For a text setting, `5` stays text. With `several`, a list or comma-separated values form a sweep. Raise
+        For a string setting, `5` stays a string. With `several`, a list or comma-separated values form a sweep. Raise
         `ValueError` if it is unclear whether commas separate thousands or values.
         """
         if self.is_number:
@@ -118,12 +118,12 @@ class Setting(msgspec.Struct, frozen=True):
         return text.strip() if self.is_text and not is_final else value
 
     def parse(self, text: str) -> Value:
-        """Parse and check a text from a form; raise `ValueError` with the valid values if the text is not valid."""
+        """Parse and validate a form field's text; raise `ValueError` with the valid values if the text is invalid."""
         return self.convert(self.read(text))
 
     @property
     def wanted(self) -> str:
-        """The accepted values in words, such as `an integer of at least 1 (tokens)`."""
+        """A description of the accepted values, such as `an integer of at least 1 (tokens)`."""
         meta = _meta(self.annotation)
         if meta and meta.extra and meta.extra["wanted"]:
             return str(meta.extra["wanted"])
@@ -132,19 +132,19 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def show(value: Value) -> str:
-    """Format a value as in a job file, on one line and truncated to 60 characters."""
+    """Format a value as in a job file, on one line, truncated to 60 characters."""
     text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     return cut(text)
 
 
 def cut(text: str) -> str:
-    """Truncate a text to 60 characters for use in a message."""
+    """Truncate a string to 60 characters for use in a message."""
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 @functools.cache
 def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """Return the settings that a section declares, in the order of its fields; fields without help are not settings."""
+    """Return the settings that a section declares, in field order; fields without help are not settings."""
     return tuple(_setting(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
 
 
@@ -166,12 +166,12 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Value:
-    """Return the default of a field; a default that is a list comes from a factory, so that it is not shared."""
+    """Return the default of a field; list defaults come from a factory, so that they are not shared."""
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _meta(annotation: Any) -> Meta | None:
-    """Return the `Meta` with a description in a field's annotation, or in that of a member of its union."""
+    """Return the `Meta` with a description in a field's annotation, or in the annotation of a member of its union."""
     if get_origin(annotation) is Annotated:
         described = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
         return described[0] if described else _meta(annotation.__origin__)
@@ -179,7 +179,7 @@ def _meta(annotation: Any) -> Meta | None:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the members of a union or of an annotated union; any other type is its only member."""
+    """Return the members of a union, annotated or not; for any other type, return only the type itself."""
     if get_origin(annotation) is Annotated:
         inner = _members(annotation.__origin__)
         return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner
@@ -188,7 +188,7 @@ def _members(annotation: Any) -> list[Any]:
     return [member for option in get_args(annotation) for member in _members(option)]
 
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list of integers"}
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list of integers"}
 
 
 def _phrase(option: Any) -> str:

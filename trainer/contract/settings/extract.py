@@ -1,6 +1,6 @@
-"""The settings of an extraction, a job that reads text with a language model and stores the model's activations.
+"""The settings of an extraction job, which reads text with a language model and stores the model's activations.
 
-The job file contains `kind = "extract"`; without this setting, a job is a training.
+The job file contains `kind = "extract"`; without this setting, it describes a training job.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from trainer.contract.settings.promised import Promise, Promises
 
 # The file in the output folder that records the progress of the extraction.
 STATE = "extraction.json"
-# The folder with a subfolder for the state of each process, if several processes extract.
+# If several processes extract, this folder contains a subfolder for the state of each process.
 PARTS = ".parts"
 
 
 class Extract(msgspec.Struct, frozen=True):
-    """The section `[extract]`: which rows to keep, and the folder to write them to."""
+    """The section `[extract]`: which rows to keep, and the folder to which to write them."""
 
     n_tokens: Annotated[int, about("Rows to store per hook.", unit="tokens", ge=1)] = 1_000_000
     output: Annotated[str, about("Folder to write, with one subfolder per hook.", min_length=1)] = "activations"
     batch_tokens: BatchTokens = 8192
     max_norm: Annotated[
-        float, about("Leaves out rows whose norm exceeds this many times the median; 0: none.", ge=0)
+        float, about("Leaves out rows whose norm exceeds this many times the median; 0: keeps all.", ge=0)
     ] = MAX_NORM
     skip_first: SkipFirst = 1
     keep_special: KeepSpecial = False
@@ -86,7 +86,7 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
     def promises(self, by: str) -> Promises:
         size = model_size(self.model.path, self.model.revision)
-        # No file records the output width of a module that is given by its path.
+        # The output width of a module given by its path is not recorded in any file.
         widths = [size.width if size and not hook.path else None for hook in self.hooks]
         folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
@@ -98,8 +98,8 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
     def with_paths(self, bases: Sequence[Path]) -> ExtractJob:
         """Return the job with absolute paths, each resolved against the first of `bases` in which the path exists.
 
-        The output is resolved against the first of `bases`. A model path that exists in none of them is a name on the
-        hub.
+        The output is resolved against the first of `bases`. A model path that does not exist in any of `bases` is a
+        name on the hub.
         """
         model = _existing(self.model.path, bases) or self.model.path
         text = self.text.path and (_existing(self.text.path, bases) or _absolute(self.text.path, bases[0]))
@@ -112,14 +112,14 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
 
 def identity(job: ExtractJob) -> dict[str, Any]:
-    """Return a dict that maps the path of each setting that determines the stored rows to its value."""
+    """Return the settings that determine the stored rows, as a dict that maps each setting's path to its value."""
     sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
     table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
 
 
 def check_extract(job: ExtractJob) -> list[Problem]:
-    """Return the problems with combinations of settings that are valid individually."""
+    """Return problems with combinations of settings that are individually valid."""
     problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
         which = "is missing; set it or text.dataset" if job.text.path is None else "is set, and so is text.dataset"
@@ -129,7 +129,7 @@ def check_extract(job: ExtractJob) -> list[Problem]:
         problems.append(Problem("extract.skip_first", most))
     if job.model.spread and (job.on_cpu or (job.cluster and job.launch.nodes > 1)):
         where = "GPUs, not the processes of launch.gpus" if job.on_cpu else "the GPUs of one node; set launch.nodes = 1"
-        problems.append(Problem("model.spread", f"is for {where}"))
+        problems.append(Problem("model.spread", f"works only with {where}"))
     return problems
 
 
@@ -139,7 +139,7 @@ def lack_of_output(job: ExtractJob) -> str:
     if output.exists() and not output.is_dir():
         return f"{output} is not a folder; choose another"
     if job.text.path and output.is_relative_to(job.text.path):
-        return f"{output} is in text.path, and all files there are read; choose another"
+        return f"{output} is inside text.path, where all files are read as text; choose another"
     return ""
 
 

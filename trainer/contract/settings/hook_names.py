@@ -1,4 +1,4 @@
-"""The other names of a hook that a job file names."""
+"""Alternative names of a hook."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:
-    """Return the other names of a hook: our name, the name in TransformerLens, and the path of the module.
+    """Return a hook's other names, among our name, its name in TransformerLens, and the path of its module.
 
-    The module path, and TransformerLens's name for a hook of BERT, can be determined only from the model. Both names
-    are recorded in `folder` after the hook's rows have been stored.
+    The module path, and TransformerLens's name for a hook of BERT, can be determined only from the model. Both are
+    recorded in `folder` once the hook's rows have been stored.
     """
     meta = read_json(folder / META, dict[str, Any]) or {}
     ours, stored = meta.get("hook"), meta.get("hook_name")
@@ -30,15 +30,14 @@ def _module(meta: dict[str, Any]) -> str:
 
 
 def other_place(of_sae: dict[str, Any], of_data: dict[str, Any]) -> str:
-    """Return a sentence if an SAE belongs to another hook than the rows; "" if it belongs to the same hook or is
-    unknown.
+    """Return a sentence if an SAE and the rows belong to different hooks; "" if the hooks match or are unknown.
 
     Each argument is the content of a meta.json or the metadata of an SAE; the two may use different names for a hook.
     """
     theirs, ours = _places(of_sae), _places(of_data)
     if not theirs or not ours or {*theirs} & {*ours}:
         return ""
-    return f"the SAE says that its hook is {theirs[0]}, but the rows are from {ours[0]}"
+    return f"according to the SAE, its hook is {theirs[0]}, but the rows are from {ours[0]}"
 
 
 def _places(facts: dict[str, Any]) -> list[str]:

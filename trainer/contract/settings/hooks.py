@@ -1,6 +1,6 @@
-"""Names of hooks, the places in a language model where activations are read.
+"""Names of hooks, the points in a language model at which activations are read.
 
-There are three kinds of names for the same hook: ours, TransformerLens's, and the path of the module.
+Each hook can be named in three ways: with our name, with TransformerLens's name, or with the path of the module.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ POST_NORM = "hook_normalized_resid_post"
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# The name of a transcoder's hook, which is the MLP of a layer, from its input to its output.
+# The name of a transcoder's hook, which spans the MLP of a layer from its input to its output.
 _MLP = re.compile(r"mlp\.([0-9]{1,4})")
 _RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
 
 class Hook(msgspec.Struct, frozen=True):
-    """A hook: a site of a layer, or the output of the module at `path`."""
+    """A hook: a site in a layer, or the output of the module at `path`."""
 
     site: str = ""
     layer: int = 0
@@ -52,7 +52,7 @@ class Hook(msgspec.Struct, frozen=True):
 
 
 def parse_hook(text: str) -> Hook:
-    """Return the hook with our name, a TransformerLens name or a module path; raise `ValueError` for any other text.
+    """Parse our name, a TransformerLens name or a module path; raise `ValueError` for any other string.
 
     Whether the model has this layer or module is not checked.
     """
@@ -86,7 +86,7 @@ def is_of_transcoder(text: str) -> bool:
 
 
 def both_ends(text: Any) -> list[Any]:
-    """Return the hooks at which the rows of a name are read: both ends of an MLP, or the name itself."""
+    """Return the hooks at which the rows for a name are read: both ends of an MLP, or the hook itself."""
     return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
 
 
@@ -102,8 +102,9 @@ def names_of_hook(text: str) -> list[str]:
 
 
 def each_named(text: Any) -> list[Any]:
-    """Return the names in a text, which are four for "resid_post.4-6, mlp_out.8"; a value that is not text is not
-    changed.
+    """Expand a string with names and ranges; "resid_post.4-6, mlp_out.8" contains four names.
+
+    A value that is not a string is returned unchanged, in a list.
     """
     if not isinstance(text, str):
         return [text]
@@ -111,7 +112,7 @@ def each_named(text: Any) -> list[Any]:
 
 
 def all_named(value: Any) -> list[Any]:
-    """Return the names in a text, or in all texts of a list."""
+    """Return the names in a string, or in all strings of a list."""
     return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
 
 
@@ -143,7 +144,7 @@ def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
 
 
 def _objection(text: Any) -> str:
-    """Return why a value is not a valid name of a hook, or ""."""
+    """Return why a value is not a valid hook name, or "" if it is valid."""
     if not isinstance(text, str):
         return f"must be {WANTED}"
     if is_of_all_layers(text):

@@ -1,4 +1,4 @@
-"""The job as typed, frozen structs; each setting is declared only once, with its default, help, unit and bounds."""
+"""The job as typed, frozen structs; each setting is declared once, with its default, help, unit and bounds."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
-TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
+TIME_LIMITS = 'a string like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 PYTHONS = 'the absolute path of a Python, like "/home/me/env/bin/python"'
-# Tokens per rank and step if batch_size is "auto" and the run is long or its length is given in steps.
+# The number of tokens per rank and step if batch_size is "auto" and the run is long or its length is given in steps.
 USUAL_BATCH = 4096
 # Rows with a norm above this multiple of the median norm are left out. The norms of ordinary rows are at most three
-# times the median, while those of a text's first tokens are up to a hundred times the median.
+# times the median, whereas the norms of a text's first tokens are up to a hundred times the median.
 MAX_NORM = 10.0
-Choice = str  # a name in a registry; it is checked against the registry, so that a new entry needs no change here
-# The data path that means the sample activations shipped with the app, unless a file has this name.
+Choice = str  # a key of a registry; checked against the registry at runtime, so new entries need no change here
+# As a data path, this refers to the sample activations shipped with the app, unless a file has this name.
 SAMPLE = "sample"
 J = TypeVar("J", bound="AnyJob")
 
@@ -97,9 +97,7 @@ class DataSettings(msgspec.Struct, frozen=True):
         return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
-        """Return how many of `n_tokens` rows are held out: at least one per rank, or none; for a stream, `n_tokens` is
-        None.
-        """
+        """Return how many of `n_tokens` rows (None for a stream) are held out: at least one per rank, or none."""
         most = 32_768 if n_tokens is None else min(n_tokens // 20, 32_768)
         wanted = most if self.held_out_tokens == "auto" else self.held_out_tokens
         return wanted if wanted >= world_size else 0
@@ -128,7 +126,8 @@ class SaeSettings(msgspec.Struct, frozen=True):
     normalize: Annotated[
         Literal["mean_norm", "none"],
         about(
-            "Scales inputs to a mean distance √d_in from their mean; the scale is folded into the SAE.", advanced=True
+            "Scales inputs to a mean distance of √d_in from their mean; the scale is folded into the SAE.",
+            advanced=True,
         ),
     ] = "mean_norm"
     encoder_init: Annotated[
@@ -221,18 +220,18 @@ class Train(msgspec.Struct, frozen=True):
     ] = USUAL_BATCH
     optimizer: Annotated[Choice, about("Optimizer.", advanced=True)] = "adam"
     warmup_fraction: Annotated[
-        float, about("Share of the steps in which lr rises from 0.", advanced=True, ge=0, le=1)
+        float, about("Share of the steps over which lr rises from 0.", advanced=True, ge=0, le=1)
     ] = 0.0
     decay_fraction: (
         Annotated[
             float,
-            about("Share of the steps, at the end, in which lr falls to 0.", advanced=True, ge=0, le=1),
+            about("Share of the steps, at the end, over which lr falls to 0.", advanced=True, ge=0, le=1),
         ]
         | Literal["auto"]
     ) = "auto"
-    grad_clip: Annotated[
-        float, about("Clips the global norm of the gradient to this; 0: off.", advanced=True, ge=0)
-    ] = 1.0
+    grad_clip: Annotated[float, about("Clips the global gradient norm to this value; 0: off.", advanced=True, ge=0)] = (
+        1.0
+    )
     precision: Annotated[
         Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Precision of the matrix products; weights stay fp32.")
     ] = "auto"
@@ -283,14 +282,18 @@ class ParallelSettings(msgspec.Struct, frozen=True):
     mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this box.')] = "auto"
     latent_ranks: Annotated[
         int,
-        about("hybrid: ranks that split the latents; the groups of these ranks split the tokens.", advanced=True, ge=1),
+        about(
+            "hybrid: number of ranks that shard the latents; groups of such ranks split the tokens.",
+            advanced=True,
+            ge=1,
+        ),
     ] = 2
     shares: Annotated[
         str,
         about(
-            'Share of tokens or latents per rank: "auto" by its speed, "even", or like "3:2".',
+            'Share of tokens or latents per rank: "auto" (by speed), "even", or numbers like "3:2".',
             advanced=True,
-            wanted='"auto", "even" or a number for each rank like "3:2"',
+            wanted='"auto", "even" or a number for each rank, like "3:2"',
             pattern=r"^(auto|even|[0-9]{1,9}(\.[0-9]{1,9})?(:[0-9]{1,9}(\.[0-9]{1,9})?)+)$",
         ),
     ] = "auto"
@@ -335,23 +338,26 @@ class Launch(msgspec.Struct, frozen=True):
     sbatch_options: (
         Annotated[
             list[str],
-            about("SLURM: more options of sbatch.", advanced=True, wanted='a list like ["--qos=high", "--mem=64G"]'),
+            about("SLURM: additional sbatch options.", advanced=True, wanted='a list like ["--qos=high", "--mem=64G"]'),
         ]
         | None
     ) = None
     max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
     priority: Annotated[int, about("Jobs of higher priority start first.", advanced=True, ge=-100, le=100)] = 0
     share: Annotated[
-        bool, about("Shares GPUs with other jobs and users if memory is enough for all.", advanced=True)
+        bool, about("Shares GPUs with other jobs and users if there is enough memory for all.", advanced=True)
     ] = False
     stalled_after_s: Annotated[
         float,
         about(
-            "A job without a step for this long, or 10 × its median, counts as stalled.", unit="s", advanced=True, gt=0
+            "A job without a step for this long, or 10 × its median, is considered stalled.",
+            unit="s",
+            advanced=True,
+            gt=0,
         ),
     ] = 60.0
     end_stalled_after_s: Annotated[
-        float, about("A job that stays stalled for this long is ended; 0: never.", unit="s", advanced=True, ge=0)
+        float, about("A job that stays stalled for this long is terminated; 0: never.", unit="s", advanced=True, ge=0)
     ] = 600.0
     python: (
         Annotated[
@@ -376,7 +382,7 @@ class SweepAxis(msgspec.Struct, frozen=True):
 class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
     """A complete job, with all defaults filled in; each kind of job in `KINDS` is a subclass."""
 
-    # The name of the kind in job files, and the sections of such a file.
+    # The name of this kind of job in job files, and the sections of its job files.
     kind: ClassVar[str]
     sections: ClassVar[Mapping[str, type[msgspec.Struct]]]
     # Whether the job writes rows that other jobs can read.
@@ -394,13 +400,11 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Return the problems with combinations of settings that are valid individually; sections that are not valid
-        are None.
-        """
+        """Return problems with combinations of settings that are individually valid; invalid sections are None."""
         return []
 
     def with_paths(self: J, bases: Sequence[Path]) -> J:
-        """Return the job with absolute paths, each resolved against the first of `bases` where it exists."""
+        """Return the job with absolute paths, each resolved against the first of `bases` in which it exists."""
         return self
 
     def paths_read(self) -> list[tuple[str, str]]:
@@ -408,7 +412,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
         return []
 
     def promises(self, by: str) -> Promises:
-        """Return the contents of each folder that the job will write, by the folder's real path; `by` names the job."""
+        """Return what each folder that the job writes will contain, by the folder's real path; `by` names the job."""
         return NO_PROMISES
 
     @property
@@ -470,12 +474,12 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Report a job file that does not set the length of the training although the data is a stream."""
+        """Report a job file that does not set the run's length although the data is a stream."""
         data = sections["data"]
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
             return []
-        message = "is missing: the data is an endless stream; set it or train.n_steps"
+        message = "is missing, but the data is an endless stream; set it or train.n_steps"
         return [Problem("train.n_tokens", message)]
 
     def with_paths(self, bases: Sequence[Path]) -> JobConfig:
@@ -542,16 +546,14 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @property
     def hold_out(self) -> HoldOut:
-        """The unit in which rows are held out; for "auto", it is determined from the shard headers. May raise
-        `JobFileError`.
-        """
+        """The unit in which rows are held out; "auto" is resolved from the shard headers. May raise `JobFileError`."""
         if self.data.hold_out != "auto":
             return self.data.hold_out
         usual = {settings.usual_hold_out() for settings in self.hooks.values()}
         return usual.pop() if len(usual) == 1 else "blocks"
 
     def hook_number(self, member: JobConfig) -> int:
-        """Return the index of the hook whose rows an SAE of the sweep reads."""
+        """Return the index of the hook whose rows are read by an SAE of the sweep."""
         return list(self.hooks.values()).index(member.data.settings)
 
 

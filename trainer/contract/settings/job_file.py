@@ -1,7 +1,7 @@
 """Reads and writes job files: `parse_job` parses a TOML table and reports all problems at once.
 
-`parse_job`, `load_job` and `job_of` are for trainings; `parse_any`, `load_any` and `any_job_of` are for jobs of any
-kind. If a setting that takes a single value has a list of values, the job is a sweep, which trains several SAEs in one
+`parse_job`, `load_job` and `job_of` handle training jobs; `parse_any`, `load_any` and `any_job_of` handle any kind of
+job. If a setting that accepts a single value has a list of values, the job is a sweep, which trains several SAEs in one
 pass over the data. `dump_job` returns a complete job as TOML text.
 """
 
@@ -37,20 +37,20 @@ Read = Callable[[Path], str]
 
 
 def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobConfig | None, list[Problem]]:
-    """Convert a TOML table to a training; see `parse_as`."""
+    """Convert a TOML table to a training job; see `parse_as`."""
     return parse_as(JobConfig, raw, bases)
 
 
 def parse_any(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[AnyJob | None, list[Problem]]:
-    """Convert a TOML table to a job of the kind that it names; see `parse_as`."""
+    """Convert a TOML table to a job of the kind specified in the table; see `parse_as`."""
     return parse_as(class_of(raw), raw, bases)
 
 
 def parse_as(of: type[J], raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[J | None, list[Problem]]:
     """Convert a TOML table to a job of this kind; return the job (None if there are problems) and all problems.
 
-    To find the layers for a hook without a layer, relative paths are resolved against `bases`, or against the working
-    directory.
+    To find the layers for a hook without a layer, relative paths are resolved against `bases` or, by default, against
+    the working directory.
     """
     if wrong_kind := _kind_problem(raw, of.kind):
         return None, [wrong_kind]
@@ -68,7 +68,7 @@ def parse_as(of: type[J], raw: Mapping[str, Any], bases: Sequence[Path] = ()) ->
 
 
 def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
-    """Return the class for the kind of job that a TOML table describes; for an unknown kind, that of trainings."""
+    """Return the class for the kind of job in a TOML table; for an unknown kind, return the class for training jobs."""
     kind = raw.get("kind", TRAINING)
     return job_class(kind if kind in list(KINDS) else TRAINING)
 
@@ -76,9 +76,9 @@ def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
 def members(job: J) -> dict[str, J]:
     """Return a dict that maps labels such as "k=16,seed=1" to the jobs of a sweep.
 
-    Without a sweep, the dict contains the job itself with the label "". Settings that the architecture or optimizer of
-    a member does not have are omitted from its job and label. A setting that several members have in common has the
-    value in the file, or else the default of the first member.
+    Without a sweep, the dict contains the job itself with the label "". Settings that a member's architecture or
+    optimizer does not have are omitted from its job and label. A setting shared by several members has the value in the
+    file, or else the default of the first member.
     """
     if not job.sweep:
         return {"": job}
@@ -97,7 +97,7 @@ def _parse_one(of: type[J], raw: Mapping[str, Any]) -> tuple[J | None, list[Prob
 
 
 def _kind_problem(raw: Mapping[str, Any], wanted: str) -> Problem | None:
-    """Return a problem if the kind of a job file is not `wanted`, or None."""
+    """Return a problem if the kind of a job file is not `wanted`, otherwise None."""
     kind = raw.get("kind", TRAINING)
     if kind == wanted:
         return None
@@ -108,7 +108,7 @@ def _kind_problem(raw: Mapping[str, Any], wanted: str) -> Problem | None:
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> JobConfig:
-    """Read the job file of a training; see `load_as`."""
+    """Read the job file of a training job; see `load_as`."""
     return load_as(JobConfig, path, overrides, read=read)
 
 
@@ -119,7 +119,7 @@ def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Read = re
 
 
 def load_as(of: type[J], path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> J:
-    """Read the job file of a job of this kind and apply `--set` overrides; raise `JobFileError` with all problems.
+    """Read a job file of this kind and apply `--set` overrides; raise `JobFileError` with all problems.
 
     Relative paths are resolved against the working directory or, if they do not exist there, against the job file's
     folder.
@@ -141,7 +141,7 @@ def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequen
 
 
 def job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> JobConfig:
-    """Return the training that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
+    """Return the training job that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
     return _whole(*parse_job(_overridden(raw, overrides), bases))
 
 
@@ -168,15 +168,15 @@ def read_toml(path: Path, read: Read = read_text) -> dict[str, Any]:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Apply an override such as `train.lr=3e-4` to a table; raise `JobFileError` for an override of another form."""
+    """Apply an override such as `train.lr=3e-4` to a table; raise `JobFileError` if the override is malformed."""
     if not is_utf8(override):
         raise JobFileError(
-            [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to UTF-8")]
+            [Problem("--set", f"expects UTF-8, not {cut(ascii(override))}; set the terminal's encoding to UTF-8")]
         )
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > 2:
-        raise JobFileError([Problem("--set", f'takes section.key=value, like train.lr=3e-4, not "{cut(override)}"')])
+        raise JobFileError([Problem("--set", f'expects section.key=value, like train.lr=3e-4, not "{cut(override)}"')])
     table = raw
     for key in keys[:-1]:
         table = table.setdefault(key, {})
@@ -194,7 +194,7 @@ def _read_value(path: str, text: str) -> Any:
 
 
 def to_table(job: AnyJob) -> dict[str, Any]:
-    """Return the complete job as a plain TOML table, without settings that are None."""
+    """Return the complete job as a plain TOML table, omitting settings that are None."""
     table: dict[str, Any] = {} if job.kind == TRAINING else {"kind": job.kind}
     table["name"] = job.name
     for name in job.sections:
@@ -210,7 +210,7 @@ def to_table(job: AnyJob) -> dict[str, Any]:
 
 
 def dump_job(job: AnyJob) -> str:
-    """Return the job as the text of a TOML file that can be run again."""
+    """Return the content of a TOML file with which the job can be run again."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))
@@ -251,10 +251,10 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
         value = setting.convert(value)
     except ValueError as error:
         shared = isinstance(value, list) and value and not setting.is_list and not sweep.may_differ(path)
-        problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
+        problems.append(Problem(path, f"{error}; all SAEs of a sweep share this setting" if shared else str(error)))
         return None
     if path == "name" and (control := CONTROL.search(value)):
-        problems.append(Problem(path, f"must have no control characters, but holds {show(control[0])}"))
+        problems.append(Problem(path, f"must not contain control characters, but contains {show(control[0])}"))
     choices = open_choices(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
@@ -271,7 +271,7 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
 
 
 def _is_gpu_choice(value: str | list[int]) -> bool:
-    # A `pattern` in the annotation would express this, but msgspec 0.19 to 0.22 crashes if a union contains a pattern.
+    # A `pattern` in the annotation would be simpler, but msgspec 0.19 to 0.22 crashes if a union contains a pattern.
     if isinstance(value, str):
         return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]{0,3})?", value) is not None
     return bool(value) and len(set(value)) == len(value)
@@ -283,7 +283,7 @@ def _are_mirrors(value: str | list[str] | None) -> bool:
 
 
 def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.Struct]]) -> list[Problem]:
-    """Report unknown keys, but not in sections with an unknown architecture, optimizer or source."""
+    """Report unknown keys, except in sections with an unknown architecture, optimizer or source."""
     problems = _unknown(raw, ("kind", "name", *sections), "")
     for section in sections:
         keys = raw.get(section)

@@ -1,4 +1,4 @@
-"""The settings that this version knows; before launching a job, another version of the app requests this list."""
+"""The settings that this version supports; another version of the app requests this list before it launches a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.settings.sections import CHOSEN, all_sections, choices_of,
 
 
 def known_settings() -> dict[str, list[str]]:
-    """Return a dict that maps the path of each setting to its allowed words, or to [] if any value is allowed."""
+    """Return a dict that maps the path of each setting to its allowed keywords, or to [] if any value is allowed."""
     known: dict[str, list[Setting]] = {}
     for section in all_sections():
         for entry in CHOSEN[section][1] if section in CHOSEN else (None,):
@@ -20,7 +20,7 @@ def known_settings() -> dict[str, list[str]]:
 
 
 def unknown_settings(table: Mapping[str, Any], known: Mapping[str, list[str]]) -> list[str]:
-    """Return the settings and words in a job's table that are not in `known`, such as `sae.architecture = "topk"`."""
+    """Return the settings and keywords in a job's table that are not in `known`, like `sae.architecture = "topk"`."""
     unknown = []
     for section, keys in table.items():
         for key, value in keys.items() if isinstance(keys, Mapping) else ():

@@ -1,4 +1,4 @@
-"""Settings for a language model and its text, which extractions and streams of activations share."""
+"""Settings for a language model and its text, shared by extractions and streams of activations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a la
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
 Dtype = Annotated[
     Literal["auto", "fp32", "bf16", "fp16"],
-    about("Type of its weights; auto: as stored on a GPU, fp32 on the CPU.", advanced=True),
+    about("Dtype of the model's weights; auto: on a GPU as stored, on a CPU fp32.", advanced=True),
 ]
 RemoteCode = Annotated[
-    bool, about("Runs Python code that comes with the model: only if you trust who wrote it.", advanced=True)
+    bool, about("Runs Python code that comes with the model; enable only if you trust its author.", advanced=True)
 ]
 TextPath = Annotated[str, about("A .txt, .jsonl, .json or .parquet file, or a folder of them.", min_length=1)]
-Dataset = Annotated[str, about("Data set on the hub, which is streamed, instead of a path.", min_length=1)]
+Dataset = Annotated[str, about("Data set to stream from the hub, instead of a path.", min_length=1)]
 Subset = Annotated[str, about("Configuration of the data set.", advanced=True)]
 Split = Annotated[str, about("Split of the data set.", advanced=True, min_length=1)]
 Column = Annotated[
@@ -36,7 +36,7 @@ Column = Annotated[
 ]
 Context = Annotated[int, about("Tokens per context of the model.", unit="tokens", ge=2, le=1_048_576)]
 BatchTokens = Annotated[
-    int, about("Tokens per forward pass; fewer take less memory.", unit="tokens", advanced=True, ge=1)
+    int, about("Tokens per forward pass; fewer tokens need less memory.", unit="tokens", advanced=True, ge=1)
 ]
 SkipFirst = Annotated[
     int,
@@ -65,7 +65,7 @@ class Model(msgspec.Struct, frozen=True):
     remote_code: RemoteCode = False
     spread: Annotated[
         bool,
-        about("Splits one model over all GPUs of the job; for models larger than a GPU.", advanced=True),
+        about("Splits one model over all GPUs of the job, for models larger than a GPU.", advanced=True),
     ] = False
 
 
@@ -81,7 +81,7 @@ class TextSettings(msgspec.Struct, frozen=True):
 
 
 def lack_of_model(path: str) -> str:
-    """Return why there is no model at a local path; "" if there may be a model, or if `path` is a name on the hub."""
+    """Return why a local path does not contain a model; "" if it may contain one or if `path` is a name on the hub."""
     if not os.path.exists(path):
         return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
     if pointer := lfs_pointer_in(Path(path)):
@@ -93,15 +93,13 @@ def lack_of_model(path: str) -> str:
             else f"{path} is neither a folder nor a .gguf file; give the folder or file of a model"
         )
     if missing := _missing_file(Path(path)):
-        return f"{missing} is a link to a file that does not exist; download the model again"
+        return f"{missing} is a symbolic link to a file that does not exist; download the model again"
     has_config = os.path.exists(os.path.join(path, "config.json"))
     return "" if has_config else f"{path} has no config.json; give the folder of a model, or its .gguf file"
 
 
 def _missing_file(folder: Path) -> Path | None:
-    """Return a dangling link among the files of a model, which an interrupted download may leave; None if there is
-    none.
-    """
+    """Return a dangling link among a model's files, as an interrupted download may leave, or None if there is none."""
     with contextlib.suppress(OSError):
         links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
         return next((link for link in links if not link.exists()), None)
@@ -109,7 +107,7 @@ def _missing_file(folder: Path) -> Path | None:
 
 
 def lack_of_text(path: str) -> str:
-    """Return why there is no text at a path, or ""; the content of a folder is checked only when it is read."""
+    """Return why a path does not contain text, or ""; the content of a folder is checked only when it is read."""
     if not os.path.exists(path):
         return f"there is nothing at {path}"
     if os.path.isfile(path) and Path(path).suffix not in TEXT_SUFFIXES:

@@ -21,7 +21,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.settings.hooks import Hook
 from trainer.contract.settings.shards import read_header
 
-# The `struct` format of each GGUF value type. Type 8 is a text, and type 9 is a list.
+# The `struct` format of each GGUF value type. Type 8 is a string, and type 9 is a list.
 _GGUF_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -55,7 +55,7 @@ class ModelSize(msgspec.Struct, frozen=True):
         return f"must be at most {self.longest}, the model's context length, not {context}"
 
     def value_bytes(self, dtype: str, *, on_cuda: bool) -> int:
-        """Return the bytes per weight and activation for a value of the dtype setting, which may be "auto"."""
+        """Return the bytes per weight and per activation for a dtype setting, which may be "auto"."""
         if dtype != "auto":
             return _BYTES_AS_ASKED[dtype]
         return _BYTES.get(self.stored.removeprefix("torch."), 4) if on_cuda else 4
@@ -67,13 +67,13 @@ class ModelSize(msgspec.Struct, frozen=True):
         return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes
 
     def flops_per_token(self, hooks: Iterable[Hook]) -> float:
-        """Return the operations of matrix products per token: two per parameter up to the last hook."""
+        """Return the number of matrix product operations per token: two per parameter up to the last hook."""
         last = max(self.n_layers - 1 if hook.path else hook.layer for hook in hooks)
         return 2.0 * self.n_parameters * min(1.0, (last + 1) / self.n_layers)
 
 
 def model_size(path: str, revision: str | None = None) -> ModelSize | None:
-    """Return the size of a local model; None if the model is not on this disk or its files do not record the size."""
+    """Return the size of a local model; None if it is not on this machine or its files do not record the size."""
     try:
         head = Path(path) if path.endswith(".gguf") else _folder(path, revision or "main") / "config.json"
         return _size_by(head, head.stat().st_mtime_ns)
@@ -83,8 +83,8 @@ def model_size(path: str, revision: str | None = None) -> ModelSize | None:
 
 @functools.lru_cache(maxsize=16)
 def _size_by(head: Path, _changed: int) -> ModelSize:
-    # The result is cached, since planning a job requests it hundreds of times, and skipping the vocabulary of a GGUF
-    # file takes 50 ms.
+    # Cache the result, since planning a job requests it hundreds of times, and skipping the vocabulary of a GGUF file
+    # takes 50 ms.
     return _of_gguf(head) if head.suffix == ".gguf" else _of_folder(head.parent)
 
 
@@ -123,7 +123,7 @@ def _of_gguf(file: Path) -> ModelSize:
 
 
 def _checked(size: ModelSize) -> ModelSize:
-    """Return the size unchanged; raise `ValueError` if one of its numbers is impossible for a model."""
+    """Return the size unchanged; raise `ValueError` if one of its numbers is implausible."""
     numbers = (size.n_parameters, size.width, size.n_layers)
     if not all(isinstance(number, int) and 0 < number < 2**50 for number in numbers):
         raise ValueError("not the size of a model")
@@ -135,7 +135,7 @@ def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
 
 
 class _Gguf:
-    """The header of a GGUF file; the reader in the `gguf` package takes seconds, since it processes every tensor."""
+    """Parses the header of a GGUF file; the `gguf` package's reader takes seconds, since it processes every tensor."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 4

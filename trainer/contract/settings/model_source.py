@@ -1,4 +1,4 @@
-"""Settings of a stream of activations that a language model computes during training, without storing them."""
+"""Settings of a stream of activations that a language model computes during training and that are not stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.contract.wording import plural
 
 
 class ModelSettings(StreamSettings, frozen=True, kw_only=True):
-    """A language model that reads text during the training, on the training devices or on dedicated GPUs."""
+    """A language model that reads text during training, on the training devices or on dedicated GPUs."""
 
     model: ModelPath
     hook: Annotated[
@@ -44,7 +44,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     text: TextPath | None = None
     dataset: Dataset | None = None
     context: Context = 256
-    d_in: Annotated[int, about("Width of a row; none: from the model's files.", advanced=True, ge=1)] | None = None
+    d_in: Annotated[int, about("Width of a row; empty: from the model's files.", advanced=True, ge=1)] | None = None
     revision: Revision | None = None
     dtype: Dtype = "auto"
     remote_code: RemoteCode = False
@@ -58,7 +58,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         Annotated[
             int,
             about(
-                "GPUs of the job that run only the model; 0: it runs where the SAE trains; auto: the fastest fit.",
+                "GPUs of the job that only run the model; 0: it runs where the SAE trains; auto: the fastest fit.",
                 unit="GPUs",
                 advanced=True,
                 ge=0,
@@ -99,20 +99,18 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(reads.weights, reads.activations + mixed.activations)
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory of the model's weights and of a forward pass; 0 if the model's files do not record its
-        size.
-        """
+        """Return the memory of the model's weights and a forward pass; 0 if the model's size is not recorded."""
         if (size := self._size) is None:
             return Held()
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
         # Before the rows of all hooks are concatenated, they are separate tensors. The rows of the first hook are
-        # already counted in the pass.
+        # already included in the pass.
         taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return the operations of a forward pass, scaled to the throughput of the training's matrix products."""
+        """Return a forward pass's operations per token, scaled to the throughput of training's matrix products."""
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property

@@ -10,15 +10,14 @@ from trainer.contract.files import open_plain
 from trainer.contract.settings.rows import NotRowsError, RowRange, rows_and_width
 
 _MAGIC = b"\x93NUMPY"
-# The limit that numpy itself uses.
+# NumPy's own limit.
 _LARGEST_HEADER = 10_000
 # Maps numpy's names of the supported types to the names in safetensors.
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64"}
 
 
 def read_npy(file: Path) -> RowRange:
-    """Return the range of rows in an array [..., d_in]; an array [n_contexts, n_tokens, d_in] has n_contexts * n_tokens
-    rows.
+    """Return the rows of an array [..., d_in]; an array [n_contexts, n_tokens, d_in] has n_contexts * n_tokens rows.
 
     Raise `OSError` if the file cannot be read, and `NotRowsError` if it has no such rows.
     """
@@ -39,7 +38,7 @@ def read_npy(file: Path) -> RowRange:
     except NotRowsError:
         raise
     except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
-        raise NotRowsError("its header is damaged") from None
+        raise NotRowsError("its header is corrupt") from None
     if is_column_major and width > 1:
-        raise NotRowsError("it is in Fortran order; save np.ascontiguousarray of it")
+        raise NotRowsError("it is in Fortran order; save it with np.ascontiguousarray")
     return RowRange(8 + size + length, rows, width, _DTYPES.get(str(dtype), str(dtype)))

@@ -11,14 +11,20 @@ from trainer.contract.settings.declare import about
 
 Beta1 = (
     Annotated[
-        float, about("Adam's decay of the mean gradient; auto: by the number of steps.", advanced=True, ge=0, lt=1)
+        float,
+        about("Adam's decay of the mean gradient; auto: depends on the number of steps.", advanced=True, ge=0, lt=1),
     ]
     | Literal["auto"]
 )
 Beta2 = (
     Annotated[
         float,
-        about("Adam's decay of the mean squared gradient; auto: by the number of steps.", advanced=True, ge=0, lt=1),
+        about(
+            "Adam's decay of the mean squared gradient; auto: depends on the number of steps.",
+            advanced=True,
+            ge=0,
+            lt=1,
+        ),
     ]
     | Literal["auto"]
 )
@@ -28,15 +34,15 @@ class OptimizerSettings(msgspec.Struct, frozen=True):
     """The settings of an optimizer, and the values derived from them that estimates and runs use."""
 
     def state_dtype(self, device: str) -> str:
-        """Return the type of the optimizer state ("fp32", "bf16" or "int8") on a kind of device ("cuda" or "cpu")."""
+        """Return the dtype of the optimizer state ("fp32", "bf16" or "int8") on a device type ("cuda" or "cpu")."""
         return "fp32"
 
     def for_run(self, n_steps: int, device: str) -> Self:
-        """Return the settings with each "auto" resolved for a run of `n_steps` steps on a kind of device."""
+        """Return the settings with each "auto" resolved for a run of `n_steps` steps on a device type."""
         return self
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the full learning rate for a dictionary of `d_sae` latents."""
+        """Return the peak learning rate for a dictionary of `d_sae` latents."""
         raise NotImplementedError
 
 
@@ -59,7 +65,7 @@ class AdamSettings(OptimizerSettings, frozen=True):
         return msgspec.structs.replace(self, state=self.state_dtype(device), **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the learning rate according to the 1/√d_sae law of Gao et al., scaled to fit a measurement.
+        """Return the learning rate according to the 1/√d_sae law of Gao et al., scaled to match measurements.
 
         With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
         0.109 at 9e-3. At 9e-3, however, 4 % of the latents had died instead of 1 %. Short runs need no lower rate: with
@@ -75,7 +81,7 @@ class SignumSettings(OptimizerSettings, frozen=True):
     momentum: Annotated[
         float,
         about(
-            "Where gradients are computed: 0 at the stepped weights, 1 at the averaged weights.",
+            "Weights at which gradients are computed: from 0 (stepped weights) to 1 (averaged weights).",
             advanced=True,
             gt=0,
             le=1,
@@ -83,8 +89,7 @@ class SignumSettings(OptimizerSettings, frozen=True):
     ] = 0.95
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the learning rate according to the rule of EleutherAI's sparsify, which also gives the lowest FVU
-        here.
+        """Return the learning rate according to the rule in EleutherAI's sparsify, with which FVU is lowest here too.
 
         With 3,072 latents, k = 32 and batches of 4,096 tokens, the held-out FVU after 150 steps was 0.145 at 4e-3,
         0.121 at 1.15e-2 (the rate of this rule), and 0.131 with 5 % of the latents dead at 2.5e-2. After 500 steps, the
@@ -106,7 +111,7 @@ class MuonSettings(OptimizerSettings, frozen=True):
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the same learning rate for all widths, as EleutherAI's sparsify does, which uses 2e-3.
+        """Return the same learning rate for all widths, like EleutherAI's sparsify, which uses 2e-3.
 
         With 3,072 latents, k = 32 and batches of 4,096 tokens, the held-out FVU after 150 steps was 0.126 at 6e-3,
         0.114 at 2e-2 and 0.173 at 6e-2. After 500 steps at 2e-2, the FVU was 0.096, compared with 0.092 for Adam in
@@ -115,18 +120,18 @@ class MuonSettings(OptimizerSettings, frozen=True):
         return 2e-2
 
 
-# The number of steps above which Adam's averaging windows do not grow any further.
+# The number of steps beyond which Adam's averaging windows no longer grow.
 LONG_RUN = 10_000
 
 
 def _decays_left_open(settings: AdamSettings | MuonSettings, n_steps: int) -> dict[str, float]:
-    """Return the values of those decays of Adam that are set to "auto", for a run of `n_steps` steps."""
+    """Return values for the decays of Adam that are set to "auto", for a run of `n_steps` steps."""
     fitting = {"beta1": gradients_decay(n_steps), "beta2": squares_decay(n_steps)}
     return {name: decay for name, decay in fitting.items() if getattr(settings, name) == "auto"}
 
 
 def gradients_decay(n_steps: int) -> float:
-    """Return Adam's β1 for a run of `n_steps` steps, which averages over 1/125 of the steps, at least 4 and at most 10.
+    """Return Adam's β1 for a run of `n_steps` steps, so that it averages over 1/125 of the steps, limited to 4 to 10.
 
     After 391 steps of 512 tokens, the held-out FVU was 0.154 with this rule and 0.156 with 0.9; see docs/quality.md.
     With 0.5 the FVU was 0.152, but in SAEs with many latents, several times as many latents never fired.
@@ -135,8 +140,7 @@ def gradients_decay(n_steps: int) -> float:
 
 
 def squares_decay(n_steps: int) -> float:
-    """Return Adam's β2 for a run of `n_steps` steps, which averages over a tenth of the steps, at least 20 and at most
-    1,000.
+    """Return Adam's β2 for a run of `n_steps` steps, so that it averages over a tenth of the steps, or 20 to 1,000.
 
     After 391 steps of 512 tokens, the held-out FVU was 0.156 with this rule and 0.158 with 0.999; see docs/quality.md.
     """

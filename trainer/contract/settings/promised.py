@@ -14,7 +14,7 @@ from trainer.contract.wording import join_words
 class Promise(msgspec.Struct, frozen=True):
     """The rows that a folder will contain, and the job that writes them, such as "job 3".
 
-    `d_in` is None if the dimension is not known yet. `ShardSet` also has attributes `d_in` and `n_tokens`.
+    `d_in` is None if the dimension is not known yet. Like `ShardSet`, it has attributes `d_in` and `n_tokens`.
     """
 
     d_in: int | None
@@ -28,7 +28,7 @@ NO_PROMISES: Promises = {}
 
 
 class Width(msgspec.Struct, frozen=True):
-    """The shape of promised rows with a known dimension, used in place of a folder of shards."""
+    """The shape of promised rows with a known dimension, used instead of a folder of shards."""
 
     d_in: int
     n_tokens: int
@@ -40,7 +40,7 @@ def is_promised(path: str, promises: Promises) -> bool:
 
 
 def promised(path: str, promises: Promises, field: str) -> Width | None:
-    """Return the shape of the rows that a folder will contain; None if no job will write the folder.
+    """Return the shape of the rows that a folder will contain, or None if no job will write the folder.
 
     Raise `JobFileError` for the setting `field` if the dimension of the rows is unknown, or if the folder will contain
     only subfolders.
@@ -48,7 +48,7 @@ def promised(path: str, promises: Promises, field: str) -> Width | None:
     place = _place(path)
     if promise := promises.get(place):
         if promise.d_in is None:
-            message = f"{promise.by} has yet to write {path}, and the width of its rows is not known before"
+            message = f"{promise.by} has yet to write {path}, and the width of its rows is not known until then"
             raise JobFileError([Problem(field, f"{message}; launch this job after that job has finished")])
         return Width(promise.d_in, promise.n_tokens)
     if inside := sorted(folder for folder in promises if os.path.dirname(folder) == place):

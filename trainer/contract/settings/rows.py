@@ -1,4 +1,4 @@
-"""Describes the rows in a file of activations, as recorded in the header of the file."""
+"""Describes the rows in a file of activations, as recorded in the file's header."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_NAMES = 8
 class RowRange(msgspec.Struct, frozen=True):
     """Consecutive rows in a file: the byte offset of the first row, and the number, dimension and type of the rows.
 
-    Supported types have their names in safetensors; other types keep the names of their format.
+    Supported types are named as in safetensors; other types keep the names from their own format.
     """
 
     offset: int
@@ -32,15 +32,14 @@ class RowRange(msgspec.Struct, frozen=True):
 
 
 class NotRowsError(ValueError):
-    """An error for a file without readable rows. The text is the reason, to be shown after "it is not an array of rows
-    [n_tokens, d_in]:".
+    """An error for a file without readable rows.
+
+    The message is the reason, to be shown after "it is not an array of rows [n_tokens, d_in]:".
     """
 
 
 def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of rows of a tensor [..., d_in] and its d_in; raise `NotRowsError` for fewer than two
-    dimensions.
-    """
+    """Return the number of rows and d_in of a tensor [..., d_in]; raise `NotRowsError` if it has fewer dimensions."""
     if len(shape) < 2:
         raise NotRowsError(f"its shape is {[*shape]}; reshape it to [-1, d_in]")
     return math.prod(shape[:-1]), shape[-1]
@@ -64,7 +63,7 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
-    """Return the column to read among the columns of number lists (`fitting`): `name`, or the only one.
+    """Return the column to read: `name`, or the only column in `fitting`, the columns with lists of numbers.
 
     Raise `NotRowsError` if there is no such column or the choice is ambiguous.
     """
@@ -76,4 +75,4 @@ def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> 
         listed = join_words([ascii(column) for column in fitting[:8]])
         raise NotRowsError(f"several columns are lists of numbers ({listed}); rename the one to read to `{name}`")
     listed = join_words([ascii(column) for column in columns[:8]] or ["none"])
-    raise NotRowsError(f"no column holds lists of numbers; its columns: {listed}")
+    raise NotRowsError(f"no column contains lists of numbers; its columns: {listed}")

@@ -1,4 +1,4 @@
-"""The settings of each section of a job file, including settings of the registry entries that the section names."""
+"""The settings of each section of a job file, including the settings of the registry entries named in the section."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.contract.settings.catalog import Entry, SettingsEntry
 from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import AnyJob
 
-# Maps each section to the field that names a registry entry, and to the registry. The settings of the entry become
-# settings of the section.
+# Maps each section to the field that names a registry entry, and to the registry. The entry's settings become settings
+# of the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, SettingsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
@@ -34,14 +34,12 @@ def job_class(kind: str) -> type[AnyJob]:
 
 
 def all_sections() -> dict[str, type[msgspec.Struct]]:
-    """Return a dict that maps the names of the sections of all kinds of jobs to their classes."""
+    """Return a dict that maps the section names of all kinds of jobs to the section classes."""
     return {name: section for kind in catalog.KINDS for name, section in job_class(kind).sections.items()}
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return the settings of a section, including settings of the chosen registry entries (by default, of the default
-    entry).
-    """
+    """Return the settings of a section, including those of the chosen registry entries or else of the default entry."""
     common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common
@@ -50,7 +48,7 @@ def section_settings(section: str, chosen: str | Sequence[str] | None = None) ->
     words = [chosen] if isinstance(chosen, str) else chosen or [common[place - 1].default]
     own: dict[str, Setting] = {}
     for word in words:
-        # If several entries have a setting with the same name, that of the first entry is used.
+        # If several entries have a setting with the same name, the first entry's setting is used.
         own = (
             {setting.name: setting for setting in settings_of(registry[word].settings)} | own
             if word in registry
@@ -69,7 +67,7 @@ def find_setting(path: str) -> Setting | None:
 
 
 def choices_of(path: str, setting: Setting) -> tuple[str, ...]:
-    """Return the words that a setting allows, from a fixed list or a registry; empty if it allows other values."""
+    """Return the keywords that a setting accepts, fixed or from a registry; empty if it accepts other values."""
     return open_choices(path) or setting.choices
 
 

@@ -1,4 +1,4 @@
-"""The series of values of a run, and where they are shown: the registered metrics and a few other series."""
+"""The series of values of a run: the registered metrics and a few other series, and where they are shown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_BATCH = "~"
 # Series with a value for each rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# The names of the shares of rows that have been left out so far, one for each reason.
+# The names of the series with the share of rows that have been left out, one for each reason.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
@@ -64,7 +64,7 @@ def result_metrics() -> dict[str, Series]:
 
 
 def key_metrics() -> dict[str, Series]:
-    """Return the metrics that are shown even if space is scarce."""
+    """Return the metrics that are shown even if space is limited."""
     return {name: series for name, series in result_metrics().items() if series.prominence == "key"}
 
 
@@ -91,9 +91,7 @@ def with_held_out(name: str) -> list[str]:
 
 
 def series_named(name: str) -> Series:
-    """Return the series that is stored under this name; if the name is unknown, return a series with default
-    properties.
-    """
+    """Return the series that is stored under this name, or one with default properties if the name is unknown."""
     entry = METRICS.get(name.removeprefix(HELD_OUT))
     if entry:
         return entry.series

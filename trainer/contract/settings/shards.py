@@ -1,4 +1,4 @@
-"""Determines the contents of an activation folder from file headers alone, without torch or numpy.
+"""Determines the contents of an activation folder from only its file headers, without torch or numpy.
 
 This module reads the headers of safetensors and .npy files. Other formats need torch or pyarrow, so the trainer reads
 their headers, and the app requests the result from the trainer.
@@ -31,7 +31,7 @@ TENSOR = "activations"
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-_LARGEST_HEADER = 100_000_000  # the limit of the format
+_LARGEST_HEADER = 100_000_000  # the format's own limit
 # File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
 _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
@@ -39,12 +39,12 @@ _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
 _OF_INSPECTOR = {".pt": "", ".pth": "", ".arrow": "Arrow", ".parquet": "Parquet"}
 # The prefix of files that `datasets` writes next to the rows, for example to record their order after a shuffle.
 _CACHE = "cache-"
-# The largest number of names in a message.
+# The maximum number of names in a message.
 _MOST_NAMES = 8
 
 
 class Shard(RowRange, frozen=True, kw_only=True):
-    """The rows of a file, or consecutive rows of a file that start with row `first_row`."""
+    """The rows of a file, or a range of its rows that starts at row `first_row`."""
 
     file: Path
     first_row: int = 0
@@ -62,7 +62,7 @@ class _HeaderTensor(msgspec.Struct):
 
 
 class _NumberColumn(msgspec.Struct):
-    """The entry of a tensor with one number per row in a header."""
+    """The entry in a header of a tensor with one number per row."""
 
     dtype: str
     shape: tuple[_Count]
@@ -70,7 +70,7 @@ class _NumberColumn(msgspec.Struct):
 
 
 class ShardSet(msgspec.Struct, frozen=True):
-    """All shards of a data path, in the order of their names."""
+    """All shards of a data path, sorted by name."""
 
     shards: tuple[Shard, ...]
     # Notes for the user about reading the shards, such as skipped files and converted values.
@@ -85,7 +85,7 @@ class ShardSet(msgspec.Struct, frozen=True):
         return sum(shard.n_tokens for shard in self.shards)
 
     def beginning_with(self, names: Sequence[str]) -> ShardSet:
-        """Return the same shards, starting with the named ones in the order of `names`."""
+        """Return the same shards, starting with the shards in `names`, in that order."""
         places = {name: place for place, name in enumerate(names)}
         shards = sorted(self.shards, key=lambda shard: places.get(shard.file.name, len(places)))
         return ShardSet(tuple(shards), self.notes)
@@ -99,7 +99,7 @@ class Documents(msgspec.Struct, frozen=True):
 
 
 def documents_in(shard: Shard) -> Documents | None:
-    """Return the location of the text numbers of a shard's rows; None if the shard does not store text numbers."""
+    """Return the location of the text numbers of a shard's rows, or None if the shard does not store text numbers."""
     if shard.file.suffix != ".safetensors":
         return None
     try:
@@ -115,7 +115,7 @@ def documents_in(shard: Shard) -> Documents | None:
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
-    """Return two shards that are the same file or have the same SHA-256 in meta.json; None if there is no such pair.
+    """Return two shards that are the same file or have the same SHA-256 in meta.json, or None if there is no such pair.
 
     If a folder is given twice, even through a link, the files are the same.
     """
@@ -147,7 +147,7 @@ def is_shuffled(shards: ShardSet) -> bool:
     return meta.get("shuffled") is True
 
 
-# A function that returns the shards at a path, given their files and the setting to mention in a `JobFileError`.
+# Returns the shards at a path, given their files and the setting to mention in a `JobFileError`.
 Inspector = Callable[[Path, Sequence[Path], str], ShardSet]
 _INSPECTORS: list[Inspector] = []
 
@@ -163,7 +163,7 @@ def inspecting_by(inspector: Inspector) -> Iterator[None]:
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
-    """Read the headers of all shards at a path; raise `JobFileError` for the setting `field` if something is wrong."""
+    """Read the headers of all shards at a path; raise `JobFileError` for the setting `field` if there is a problem."""
     root, files = shards_at(path, field)
     if (kind := files[0].suffix) not in _OF_INSPECTOR:
         return shard_set(root, files, field, functools.partial(_read, field=field))
@@ -200,7 +200,7 @@ def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> Shar
     of_files = {file: _inspect(file, field, read) for file in files}
     shards = tuple(itertools.chain.from_iterable(of_files.values()))
     if not shards:
-        raise _problem(field, root if files[1:] else files[0], "holds no activations; extract them again")
+        raise _problem(field, root if files[1:] else files[0], "contains no activations; extract them again")
     for shard in shards:
         if shard.d_in != shards[0].d_in:
             message = f"{shard.file.name} has d_in {shard.d_in}, but {shards[0].file.name} has {shards[0].d_in}"
@@ -238,7 +238,7 @@ def _instead(root: Path) -> str:
     """Return advice for a folder without shards: to save the arrays of an .npz file, or to give a subfolder."""
     with contextlib.suppress(OSError):
         if any(root.glob("*.npz")):
-            return "; a .npz holds arrays in an archive: save its rows as .npy, one array for each file"
+            return "; a .npz file is an archive of arrays; save its rows as .npy, one array per file"
     return _folders_with(root)
 
 
@@ -247,7 +247,7 @@ def _folders_with(root: Path) -> str:
     with contextlib.suppress(OSError):
         folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and shard_files(folder))
         names = [*folders[:_MOST_NAMES], *([f"{len(folders) - _MOST_NAMES} more"] if folders[_MOST_NAMES:] else [])]
-        return f"; give one of the folders in it: {join_words(names)}" if folders else ""
+        return f"; give one of its subfolders: {join_words(names)}" if folders else ""
     return ""
 
 
@@ -284,7 +284,7 @@ def _read_safetensors(file: Path, field: str) -> RowRange:
         header, begin = read_header(file)
         tensors = {name: convert_as(one, _HeaderTensor) for name, one in header.items() if name != "__metadata__"}
     except ValueError:
-        raise _problem(field, file, "is not a whole safetensors file; copy it again") from None
+        raise _problem(field, file, "is not a complete safetensors file; copy it again") from None
     tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]
     (n_tokens, d_in), dtype, (start, end) = rows_and_width(tensor.shape), tensor.dtype, tensor.data_offsets
     if dtype in DTYPE_BYTES and end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:

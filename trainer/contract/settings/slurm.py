@@ -1,4 +1,4 @@
-"""Checks the `launch.*` settings of jobs that SLURM starts."""
+"""Checks the `launch.*` settings of jobs that run under SLURM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import TIME_LIMITS, AnyJob
 
-# Maps each sbatch option that must not be given again to what already sets it.
+# Maps each sbatch option that users must not give to what already sets it.
 _OWN = {
     "--array": "a sweep, a list in [sae] or [train]",
     "--nodes": "launch.nodes",
@@ -40,13 +40,13 @@ _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
 def check_slurm(job: AnyJob) -> list[Problem]:
-    """Return all problems with a job that can be found without contacting SLURM."""
+    """Return all problems with a job that can be detected without contacting SLURM."""
     return [*_check_place(job), *_check_words(job), *_check_options(job)]
 
 
 def _check_place(job: AnyJob) -> Iterator[Problem]:
     if shutil.which("sbatch") is None:
-        message = '"slurm" needs sbatch, which is not on $PATH here; load SLURM\'s module, or use "local"'
+        message = '"slurm" requires sbatch, which is not on $PATH here; load SLURM\'s module, or use "local"'
         yield Problem("launch.backend", message)
     if isinstance(job.launch.gpus, list):
         n = len(job.launch.gpus)
@@ -74,7 +74,7 @@ def _check_options(job: AnyJob) -> Iterator[Problem]:
 
 
 def _conflict_of(name: str) -> str | None:
-    """Return a message if this sbatch option, or the option that it abbreviates, is already set; otherwise None."""
+    """Return a message if this sbatch option, or the one that it abbreviates, is already set; otherwise None."""
     if owner := _OWN.get(name):
         return f"{name} is set by {owner}; leave it out here"
     whole = next((own for own in _OWN if own.startswith(name) and name not in _WHOLE), None)

@@ -1,4 +1,4 @@
-"""The settings of each source of activations, and the shape of its data; `catalog` maps names to these classes."""
+"""The settings of each activation source, and the shape of its data; `catalog` maps names to these classes."""
 
 from __future__ import annotations
 
@@ -43,16 +43,14 @@ HoldOut = Literal["texts", "rows", "blocks"]
 
 
 class Held(NamedTuple):
-    """The memory in bytes that a source of activations takes on a device: for the weights of a model, and for
-    activations.
-    """
+    """The memory in bytes that an activation source needs on a device, for a model's weights and for activations."""
 
     weights: int = 0
     activations: int = 0
 
 
 class SourceSettings(msgspec.Struct, frozen=True):
-    """The settings of a source of activations, and the shape of its data, which is known without loading the data."""
+    """The settings of an activation source, and the shape of its data, which is known without loading the data."""
 
     # The names of settings that contain the path of a file or folder, and of settings that may contain a name on the
     # hub instead.
@@ -61,15 +59,15 @@ class SourceSettings(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """The name of the data in messages to the user."""
+        """The name of the data in user-facing messages."""
         raise NotImplementedError
 
     def shape(self) -> DataShape:
-        """Return the shape of the data from file headers alone; raise `JobFileError` if the data cannot be used."""
+        """Return the shape of the data, reading only file headers; raise `JobFileError` if the data cannot be used."""
         raise NotImplementedError
 
     def shape_once_written(self, promises: Promises) -> DataShape:
-        """Return the shape of the data; the rows may include some that other jobs have yet to write."""
+        """Return the shape of the data, including rows that other jobs have yet to write."""
         return self.shape()
 
     def repeated(self) -> list[Problem]:
@@ -77,7 +75,7 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def usual_hold_out(self) -> HoldOut:
-        """Return the unit in which rows are held out by default: single rows, if rows are independent."""
+        """Return the unit in which rows are held out by default; if rows are independent, this is single rows."""
         return "rows"
 
     def stored_at(self) -> list[tuple[str, str]]:
@@ -85,29 +83,27 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source takes on the device of a rank; stored rows are in the page cache.
+        """Return the memory that the source needs on the device of a rank; stored rows are in the page cache.
 
-        `width` is the number of values per token: those of the rows at all hooks, and of their targets.
+        `width` is the number of values per token, including the rows at all hooks and their targets.
         """
         return Held()
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source takes on a device that only computes rows, if there is such a device."""
+        """Return the memory that the source needs on a device that only computes rows, if there is such a device."""
         return Held()
 
     def flops_per_token(self) -> float:
-        """Return the number of operations that compute a row, on the rank that trains on the row or on a dedicated
-        device.
-        """
+        """Return the number of operations to compute a row, on the training rank or on a dedicated device."""
         return 0.0
 
 
 class StreamSettings(SourceSettings, frozen=True, kw_only=True):
-    """The settings that all streams share; a stream is a source that produces each row only once, in its own order."""
+    """The settings common to all streams; a stream is a source that produces each row once, in an order of its own."""
 
     shuffle_tokens: Annotated[
         int,
-        about("Number of tokens of a stream that each rank buffers for shuffling.", unit="tokens", advanced=True, ge=1),
+        about("Number of stream tokens that each rank buffers for shuffling.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
@@ -127,17 +123,17 @@ class ShardSettings(SourceSettings, frozen=True):
     path: Annotated[
         _Path | list[_Path],
         about(
-            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet); a list is mixed.",
-            wanted="a text of at least 1 character(s), or a list of such texts",
+            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet), or a list to mix.",
+            wanted="a string of at least 1 character(s), or a list of such strings",
         ),
     ]
     target_path: (
         Annotated[
             _Path | list[_Path],
             about(
-                "Shards with the target of each row, to train a transcoder.",
+                "Shards with the target of each row, for training a transcoder.",
                 advanced=True,
-                wanted="a text of at least 1 character(s), or a list of such texts",
+                wanted="a string of at least 1 character(s), or a list of such strings",
             ),
         ]
         | None
@@ -146,7 +142,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             list[Annotated[float, msgspec.Meta(gt=0, le=_LARGEST_WEIGHT)]],
             about(
-                "Relative weight of each folder of a list; default: by number of rows.",
+                "Relative weight of each folder in a list; default: its number of rows.",
                 advanced=True,
                 wanted="a list of numbers above 0 and of at most a million",
             ),
@@ -172,7 +168,7 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def folders(self) -> Paths:
-        """The folders of the rows: `path`, or the folder in `path` that has one of the hook's names."""
+        """The folders of the rows: `path`, or the folder in `path` that is named after the hook."""
         return self._folders_of(0, NO_PROMISES)
 
     @property
@@ -202,7 +198,7 @@ class ShardSettings(SourceSettings, frozen=True):
     def usual_hold_out(self) -> HoldOut:
         """Return "texts" if all shards store text numbers, "rows" if the shards are shuffled, and otherwise "blocks".
 
-        If rows are not shuffled, neighbouring rows mostly belong to the same text.
+        Blocks are used because neighbouring rows mostly belong to the same text if rows are not shuffled.
         """
         sets = inspect_sets(self.folders, "data.path")
         if all(documents_in(shard) for one in sets for shard in one.shards):
@@ -220,7 +216,7 @@ class ShardSettings(SourceSettings, frozen=True):
         first, second = (str(file) for file in twice)
         what = f"{first} is given twice" if first == second else f"{second} is the same file as {first}"
         message = (
-            f"{what}, so that held-out rows would be trained on; give each once (data.weights draws more rows from one)"
+            f"{what}, so that held-out rows would be trained on; give each once (data.weights can favour one of them)"
         )
         return [Problem("data.path", message)]
 
@@ -260,19 +256,19 @@ class ShardSettings(SourceSettings, frozen=True):
         paths = zip(each(target_path), each(self._folders_of(0, promises)), strict=True)
         for (of_target, of_input), inputs, outputs in zip(paths, sets, targets, strict=True):
             if outputs.n_tokens != inputs.n_tokens:
-                counts = f"holds {outputs.n_tokens:,} rows, but {of_input} has {inputs.n_tokens:,}"
+                counts = f"has {outputs.n_tokens:,} rows, but {of_input} has {inputs.n_tokens:,}"
                 raise JobFileError([Problem(field, f"{of_target} {counts}; every row needs its target")])
         return targets[0].d_in
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
-    """Return the folder of a hook's rows, under the first of the hook's names that exists or is promised."""
+    """Return the folder of a hook's rows, for the first of the hook's names whose folder exists or is promised."""
     folders = [os.path.join(path, name) for name in names_of_hook(hook)]
     return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
 
 def each(paths: Paths) -> list[str]:
-    """Return a list of paths; a single path becomes a list with this path."""
+    """Return a list of paths; a single path becomes a one-element list."""
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -297,20 +293,22 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
     return sets
 
 
-# The maximum number of values in the directions of all synthetic features, which take 4 GB in fp32.
+# The maximum number of values in the directions of all synthetic features; in fp32, they take 4 GB.
 MOST_SYNTHETIC = 10**9
 
 
 class SyntheticSettings(SourceSettings, frozen=True):
-    """Rows made from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition")."""
+    """Rows generated from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition")."""
 
     d_in: Annotated[int, about("Width of a row.", unit="dimensions", ge=1)] = 64
-    n_features: Annotated[int, about("Number of directions that the rows are sums of.", unit="features", ge=1)] = 256
+    n_features: Annotated[
+        int, about("Number of feature directions, whose sums are the rows.", unit="features", ge=1)
+    ] = 256
     active: Annotated[float, about("Mean number of active features per row.", unit="features", gt=0)] = 5.0
     skew: Annotated[
         float, about("Zipf exponent of the feature frequencies; 0: all equally frequent.", advanced=True, ge=0)
     ] = 0.5
-    noise: Annotated[float, about("Standard deviation of the noise added to every number.", advanced=True, ge=0)] = 0.0
+    noise: Annotated[float, about("Standard deviation of the noise added to every value.", advanced=True, ge=0)] = 0.0
     n_rows: Annotated[int, about("Number of rows before they repeat.", unit="tokens", ge=1)] = 10_000_000
     data_seed: Annotated[int, about("Seed of the features and of all rows.", advanced=True, ge=0)] = 0
 
@@ -324,6 +322,6 @@ class SyntheticSettings(SourceSettings, frozen=True):
             raise JobFileError([Problem("data.active", message)])
         if self.d_in * self.n_features > MOST_SYNTHETIC:
             most = MOST_SYNTHETIC // self.d_in
-            message = f"must be at most {most:,} of width {self.d_in}, not {self.n_features:,}: a rank holds all"
+            message = f"must be at most {most:,} for width {self.d_in}, not {self.n_features:,}, to fit into memory"
             raise JobFileError([Problem("data.n_features", message)])
         return DataShape(self.d_in, None, self.n_rows)

@@ -1,6 +1,6 @@
-"""Sweeps: if a setting that takes a single value has a list, several SAEs are trained in one pass over the data.
+"""Sweeps: if a setting that accepts a single value has a list, several SAEs are trained in one pass over the data.
 
-`split` separates a job's table into the first SAE and the axes; `member_tables` makes a table for each SAE.
+`split` separates a job's table into the first SAE and the axes; `member_tables` returns a table for each SAE.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trainer.contract.settings.hooks import all_named, problems_of_hooks, short_
 from trainer.contract.settings.job import HOOK, SweepAxis, Train
 from trainer.contract.settings.sections import CHOSEN, section_settings, words_of
 
-# The maximum number of SAEs in a sweep. The SAEs are trained on each batch in turn, so a larger sweep is no faster than
-# two runs, and the memory of all SAEs adds up.
+# The maximum number of SAEs in a sweep. The SAEs are trained on each batch in turn, so a larger sweep would be no
+# faster than two runs, and the memory of all SAEs adds up.
 MOST_MEMBERS = 64
 # The settings of [train] in which SAEs may differ. SAEs may also differ in all settings of [sae] and of optimizers.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
@@ -29,7 +29,7 @@ Table = dict[str, Any]
 def may_differ(path: str) -> bool:
     """Return whether the SAEs of a sweep may differ in a setting.
 
-    SAEs may differ in the settings of [sae], in those for learning, and in the hook. All other settings of the data are
+    SAEs may differ in the settings of [sae], in the settings for learning, and in the hook. All other data settings are
     shared.
     """
     section, _, key = path.partition(".")
@@ -40,8 +40,8 @@ def may_differ(path: str) -> bool:
 def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
     """Return the table of the first SAE, and the axes of the sweep in the order of their settings.
 
-    A setting that only a later architecture or optimizer in a list has also becomes an axis, usually with a single
-    value.
+    If only a later architecture or optimizer in a list has a setting, that setting also becomes an axis, usually with a
+    single value.
     """
     base: Table = copy.deepcopy(dict(raw))
     axes: list[SweepAxis] = []
@@ -61,7 +61,7 @@ def problems_of(base: Table, axes: Sequence[SweepAxis]) -> list[Problem]:
         problems.append(Problem("sae.expansion_factor", "has no effect next to sae.d_sae; leave one of them out"))
     if not problems and len(list(itertools.islice(member_tables(base, axes), MOST_MEMBERS + 1))) > MOST_MEMBERS:
         longest = max(axes, key=lambda axis: len(axis.values))
-        message = f"makes a sweep of more than {MOST_MEMBERS} SAEs; give fewer values or make two jobs of it"
+        message = f"makes a sweep of more than {MOST_MEMBERS} SAEs; give fewer values, or split the sweep into two jobs"
         problems.append(Problem(longest.path, message))
     return problems
 
@@ -74,8 +74,9 @@ def _problems_of_axis(axis: SweepAxis) -> list[Problem]:
 
 
 def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str, Table]]:
-    """Yield the label and the table of each SAE: all combinations of the values that its architecture and optimizer
-    have.
+    """Yield the label and the table of each SAE, for all combinations of values.
+
+    Settings that an SAE's architecture or optimizer does not have are ignored.
     """
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
@@ -101,7 +102,7 @@ def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:
 
 
 def _first_of(section: str, keys: Table) -> Table:
-    """Return the table of a section for the first SAE: with the first value of each list.
+    """Return a section's table for the first SAE, with the first value of each list.
 
     Settings that the first architecture or optimizer does not have are left out.
     """
@@ -116,7 +117,7 @@ def _first_of(section: str, keys: Table) -> Table:
 
 
 def _values(path: str, setting: Setting, value: Any) -> list[Any]:
-    """Return the values of a list that is a sweep; otherwise, return a list that contains only the value."""
+    """Return the list's values if the list defines a sweep; otherwise, return a one-element list with the value."""
     if path == HOOK:
         return all_named(value)
     several = isinstance(value, list) and bool(value) and may_differ(path)
@@ -130,7 +131,7 @@ def _combinations(axes: Sequence[SweepAxis]) -> Iterator[Table]:
 
 
 def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
-    """Return a copy of a job's table with these values; `values` maps paths to values."""
+    """Return a copy of a job's table with the given values; `values` maps setting paths to values."""
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for path, value in values.items():
         section, key = path.split(".")
@@ -139,7 +140,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: SweepAxis) -> None:
-    """Drop settings that only other entries on an axis have; keep unknown keys, so that they are reported."""
+    """Remove settings that only other entries on an axis have; keep unknown keys, so that they are reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own
@@ -166,5 +167,5 @@ def _in_label(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable value that is equal for equal values, so that a list of 100,000 values is checked quickly."""
+    """Return a hashable stand-in for a value, so that a list of 100,000 values is quickly checked for duplicates."""
     return repr(value) if isinstance(value, list | dict) else value

@@ -1,4 +1,4 @@
-"""Determines whether data records the tokens of its rows, as extractions do, without torch or numpy."""
+"""Determines, without torch or numpy, whether data records the tokens of its rows, as extractions do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORIGIN = ("token_ids", "positions", "document")
 
 
 def folder_of(settings: SourceSettings) -> Path | None:
-    """Return the folder of the data; None if there is no folder or more than one."""
+    """Return the folder of the data, or None if there is no folder or more than one."""
     paths = each(settings.folders) if isinstance(settings, ShardSettings) else []
     return Path(os.path.expanduser(paths[0])) if len(paths) == 1 else None
 

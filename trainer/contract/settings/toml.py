@@ -1,4 +1,4 @@
-"""Reads TOML with limits on size, depth and the length of words, so that any file is read quickly."""
+"""Reads TOML with limits on size, depth and key length, so that any file is read quickly."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.contract.trust import distrust_of_open, open_own
 
 LARGEST = 2**20
 DEEPEST = 20
-# The maximum length of a key or number outside quotes. For absurdly long keys or numbers, tomllib takes seconds or all
-# memory.
+# The maximum length of a key or number outside quotes. For absurdly long keys or numbers, tomllib takes seconds or uses
+# up all memory.
 LONGEST_WORD = 100
 
-# An unclosed string extends to the end of its line or of the file, so that the rest of the text is not searched again
-# for each such string.
+# An unclosed string extends to the end of its line or of the file, so that the remaining text is not searched again for
+# each such string.
 _STRING = r'"""(?:[^\\]|\\.?)*?(?:"""|\Z)|' + r"'''.*?(?:'''|\Z)|" + r'"(?:[^"\\\n]|\\[^\n]?)*"?|' + r"'[^'\n]*'?"
 _TOKEN = re.compile(rf"(?P<text>{_STRING})|#[^\n]*|(?P<word>[\w+-]+)|(?P<sign>[\[\]{{}}.,=\n])", re.DOTALL)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raise `ValueError` with one sentence if it is not valid or exceeds the limits of this module."""
+    """Parse TOML; raise `ValueError` with a one-sentence message if it is invalid or exceeds this module's limits."""
     if len(text) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
     if reason := next(_beyond(text), ""):
@@ -80,7 +80,7 @@ def _text_of(stream: BinaryIO) -> str:
 
 
 def table_of(config: str) -> dict[str, Any]:
-    """Return the table in the stored text of a job file; empty if the text cannot be parsed."""
+    """Return the table in a job file's stored text, or an empty table if the text cannot be parsed."""
     try:
         return parse_toml(config)
     except ValueError:
@@ -88,12 +88,12 @@ def table_of(config: str) -> dict[str, Any]:
 
 
 def _beyond(text: str) -> Iterator[str]:
-    """Yield the reasons why a text exceeds the limits: nesting that is too deep, or words that are too long."""
+    """Yield the reasons why TOML exceeds the limits: nesting that is too deep, or keys or numbers that are too long."""
     depth = dots = 0
     for token in _TOKEN.finditer(text):
         if token["word"] and len(token["word"]) > LONGEST_WORD:
             line = text.count("\n", 0, token.start()) + 1
-            yield f"line {line} holds a word or number of more than {LONGEST_WORD} characters"
+            yield f"line {line} contains a key or number of more than {LONGEST_WORD} characters"
         sign = token["sign"]
         depth += (sign in ("[", "{")) - (sign in ("]", "}")) if sign else 0
         dots = dots + 1 if sign == "." else 0 if sign else dots

@@ -1,4 +1,4 @@
-"""Checks that the SAE and the data of a job match, for transcoders and other SAEs."""
+"""Checks that a job's SAE and data match, for transcoders and other SAEs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[
         message = "only a transcoder has a skip connection; give data.target_path, or set it to false"
         return [Problem("sae.skip", message)] if sae.skip else []
     if entry.transcodes == "no":
-        message = f'no format supports a transcoder of "{name}"'
+        message = f'no format supports "{name}" transcoders'
     elif entry.transcodes == "one width" and d_out != d_in:
         message = (
-            f'the format for a transcoder of "{name}" has only one width, and this maps {d_in} dimensions to {d_out}'
+            f'the format for "{name}" transcoders supports only one width, but this one maps {d_in} dimensions to '
+            f"{d_out}"
         )
     else:
         return []

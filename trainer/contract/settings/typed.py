@@ -1,8 +1,8 @@
 """Parses numbers as people type them, such as `10M`, `1.5k` and `300,000`, and lists such as `16,32,64`.
 
-Commas separate thousands if no other interpretation is possible: in a setting with a single value, or if a group begins
-with 0. In a setting that may be a sweep, other commas separate the values of a list. In such a setting, `512,768` could
-be a number or a list and is refused.
+Commas separate thousands if no other interpretation is possible: in a setting with a single value, or if a group starts
+with 0. In a setting that may be a sweep, all other commas separate the values of a list. In such a setting, `512,768`
+could be a number or a list, so it is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainer.contract.settings.toml import parse_toml
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
-# A longer text is not meant as a number, and would be slow to convert.
+# A longer string is not meant as a number, and would be slow to convert.
 _LONGEST = 400
 
 
 def parse_value(text: str) -> Any:
-    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; return other texts as strings, and an empty text as None."""
+    """Parse `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; return "" as None, and anything else as a string."""
     text = text.strip()
     if not text:
         return None
@@ -33,9 +33,9 @@ def parse_value(text: str) -> Any:
 
 
 def parse_number(text: str, *, several: bool = False, whole: bool = False) -> Any:
-    """Parse a number, or with `several` a list of numbers; other texts are parsed by `parse_value`.
+    """Parse a number or, with `several`, a list of numbers; parse anything else with `parse_value`.
 
-    With `whole`, `1e6` and `8.0` become integers. Raise `ValueError` for a text that could be one number or several.
+    With `whole`, `1e6` and `8.0` become integers. Raise `ValueError` if the text could be one number or several.
     """
     text = text.strip()
     if several and _is_ambiguous(text):

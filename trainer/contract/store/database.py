@@ -1,4 +1,4 @@
-"""Opens the SQLite stores for one writer or for read-only access, and converts errors to one-sentence messages."""
+"""Opens the SQLite stores for writing or for read-only access, and converts errors to one-sentence messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 # The suffixes of the files that SQLite creates next to a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# The error codes for a rollback journal left by a killed writer, and for a write-ahead log that must be recovered.
+# The error codes for a rollback journal that a killed writer left, and for a write-ahead log that must be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
@@ -37,7 +37,7 @@ class StoreError(UserError):
 
 
 class StoreCorrupt(StoreError):
-    """An error for a damaged store, with content that SQLite cannot have written."""
+    """An error for a corrupt store, with content that SQLite cannot have written."""
 
 
 class StoreMissing(StoreError):
@@ -60,15 +60,15 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 def _make(path: Path, schema: Schema) -> None:
     """Create a store with its tables under a temporary name, and then rename it.
 
-    If the store were created in place, a full disk could leave an empty store, which would be mistaken for a damaged
-    store.
+    If the store were created in place, a full disk could leave an empty store, which would be mistaken for a corrupt
+    one.
     """
     part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         _make_file(part, path.parent)
         with contextlib.closing(_open_for_writing(part, schema)) as connection:
-            # Move the content of the WAL into the store, since the WAL is not renamed. Closing also does this, but
-            # ignores a full disk.
+            # Move the content of the WAL into the store, since the WAL is not renamed. Closing the connection would do
+            # this too, but would ignore a full disk.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if not rename_if_new(part, path):
             # The file system cannot rename without replacing, so create an empty file now and the tables later.
@@ -80,9 +80,9 @@ def _make(path: Path, schema: Schema) -> None:
 
 
 def _make_file(path: Path, folder: Path) -> None:
-    # The WAL files get the mode of the main file. Create this file without opening it: closing any of its descriptors
-    # would drop the POSIX locks that other connections of this process hold, and the next process that closes the store
-    # would delete the WAL that these connections use.
+    # The WAL files get the mode of the main file. Create the main file without opening it: closing any of its
+    # descriptors would drop the POSIX locks that other connections of this process hold, and the next process that
+    # closes the store would delete the WAL that these connections use.
     os.mknod(path, 0o600)
     if is_shared(folder):
         path.chmod(file_mode(folder))
@@ -90,7 +90,7 @@ def _make_file(path: Path, folder: Path) -> None:
 
 def _open_for_writing(path: Path, schema: Schema) -> sqlite3.Connection:
     with _connect(f"file:{_quote(path)}?mode=rw") as connection:
-        if schema == "gpu":  # the only store that constantly deletes rows
+        if schema == "gpu":  # the only store that regularly deletes rows
             _let_shrink(connection)
         _keep_journal(connection, "delete" if network_file_system(path) else "wal")
         connection.execute("PRAGMA synchronous=NORMAL")
@@ -150,9 +150,7 @@ def _refuse_odd(path: Path) -> None:
 
 
 def as_text(content: bytes) -> str:
-    """Decode a text column, replacing invalid bytes; with SQLite's decoding, one text that is not UTF-8 fails the
-    query.
-    """
+    """Decode a text column, replacing invalid bytes; by default, a single invalid value would fail the query."""
     return content.decode(errors="replace")
 
 
@@ -193,7 +191,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's extended error code of an error; 0 for errors of Python's `sqlite3` module itself."""
+    """Return SQLite's extended error code, or 0 for errors of Python's `sqlite3` module itself."""
     return getattr(error, "sqlite_errorcode", 0)
 
 
@@ -201,7 +199,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if code in _TO_RECOVER:
         return (
             f"a killed process left the store {path} half written, and it cannot be written here; "
-            "any command of its owner repairs it"
+            "any command run by its owner repairs it"
         )
     if "locked" in text or "busy" in text:
         if problem := no_locks(path.parent):
@@ -221,7 +219,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if _says_corrupt(text):
         return f"the store {path} is corrupt; `sae-tui repair` moves it aside and rebuilds it from the runs next to it"
     if "full" in text or "disk I/O" in text:  # SQLite reports an exceeded quota as an I/O error
-        return f"the disk that holds {path} is full or fails ({text}); free some space"
+        return f"the disk with {path} is full or failing ({text}); free some space"
     return f"the store {path} cannot be used: {text}"
 
 
@@ -239,7 +237,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_whole(path: Path, schema: Schema) -> None:
-    """Raise `StoreCorrupt` if a store is damaged.
+    """Raise `StoreCorrupt` if a store is corrupt.
 
     The complete file is read, which takes 0.3 s for 3 million rows.
     """
@@ -253,9 +251,9 @@ def check_whole(path: Path, schema: Schema) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Rename a store and its WAL files to `<name>.<word>-1`, or to the name with the next free number.
+    """Rename a store and its WAL files to `<name>.<word>-1`, or use the next free number.
 
-    Return the new path, or None if the store itself is gone. A leftover write-ahead log is moved or deleted too, since
+    Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted, since
     it would be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
@@ -273,10 +271,10 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def no_locks(folder: Path) -> str:
-    """Return why files in a folder cannot be locked, or ""; an unnamed file is locked as a test.
+    """Return why files in a folder cannot be locked, or "" if they can; an unnamed file is locked as a test.
 
-    On a file system without locks (such as NFS without a lock service that responds), SQLite reports only that the
-    store is busy.
+    On a file system without locks (such as NFS without a working lock service), SQLite only reports that the store is
+    busy.
     """
     # Import late, since `tempfile` takes 1 MiB in a waiting supervisor.
     import tempfile
@@ -295,7 +293,7 @@ def no_locks(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _connect(uri: str) -> Iterator[sqlite3.Connection]:
-    """Yield a new connection to set up; the connection is closed only if the body of the context fails."""
+    """Yield a new connection to set up; it is closed only if the body of the context fails."""
     connection = sqlite3.connect(
         uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -310,8 +308,8 @@ def _connect(uri: str) -> Iterator[sqlite3.Connection]:
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
     """Set the journal mode of the file, retrying for `BUSY_TIMEOUT_S`.
 
-    To change the mode, SQLite upgrades a read lock. If another process does the same, SQLite fails immediately in spite
-    of its busy timeout, since two upgrades could wait for each other forever.
+    To change the mode, SQLite upgrades a read lock. If another process does the same, SQLite fails immediately despite
+    its busy timeout, since the two upgrades would otherwise deadlock.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -327,8 +325,7 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
 def _let_shrink(connection: sqlite3.Connection) -> None:
     """Make a new file return free pages to the disk, and truncate its write-ahead log after each checkpoint.
 
-    A file keeps the vacuum mode that is set when its first page is written, so this function must be called before any
-    write.
+    The vacuum mode is fixed when a file's first page is written, so this function must be called before any write.
     """
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
@@ -339,14 +336,14 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # Migrate in a separate process: sqlite-utils takes 17 MiB, which is too much for the app and waiting supervisors,
-    # and takes 1.5 s if pandas is installed. Run the file with -P, since a user's `trainer.py` in the working directory
-    # would shadow the package.
+    # Migrate in a separate process, since sqlite-utils uses 17 MiB, which is too much for the app and waiting
+    # supervisors, and takes 1.5 s to import if pandas is installed. Run the file with -P, since a user's `trainer.py`
+    # in the working directory would shadow the package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         _, _, reason = (done.stderr.strip().splitlines() or [""])[-1].partition(": ")
-        raise StoreError(_explain(path, reason or f"bringing it up to date ended with {done.returncode}"))
+        raise StoreError(_explain(path, reason or f"migrating it failed with exit code {done.returncode}"))
 
 
 def _make_tables(connection: sqlite3.Connection, schema: Schema) -> None:
@@ -363,7 +360,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:
-    """Return the schema version of a store; raise `StoreError` if a newer version of the program made it."""
+    """Return the schema version of a store; raise `StoreError` if a newer version of the program created it."""
     version = _version(connection)
     newest = len(MIGRATIONS[schema])
     if version > newest:

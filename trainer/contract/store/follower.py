@@ -1,4 +1,4 @@
-"""Keeps stores open for a long time, even if the files are deleted, replaced, locked or damaged."""
+"""Keeps stores open for a long time, even if their files are deleted, replaced, locked or corrupted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.database import StoreMissing, data_version, explain_
 
 
 class StoreFile:
-    """A connection to the store at a path that is opened on first use, and reopened when the file is replaced.
+    """A connection to the store at a path; it is opened on first use, and reopened when the file is replaced.
 
     SQLite itself would continue to use the deleted file, and everything written to that file would be lost.
     """
@@ -22,8 +22,8 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # The number of times that the file was opened; the identity is not enough, since a new file may get the inode
-        # of a deleted file.
+        # The number of times that the file was opened. The identity is not sufficient, since a new file may get the
+        # inode of a deleted file.
         self._times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
@@ -31,8 +31,7 @@ class StoreFile:
         with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
-                # Get the identity before opening the file, so that the next call notices if the file was replaced in
-                # between.
+                # Get the identity before opening the file, so that the next call notices a replacement in between.
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
                 self._identity = identity or file_identity(self.path)
@@ -52,7 +51,7 @@ class StoreFile:
 
 
 class Versioned(Protocol):
-    """A reader of a store; its `version` changes when the store's content may have changed."""
+    """A reader of a store; its `version` changes whenever the store's content may have changed."""
 
     def version(self) -> tuple[int, int]: ...
 
@@ -75,8 +74,8 @@ class StoreFollower(Generic[Store]):
     def poll(self, read: Callable[[Store | None], None]) -> bool:
         """Call `read` if the store has changed, with None if the file is gone; return whether `read` was called.
 
-        Raise `UserError` if the store cannot be read, or if `read` raises it; the next call then reopens the store. If
-        nothing has changed, a call needs only one stat and takes 6 µs.
+        Raise `UserError` if the store cannot be read or if `read` raises `UserError`; the next call then reopens the
+        store. If nothing has changed, a call needs only one stat and takes 6 µs.
         """
         try:
             self.store = self.store or self._open_store(self._path)
@@ -94,7 +93,7 @@ class StoreFollower(Generic[Store]):
         return True
 
     def close(self) -> None:
-        """Close the store; the next call of `poll` reopens and reads it."""
+        """Close the store; the next call to `poll` reopens and reads it."""
         if self.store:
             self.store.close()
         self.store = self._version = None

@@ -1,4 +1,4 @@
-"""Finds the process that blocks writes to a store; a process that hangs in a transaction blocks all other processes."""
+"""Finds the process that blocks writes to a store, since a process that hangs in a transaction blocks all others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _LONGEST_NAME = 60
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the pid of another process that blocks writes to this store; None if no such process is visible.
+    """Return the pid of another process that blocks writes to this store, or None if no such process is visible.
 
     A process on another host, or outside this PID namespace, is not visible. The store is not opened here, since
-    closing it would drop the locks that this process holds on it.
+    closing it would drop this process's own locks on it.
     """
     with contextlib.suppress(OSError):
         table = Path("/proc/locks").read_bytes()
         in_wal = _locks(table, path.with_name(f"{path.name}-shm"), _IN_SHARED_MEMORY)
         in_store = _locks(table, path, _IN_STORE)
-        # If there is a WAL, every process that has the store open holds a shared lock on the store, which does not
+        # If there is a WAL, every process with an open connection holds a shared lock on the store, which does not
         # block writes.
         has_wal = path.with_name(f"{path.name}-wal").exists()
         in_the_way = [pid for pid, kind in (*in_wal, *in_store) if kind == b"WRITE" or not has_wal]
@@ -36,7 +36,7 @@ def holder_of(path: Path) -> int | None:
 
 
 def _locks(table: bytes, path: Path, first: int) -> list[tuple[int, bytes]]:
-    """Return the pid and kind of other processes' locks on a file at byte `first` or later, write locks first."""
+    """Return the pids and types of other processes' locks on a file at byte `first` or later, write locks first."""
     if not path.exists():
         return []
     place = f"{mount_of(path.parent).device}:{path.stat().st_ino}".encode()
@@ -55,15 +55,15 @@ def is_halted(pid: int) -> bool:
 
 
 def describe_holder(pid: int) -> str:
-    """Return a description of the process that holds a store, and what to do about it.
+    """Return a description of the process that blocks a store, and what to do about it.
 
-    An example is ``ann's process 123 (python -m sae_tui), which is halted; `kill -CONT 123` continues it``
+    An example is ``ann's process 123 (python -m sae_tui), which is halted; `kill -CONT 123` continues it``.
     """
     try:
         whose = user_of(os.stat(f"/proc/{pid}").st_uid)
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return f"process {pid}, which has ended; try again"
+        return f"process {pid}, which has exited; try again"
     # Omit options, since their values may be secret.
     end = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     name = printable(" ".join([os.path.basename(words[0]), *words[1:end]]).strip()[:_LONGEST_NAME])

@@ -38,8 +38,7 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
 
-# The request "stop-evaluation" is for the process that evaluates the job's SAEs; the other kinds of requests are for
-# the supervisor.
+# The process that evaluates the job's SAEs handles the request "stop-evaluation"; the supervisor handles all others.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
 # Requests that end a job's current run.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
@@ -54,20 +53,20 @@ class LeaseConflict(UserError):
 
 
 class Unreadable(UserError):
-    """An error for damaged rows, with values that this program never writes."""
+    """An error for corrupt rows, with values that this program never writes."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
         which = ", ".join(map(str, ids[:MOST_NAMED])) + (" ..." if len(ids) > MOST_NAMED else "")
         rows, again = (f"jobs {which}", "them") if len(ids) > 1 else (f"job {which}", "it")
-        super().__init__(f"the list of jobs holds no readable row of {rows}; `sae-tui repair` rebuilds {again}")
+        super().__init__(f"the list of jobs has no readable row for {rows}; `sae-tui repair` rebuilds {again}")
 
 
 class Control:
     """The job store of a data folder; a store that is opened read-only is never created or changed.
 
     Unreadable rows are skipped, so that the other rows remain usable. `unreadable` contains the ids that the last call
-    of `jobs` skipped. `mend` repairs an unreadable row.
+    to `jobs` skipped. `mend` repairs an unreadable row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -107,7 +106,7 @@ class Control:
             return number
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
-        """Insert a lost job again with its leases, events and ranks; return False if a job with its id exists."""
+        """Reinsert a lost job with its leases, events and ranks; return False if a job with its id exists."""
         with self._write() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
                 return False
@@ -119,8 +118,7 @@ class Control:
         return True
 
     def mend(self, job_id: int, fallback: Job, *, above: int = 0) -> Job:
-        """Rewrite an unreadable row from its readable columns, and from `fallback` for the other columns; return the
-        job.
+        """Rewrite an unreadable row, taking unreadable columns from `fallback`; return the job.
 
         A job with an invalid id gets the next free id above `above`.
         """
@@ -135,7 +133,7 @@ class Control:
         return job
 
     def forget(self, job_id: int) -> bool:
-        """Delete an ended job and everything that belongs to it from the store; return False if it is still active.
+        """Delete an ended job and its other rows from the store; return False if the job is still active.
 
         If the job had finished, the jobs that depend on it no longer wait for it. Otherwise, these jobs continue to
         wait.
@@ -162,9 +160,7 @@ class Control:
             raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """Return all jobs, or only those in the given states, latest first; store the ids of skipped rows in
-        `unreadable`.
-        """
+        """Return all jobs, or those in the given states, latest first; put the ids of skipped rows in `unreadable`."""
         wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
         where = "" if states is None else f"WHERE state IN ({wanted})"
         jobs: list[Job] = []
@@ -179,13 +175,11 @@ class Control:
 
     @property
     def problem(self) -> str:
-        """A sentence about the skipped jobs; "" if all rows were readable."""
+        """A sentence about the skipped jobs, or "" if all rows were readable."""
         return str(Unreadable(self.unreadable)) if self.unreadable else ""
 
     def state(self, job_id: int) -> JobState | None:
-        """Return the state of a job, or None if there is no such job; raise `Unreadable` if the stored state is
-        invalid.
-        """
+        """Return the state of a job, or None if there is no such job; raise `Unreadable` if its state is invalid."""
         with explain_errors(self.path):
             return _state(self._db, job_id)
 
@@ -195,7 +189,7 @@ class Control:
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
         """Set the state and fields of a job atomically.
 
-        Return False if the transition is not allowed, or if a request of a kind in `unless` is open.
+        Return False if the transition is not allowed, or if a request in `unless` is open.
         """
         with self._write() as db:
             return not _pending_requests(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
@@ -218,13 +212,13 @@ class Control:
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Set fields of a job; its state can only be changed with `transition`."""
+        """Set fields of a job; to change its state, use `transition`."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
 
     def move(self, job_id: int, host: str) -> None:
-        """Set the host name in the row of a job and in its leases."""
+        """Set the host name in a job's row and in its leases."""
         with self._write() as db:
             for table, key in (("jobs", "id"), ("leases", "job_id")):
                 db.execute(f"UPDATE {table} SET host = ? WHERE {key} = ?", (host, job_id))
@@ -261,7 +255,7 @@ class Control:
     # ranks
 
     def record_rank(self, rank: Rank) -> None:
-        """Record how a rank was started or how it ended; replace an earlier row of the same rank."""
+        """Record how a rank was started or how it exited; replace any earlier row of the same rank."""
         row = msgspec.structs.asdict(rank)
         marks = ", ".join("?" * len(row))
         with self._write() as db:
@@ -274,8 +268,9 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Record a request to stop, pause, finish or kill a job; its supervisor and rank 0 poll for requests twice a
-        second.
+        """Record a request to stop, pause, finish or kill a job.
+
+        The job's supervisor and rank 0 poll for requests twice a second.
         """
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
@@ -305,7 +300,7 @@ class Control:
         return list(readable(rows, Event))
 
     def last_event(self) -> int:
-        """Return the number of the latest event of any job, or 0."""
+        """Return the number of the latest event of any job, or 0 if there are no events."""
         return int(self._select("SELECT coalesce(max(id), 0) AS last FROM events")[0]["last"])
 
     def news(self, kinds: Iterable[str], after: int) -> list[tuple[int, Event]]:
@@ -338,7 +333,7 @@ def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-    # A single text that is not UTF-8 makes the complete query fail. If such a text is read as bytes, only its own row
+    # A single value that is not UTF-8 makes the entire query fail. If such a value is read as bytes, only its own row
     # is unreadable.
     db.text_factory = _text_or_bytes
     return [dict(row) for row in db.execute(query)]
@@ -361,7 +356,7 @@ def _free_number(db: sqlite3.Connection, above: int) -> int:
 
 
 def _put(db: sqlite3.Connection, job: Job) -> None:
-    """Insert a job with its id, and with GPU leases if the job holds GPUs in its state."""
+    """Insert a job with its id, and with GPU leases if a job in its state holds GPUs."""
     holds = not job.state.is_final and job.state != JobState.QUEUED
     _insert(db, to_row(job))
     _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())

@@ -16,16 +16,16 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, convert, readable
 
-# The binary logarithms of the numbers of steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2.
-# With roll-ups, reading 10 million rows for a plot takes 3 ms.
+# log2 of the steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2. With roll-ups, reading 10
+# million rows for a plot takes 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
 # The largest stored value. Metrics are far smaller; squares or differences of larger values could overflow.
 LARGEST = 1e100
-# The phases of a training; the second is that of a run that finishes early.
+# The training phases of a run; the second applies if the run finishes early.
 TRAINING, COOLING = "training", "cooling down"
 # Phases at the end of a run: evaluating the exported SAEs, being finished, and waiting for disk space.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
-# Phases before the first step; `LOADING_MODEL` is about the language model, and `COMPILING` about GPU kernels.
+# Phases before the first step: loading the language model, and compiling GPU kernels.
 LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
 _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
@@ -36,7 +36,7 @@ def is_before_first_step(phase: str) -> bool:
 
 
 class MetricRow(msgspec.Struct, frozen=True):
-    """A value of a metric; `rank` is 0 for values that are reduced over all ranks."""
+    """A value of a metric; `rank` is 0 for values reduced over all ranks."""
 
     name: str
     step: int
@@ -54,7 +54,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The latest status report of a run: its phase, its position, and the number of rows that were lost."""
+    """A run's latest status report: its phase, its position, and the number of rows that were lost."""
 
     phase: str
     step: Count
@@ -98,15 +98,12 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Delete all rows after the step of the heartbeat, so that curves have no values of later steps from an earlier
-        attempt.
-        """
+        """Delete all rows after the heartbeat's step, so that curves contain no later values from earlier attempts."""
         with explain_errors(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
                 db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
-            # The first step of the coarsest bucket that lost rows; if one row of a bucket is rewritten, the bucket is
-            # recomputed.
+            # The first step of the coarsest bucket that lost rows. Rewriting one row of a bucket recomputes the bucket.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))
             rewritten = [
@@ -117,7 +114,7 @@ class SeriesWriter:
         self.write(rewritten, heartbeat)
 
     def roll_up_missing(self) -> None:
-        """Rebuild roll-ups that are missing, for example because another program wrote the rows, in batches of rows."""
+        """Rebuild missing roll-ups in batches, for example if another program wrote the rows."""
         with explain_errors(self.path):
             keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
             for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
@@ -139,7 +136,7 @@ class SeriesWriter:
 
 
 class SeriesReader:
-    """Reads the metrics of a run while they are being written; with a WAL, a reader never waits for the writer.
+    """Reads a run's metrics while they are being written; with a WAL, a reader never waits for the writer.
 
     Invalid rows and values, which `SeriesWriter` never writes, are skipped.
     """
@@ -153,7 +150,7 @@ class SeriesReader:
         self._file.close()
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes when the run writes to the store or the store's file is replaced."""
+        """Return a value that changes when the run writes to the store or when the store's file is replaced."""
         return self._file.version()
 
     @property
@@ -202,8 +199,8 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # The width of a bucket is a power of two, so that buckets nest: the earlier points of a growing curve
-            # change only when the curve doubles in length.
+            # Bucket widths are powers of two, so that buckets nest: the earlier points of a growing curve change only
+            # when the curve doubles in length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
@@ -241,9 +238,7 @@ class SeriesReader:
                     yield step, _finite(timestamp) or 0.0, _finite(value)
 
     def latest(self, rank: int = 0) -> dict[str, float]:
-        """Return a dict that maps the name of each series of a rank to its latest value; omit a series if this value is
-        null.
-        """
+        """Return the latest value of each of a rank's series, by name; omit series whose latest value is null."""
         newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
         with explain_errors(self.path):
@@ -256,7 +251,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the latest event of one of the given kinds; None if there is none or it is unreadable."""
+        """Return the latest event of one of the given kinds, or None if there is none or it is unreadable."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()
@@ -264,7 +259,7 @@ class SeriesReader:
 
 
 def best_sae(latest: Mapping[str, float]) -> str:
-    """Return the label of the SAE with the lowest FVU in a sweep; "" for a run of one SAE or before any measurement.
+    """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE or before any measurement.
 
     The held-out FVU is used if any SAE has one, otherwise the FVU of the last batches.
     """
@@ -304,8 +299,8 @@ _EXTENT = (
 )
 _N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
 _N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
-# Finds level-2 buckets that have rows but no roll-up, or an incomplete level 1. The query jumps from bucket to bucket,
-# which takes 5 ms for 10 million rows.
+# Finds level-2 buckets with rows but without a roll-up or with an incomplete level 1. The query jumps from bucket to
+# bucket, which takes 5 ms for 10 million rows.
 _MISSING = (
     "WITH RECURSIVE found(bucket) AS ("
     f"SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank AND {_STEPS}"
@@ -353,9 +348,7 @@ def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recompute the buckets of the `touched` tuples (key, rank, step) from their rows, so that no step is counted
-    twice.
-    """
+    """Recompute the buckets of the `touched` tuples (key, rank, step) from rows, so that no step is counted twice."""
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:

@@ -1,5 +1,4 @@
-"""The schemas of the stores as append-only lists of migrations; `PRAGMA user_version` is the number of applied
-migrations.
+"""The schemas of the stores as append-only lists of migrations; `PRAGMA user_version` is the number applied.
 
 A new store is created without sqlite-utils, directly from the SQL of the latest schema, which `make schemas` writes.
 """
@@ -65,7 +64,7 @@ _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 
 
 
 def control_003(db: Database) -> None:
-    """Add columns for the queue (order, hold, dependencies, any or named GPUs), shared GPUs, tags and notes."""
+    """Add columns for the queue (order, holds, dependencies, choice of GPUs), shared GPUs, tags and notes."""
     jobs = db.table("jobs")
     for name, kind, default in (
         ("priority", int, 0),
@@ -110,7 +109,7 @@ def control_006(db: Database) -> None:
 
 
 def control_007(db: Database) -> None:
-    """Set the state of imported SAEs that were never trained here to "imported"."""
+    """Set the state of imported SAEs to "imported" if they were never trained here."""
     imported = "SELECT job_id FROM events WHERE kind = 'imported'"
     db.execute(
         f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"
@@ -191,10 +190,10 @@ def statements_of_new(schema: Schema) -> list[str]:
 
 
 def migrate(path: Path, schema: Schema) -> None:
-    """Apply all missing migrations, each atomically; two processes may call this at the same time."""
+    """Apply all missing migrations, each atomically; several processes may call this concurrently."""
     from sqlite_utils import Database
 
-    # Closing rolls back a migration that failed halfway.
+    # Closing the connection rolls back a migration that failed halfway.
     with contextlib.closing(sqlite3.connect(path, timeout=10, isolation_level=None)) as connection:
         db = Database(connection)
         while _take_next_step(connection, db, MIGRATIONS[schema]):
@@ -212,6 +211,6 @@ def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequenc
 
 
 if __name__ == "__main__":
-    # sqlite-utils loads pandas if it is installed, which takes four times as long as everything else.
+    # If pandas is installed, sqlite-utils imports it, which takes four times as long as everything else.
     sys.modules |= dict.fromkeys(("numpy", "pandas"))  # type: ignore[arg-type]
     migrate(Path(sys.argv[2]), sys.argv[1])  # type: ignore[arg-type]

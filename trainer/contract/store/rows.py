@@ -13,7 +13,7 @@ from trainer.contract.json_file import convert_as, decode_as
 from trainer.contract.process import Pid, ProcessRef
 from trainer.contract.store.states import JobState
 
-_LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a JSON list
+_LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that contain a JSON list
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
@@ -32,7 +32,7 @@ Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # up to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Only the form of registry names is checked: another version may have other entries, which are only displayed.
+# Only the format of registry names is checked: another version may have other entries, which are only displayed.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
@@ -73,18 +73,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     output_path: str | None = None
     d_in: Count | None = None
     d_out: Count | None = None
-    # Memory per rank. The peak is the memory that PyTorch reserved on the fullest GPU, or that of the largest CPU
+    # Memory per rank. The peak is the memory that PyTorch reserved on the fullest GPU, or the memory of the largest CPU
     # process.
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
-    # Fields for the queue, among them the ids of the jobs that this job depends on (`after`), the time at which it was
+    # Fields for the queue, including the ids of the jobs on which this job depends (`after`), the time at which it was
     # queued, and the reason why it waits.
     priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
     waits_for: str | None = None
-    # With `any_gpus`, the job takes any `gpus_wanted` GPUs that have enough memory; otherwise, it takes the GPUs in
+    # With `any_gpus`, the job gets any `gpus_wanted` GPUs with enough memory; otherwise, it gets the GPUs in
     # `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
@@ -105,8 +105,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Metrics on held-out rows; `fvu` and `l0` are from the last batches.
     heldout_fvu: float | None = None
     heldout_l0: float | None = None
-    # A warning about overfitting: the FVU is clearly lower on training rows than on other rows, or was clearly lower
-    # earlier.
+    # A warning about overfitting: the held-out FVU is clearly higher than the FVU on training rows, or than it was
+    # earlier in the run.
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -117,8 +117,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def takes_slices(self) -> bool:
         """Whether the job can use MIG slices as GPUs.
 
-        A training on several GPUs cannot use slices, since its ranks exchange tensors. The processes of an extraction
-        can use slices.
+        A training job on several GPUs cannot use slices, since its ranks exchange tensors. The processes of an
+        extraction can use slices.
         """
         return self.gpus_wanted == 1 or self.mode == "single"
 
@@ -130,7 +130,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """The number of seconds to the last step at the current speed; None if unknown."""
+        """The number of seconds until the last step at the current speed, or None if unknown."""
         if not (self.total_steps and self.step and self.tokens_per_s):
             return None
         left_s = max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
@@ -141,7 +141,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Job)}
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `ranks`: the process of a rank and how the process ended."""
+    """A row of `ranks`: a rank's process and its exit status."""
 
     job_id: JobId
     attempt: Count
@@ -160,7 +160,8 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, since when, and the bytes that a sharing job has leased."""
+    """A row of `leases`: the job and user that hold a GPU, the start time, and the memory leased if the GPU is shared.
+    """
 
     host: str
     gpu_uuid: str
@@ -209,7 +210,7 @@ def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
 
 
 def salvage(row: dict[str, Any], fallback: Job) -> Job:
-    """Return a job with the readable columns of a damaged row, and all other fields from `fallback`."""
+    """Return a job with the readable columns of a corrupt row, and all other fields from `fallback`."""
     fields = {}
     for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
@@ -218,7 +219,7 @@ def salvage(row: dict[str, Any], fallback: Job) -> Job:
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a job's fields that have valid values for a row."""
+    """Return only the fields of a job whose values are valid in a row."""
     valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
@@ -227,7 +228,7 @@ def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _column(name: str, value: Any) -> Any:
-    """Convert the value of a column to the value of the field: JSON to a list, and 0 and 1 to a bool."""
+    """Convert a column's value to the field's value: JSON to a list, and 0 and 1 to a bool."""
     if name in _LIST_COLUMNS and isinstance(value, str):
         return decode_as(value, list[Any])
     return _FLAGS.get(value, value) if name in _FLAG_COLUMNS else value

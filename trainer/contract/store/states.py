@@ -22,14 +22,14 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether no process of the job is running, and the state changes only if the job is resumed."""
+        """Whether the job has no running process and leaves this state only if it is resumed."""
         return self in _END
 
 
 # The states in which a run can end.
 _ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
 _END = _ENDED | {JobState.IMPORTED}
-# The states that a job must reach before the jobs that depend on it can start.
+# The jobs that depend on a job can start once it is in one of these states.
 DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
 # A job that restarts after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})

@@ -1,4 +1,4 @@
-"""The interface of a mirror, which shows a run's metrics in another tool."""
+"""The interface for mirrors, which show a run's metrics in other tools."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ID = re.compile("[0-9a-f]{8}")
 class MirroredRun(msgspec.Struct, frozen=True):
     """The run to mirror.
 
-    A resumed run keeps its `id`, and `first_step` is 0 unless the run was resumed. `settings` maps the label of each
-    SAE to its complete job table; if the run is not a sweep, the only label is "".
+    A resumed run keeps its `id`; otherwise, `first_step` is 0. `settings` maps the label of each SAE to its complete job
+    table; if the run is not a sweep, the only label is "".
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Mirror(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """The place where the user finds the metrics, for messages."""
+        """Where the user can find the metrics, for messages."""
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
@@ -52,7 +52,7 @@ class Mirror(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Make all values sent so far visible to readers."""
+        """Make all values sent until now visible to readers."""
 
     @abstractmethod
     def close(self) -> None:
@@ -66,7 +66,7 @@ def mirrored_run(job: JobConfig, folder: Path, first_step: int) -> MirroredRun:
 
 
 def _id_of(file: Path) -> str:
-    """Return the id of a run from a file; if there is no id in the file, write a random one."""
+    """Return the run id stored in a file; if there is none, write a random one."""
     try:
         with open_plain(file) as stream:
             known = stream.read(100).decode(errors="replace").strip()

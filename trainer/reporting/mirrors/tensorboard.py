@@ -23,7 +23,7 @@ class TensorBoard(Mirror):
         self._folder = run.folder / "tensorboard"
         refuse_link(self._folder)
         private_folder(self._folder)
-        # Drop values that an earlier attempt wrote for steps that are now repeated.
+        # Drop values from an earlier attempt for steps that are now repeated.
         purge = run.first_step + 1 if run.first_step else None
         self._writers = {
             label: SummaryWriter(str(self._folder / _as_folder(label)), purge_step=purge) for label in run.settings

@@ -10,7 +10,7 @@ from trainer.reporting.mirrors.base import PROJECT, Mirror, MirroredRun
 class Trackio(Mirror):
     """Stores metrics locally, in TRACKIO_DIR or the Hugging Face cache; uploads them only if TRACKIO_SPACE_ID is set.
 
-    A resumed run is found by its name, which ends with the run's id. Steps that are repeated are stored twice.
+    A resumed run is found by its name, which ends with the run's id. Repeated steps are stored twice.
     """
 
     def __init__(self, run: MirroredRun) -> None:

@@ -82,16 +82,15 @@ def _put_first(run: Any) -> None:
 
 
 def _mode() -> Literal["offline"] | None:
-    """Return None if W&B can choose the mode, because WANDB_MODE forbids uploads or a key is known; otherwise
-    "offline".
+    """Return "offline", or None to let W&B choose the mode if WANDB_MODE forbids uploads or a key is known.
 
-    Without "offline", W&B would ask for a key on the terminal.
+    Without "offline", W&B would prompt for a key on the terminal.
     """
     import wandb
 
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return None
     with contextlib.suppress(TypeError):
-        # W&B versions without `prompt` might ask for a key here.
+        # W&B versions without `prompt` might prompt for a key here.
         return None if wandb.login(prompt=False, verify=False) else "offline"
     return None if os.environ.get("WANDB_API_KEY") else "offline"
