@@ -65,8 +65,8 @@ def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: She
 @pytest.mark.slow
 def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) -> None:
     for folder, data, sentence in (
-        (shell.folder, SAMPLE, f"FOLDER: {shell.folder} holds 2 SAEs, e.g. "),
-        (SAMPLE, SAMPLE, f"FOLDER: {SAMPLE} holds no SAE; expected cfg.json + sae_weights.safetensors (saelens), "),
+        (shell.folder, SAMPLE, f"FOLDER: {shell.folder} contains 2 SAEs, e.g. "),
+        (SAMPLE, SAMPLE, f"FOLDER: {SAMPLE} contains no SAE; expected cfg.json + sae_weights.safetensors (saelens), "),
         (foreign, shell.folder / "nothing", "data.path: there is nothing at"),
     ):
         *progress, line = shell.errors("import", folder, "--data", data, code=1)

@@ -272,12 +272,12 @@ def test_waiting_supervisors_and_commands_continue_despite_unreadable_rows(box, 
     for column, value in hostile.items():
         spoil(box.data, box.record("bad", state="running", peak_memory_bytes=2**30), column, value)
     log = box.data.run(second).supervisor_log
-    wait_for(lambda: "no readable row of jobs 7, 6, 5, 4, 3;" in log.read_text(), "a word in its log")
+    wait_for(lambda: "no readable row for jobs 7, 6, 5, 4, 3;" in log.read_text(), "a word in its log")
     for words in (["jobs"], ["job", str(second)], ["stop", str(first)]):
         command(box, *words)
     assert box.wait_ended(first).state == JobState.STOPPED
     assert box.wait_ended(second).state == JobState.FINISHED
-    assert log.read_text().count("no readable row of jobs 7, 6, 5, 4, 3;") == 1
+    assert log.read_text().count("no readable row for jobs 7, 6, 5, 4, 3;") == 1
     command(box, "repair")
     with store_access.open_control(box.data) as control:
         assert (len(control.jobs()), control.unreadable) == (7, frozenset())

@@ -296,7 +296,7 @@ def test_a_finished_job_can_be_resumed_only_with_more_steps(box):
     box.wait_ended(job_id)
     with pytest.raises(JobFileError, match=rf"train\.n_steps: job {job_id} has finished; train it for longer with"):
         box.resume(job_id)
-    with pytest.raises(JobFileError, match=r"train\.n_steps: the run is at step 10 already"):
+    with pytest.raises(JobFileError, match=r"train\.n_steps: the run is already at step 10"):
         box.resume(job_id, "train.n_steps=5")
     assert box.job(job_id).state == JobState.FINISHED
     plan = box.resume(job_id, "train.n_steps=15")

@@ -183,7 +183,7 @@ def test_a_run_whose_sae_was_not_written_is_not_finished(run_dir: Path) -> None:
 
 def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(run_dir), "--set", "train.n_steps=10"]) == EXIT_USAGE
-    assert capsys.readouterr().err.startswith("train.n_steps: the run is at step 10 already")
+    assert capsys.readouterr().err.startswith("train.n_steps: the run is already at step 10")
     assert load_job(run_dir / "job.toml").train.n_steps == 20
 
 

@@ -1,4 +1,4 @@
-"""Reports the measurements of a run as rows for the store and lines for the log."""
+"""Reports a run's measurements as rows for the store and as lines for the log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Report:
             )
 
     def compare(self, step: int, step_ms: float) -> None:
-        """Report the measured step time in ms once, together with the time that the cost model predicted."""
+        """Report, once, the measured step time in ms and the time that the cost model predicted."""
         if self._expected_step_s is None:
             return
         expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
@@ -58,7 +58,7 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record the share of rows that have been left out so far, and report outliers once.
+        """Record the share of rows that have been left out, and report outliers once.
 
         With several hooks, the shares are for `hook`, and `labels` are the SAEs of this hook.
         """
@@ -84,12 +84,12 @@ class Report:
         self.log("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
 
     def copies(self, sentence: str, hook: str = "") -> None:
-        """Warn that held-out rows are also training rows; `sentence` is "" if there are no such rows."""
+        """Warn that some held-out rows are also training rows; `sentence` is "" if there are no such rows."""
         if sentence:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
-        """Report how many of a hook's held-out rows are excluded from all measurements, and why."""
+        """Report how many of a hook's held-out rows are excluded from all metrics, and why."""
         reasons = {"not finite": found.not_finite, "with a huge norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
@@ -102,7 +102,7 @@ class Report:
     def scaled(self, sentence: str, hook: str = "") -> None:
         """Report which dimensions of a hook are left out or scaled down; `sentence` is "" if there are none."""
         if sentence:
-            self.log("dimensions", f"{sentence}{_at(hook)}: this run's FVU is measured after this change")
+            self.log("dimensions", f"{sentence}{_at(hook)}; this run's FVU is measured after this change")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
@@ -163,12 +163,12 @@ class Report:
             self._untold.setdefault(label, []).append((kind, labelled, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Return a dict that maps the labels of this rank's SAEs to their events since the last call; {} on rank 0."""
+        """Return the events of this rank's SAEs since the last call, by label; {} on rank 0."""
         taken, self._untold = self._untold, {}
         return taken
 
     def deliver(self, events: Mapping[str, Iterable[tuple[str, str, str]]]) -> None:
-        """Record the events of the SAEs of other ranks; do nothing on ranks other than 0."""
+        """Record events of other ranks' SAEs; do nothing on ranks other than 0."""
         if not self._is_main:
             return
         for of_label in events.values():
@@ -176,7 +176,7 @@ class Report:
                 self._progress.event(kind, message, level)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the run's SAEs; None if it has not been measured yet."""
+        """Return the mean of a metric over the run's SAEs, or None if it has not been measured yet."""
         measured = [values[name] for values in self.values.values() if name in values]
         return statistics.fmean(measured) if measured else None
 

@@ -37,8 +37,8 @@ _LONGEST_NAME = 60
 class Firings(NamedTuple):
     """The nonzero activations on a text: tokens [n_contexts, length], `indices` [n, 3] and activations [n].
 
-    Each row of `indices` contains the indices of the context, of the token in the context, and of the latent. All
-    activations are positive.
+    Each row of `indices` contains the index of the context, the index of the token in the context, and the index of the
+    latent. All activations are positive.
     """
 
     tokens: Tensor
@@ -47,13 +47,13 @@ class Firings(NamedTuple):
 
 
 class SharedSae(NamedTuple):
-    """An SAE in its exchange form: it maps raw activations to raw activations.
+    """An SAE in exchange form, which maps raw activations to raw activations.
 
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, and a transcoder
     encodes x itself. `k` is the number of active latents per token in training, or None if unknown. `levels` contains
     the widths of the prefixes of a Matryoshka SAE. `features` is the file that `eval` stored for the weights. `firings`
     computes the activations on the run's data, for formats that need them; it is None if the tokens of the data are
-    unknown. `l0` is the L0 that the imported files state. `notes` contains sentences about these files.
+    unknown. `l0` is the L0 stated in the imported files. `notes` contains sentences about these files.
     """
 
     config: dict[str, Any]
@@ -104,7 +104,7 @@ class SharedSae(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Settings from the user that override or complete the settings in an SAE's files.
+    """Settings from the user that override or supplement the settings in an SAE's files.
 
     `config` maps dotted names to values and overrides the settings in the files. `transcoder` marks the SAE as a
     transcoder if the files do not state it.
@@ -128,12 +128,12 @@ class Format(ABC):
     needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: SharedSae) -> str | None:
-        """Return the reason why the format cannot store this SAE without changing its output; None if it can."""
+        """Return why the format cannot store this SAE without changing its output, or None if it can."""
         return None
 
     @abstractmethod
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
-        """Write an SAE atomically, and return a sentence about each omission; the caller must check `refusal` first."""
+        """Write an SAE atomically; return a sentence about each omission. The caller must check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
@@ -141,7 +141,7 @@ class Format(ABC):
         return any(holds(folder_of(place), *names) for names in sets)
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
-        """Read the SAE in a folder or file; raise `UserError` if none of our architectures can compute it."""
+        """Read the SAE in a folder or file; raise `UserError` if no supported architecture can compute it."""
         raise UsageError(f"{place} is in a format that can be exported, but not imported")
 
 
@@ -151,7 +151,7 @@ def folder_of(place: Path) -> Path:
 
 
 def holds(folder: Path, *names: str) -> bool:
-    """Return whether a folder contains all the given files; links are followed only inside the hub's cache."""
+    """Return whether a folder contains all given files; links are followed only inside the hub's cache."""
     return all(is_plain_file(folder / name) for name in names)
 
 
@@ -162,7 +162,7 @@ def format_named(name: str) -> Format:
 
 
 def format_in(place: Path) -> str | None:
-    """Return the name of the format of the SAE at a path; None if there is no readable SAE."""
+    """Return the name of the format of the SAE at a path, or None if there is no readable SAE."""
     return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
 
 
@@ -188,12 +188,12 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
 
 
 def _scales_of(sae: Sae) -> dict[str, Any]:
-    """Return the dimension scales used in training, as metadata; the exported weights already include the scales."""
+    """Return the dimension scales used in training, as metadata; they are already folded into the exported weights."""
     return {} if sae.dimension_scales is None else {SCALES: changed_scales(sae.dimension_scales)}
 
 
 def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
-    """Return the dimension scales [d_out] from metadata; None if there are none or they are malformed."""
+    """Return the dimension scales [d_out] from metadata, or None if they are missing or malformed."""
     factors = metadata.get(SCALES)
     numbers = {str(number) for number in range(d_out)}
     if not isinstance(factors, dict) or not factors or not factors.keys() <= numbers:
@@ -206,9 +206,7 @@ def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
 
 
 def public_name(value: Any) -> Any:
-    """Return a value in a form for publication: only the last component of an absolute path, or another value
-    unchanged.
-    """
+    """Return a value for publication: only the last component of an absolute path; any other value unchanged."""
     is_path = isinstance(value, str) and Path(value).is_absolute()
     return Path(value).name or value if is_path else value
 

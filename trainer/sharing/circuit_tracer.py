@@ -21,10 +21,10 @@ from trainer.sharing.reading import checked, converted, read_safetensors, read_t
 CONFIG = "config.yaml"
 _THRESHOLD = "activation_function.threshold"
 _TOPK, _MOST_DIGITS = "topk", 10
-# Without TopK, the activation is a JumpReLU if there is a threshold tensor, otherwise a ReLU.
+# Unless the activation is TopK, it is a JumpReLU if there is a threshold tensor, and otherwise a ReLU.
 _ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
 _OF_TOPK = (
-    "circuit-tracer reads TopK from version 0.5.0 on, by activation and k in config.yaml; it also keeps negative "
+    "circuit-tracer supports TopK since version 0.5.0, with activation and k in config.yaml; it also keeps negative "
     "activations among the k largest"
 )
 LAYER_FILE = re.compile(r"layer_[0-9]{1,4}\.safetensors")
@@ -39,11 +39,14 @@ class CircuitTracer(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if not sae.is_transcoder:
-            return "circuit-tracer supports only transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
+            return (
+                "circuit-tracer supports only transcoders, but this is an SAE; train a transcoder with data.hook = "
+                "mlp.LAYER"
+            )
         if sae.d_in != sae.d_out:
-            return f"circuit-tracer supports one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
+            return f"circuit-tracer supports only one width, but this maps {sae.d_in} dimensions to {sae.d_out}"
         if sae.form not in ("standard", "jumprelu", _TOPK):
-            return f"circuit-tracer supports ReLU, a threshold or TopK, and this is exported as {sae.architecture}"
+            return f"circuit-tracer supports ReLU, JumpReLU and TopK, but this is exported as {sae.architecture}"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -51,9 +54,7 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
-        """Write transcoders of different layers as one set, atomically; the caller must check `refusal` for each
-        transcoder.
-        """
+        """Write transcoders of different layers as one set, atomically; the caller must check `refusal` for each."""
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
@@ -83,14 +84,14 @@ class CircuitTracer(Format):
         name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
         own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
-        # With a threshold below 0, circuit-tracer would let negative activations through; `checked` refuses such
+        # With a threshold below 0, circuit-tracer would let negative activations through, so `checked` refuses such
         # thresholds.
         sae = checked(SharedSae(own, weights, facts, k=k, is_transcoder=True), file)
         return converted(sae, file)
 
 
 def layer_file(place: Path) -> Path | None:
-    """Return the file of a layer: the path itself, or the only layer file in a folder; otherwise None."""
+    """Return the file of a layer, which is the path itself or the only layer file in a folder; otherwise None."""
     files = place.glob("layer_*.safetensors") if place.is_dir() else [place]
     layers = [one for one in files if LAYER_FILE.fullmatch(one.name) and is_plain_file(one)]
     return layers[0] if len(layers) == 1 else None
@@ -125,40 +126,42 @@ def member_of(sae: SharedSae) -> Member:
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
-    """Return the reason why the transcoders cannot form a set; None if they can."""
+    """Return why the transcoders cannot form a set, or None if they can."""
     layers = [one.layer for one in members]
     if None in layers:
-        return f"the data of transcoder {layers.index(None) + 1} does not name its layer; export it alone and rename it"
+        number = layers.index(None) + 1
+        return f"the data of transcoder {number} does not name its layer; export it separately and rename it"
     if twice := [layer for layer in layers if layers.count(layer) > 1]:
-        return f"several transcoders are of layer {twice[0]}; give one run for each layer"
+        return f"several transcoders belong to layer {twice[0]}; give one run for each layer"
     for name in ("d_in", "d_sae", "has_skip", "k"):
         if len(values := {getattr(one, name) for one in members}) > 1:
             listed = " and ".join(sorted(map(str, values)))
-            return f"circuit-tracer needs transcoders of one kind in a set, but {name} is {listed}"
+            return f"circuit-tracer requires all transcoders of a set to match, but {name} is {listed}"
     if len({one.config for one in members}) > 1:
-        return "the transcoders are of different models or sites; give runs on the MLPs of one model"
+        return "the transcoders belong to different models or sites; give runs on the MLPs of one model"
     return None
 
 
 def notes_of_set(members: Sequence[Member]) -> list[str]:
-    """Return notes about a set that was written: on unknown or missing layers, and how circuit-tracer reads TopK."""
+    """Return notes about a written set: on unknown or missing layers, and on circuit-tracer's TopK support."""
     layers = [one.layer for one in members]
-    notes = ["the data does not name its layer: rename layer_0.safetensors after the layer"] if None in layers else []
+    notes = ["the data does not name its layer; rename layer_0.safetensors after the layer"] if None in layers else []
     known = {layer for layer in layers if layer is not None}
     if missing := sorted(set(range(max(known, default=0))) - known):
         listed = ", ".join(map(str, missing))
-        notes.append(f"circuit-tracer loads a set from layer 0 on without a gap, but layers {listed} are missing")
+        lacking = f"layers {listed} are missing"
+        notes.append(f"circuit-tracer loads sets that start at layer 0 and have no gaps, but {lacking}")
     return notes + [_OF_TOPK] * any(one.k is not None for one in members)
 
 
 def layer_of(sae: SharedSae) -> int | None:
-    """Return the layer of a transcoder's input, which is part of the file name; None if unknown."""
+    """Return the layer of a transcoder's input, which is part of the file name, or None if unknown."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
 
 
 def _k_of(sae: SharedSae) -> int | None:
-    """Return the k of a TopK transcoder; None for other architectures."""
+    """Return the k of a TopK transcoder, or None for other architectures."""
     return int(sae.config["k"]) if sae.form == _TOPK else None
 
 

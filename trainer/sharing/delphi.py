@@ -15,7 +15,7 @@ from trainer.sharing.base import Firings, Format, SharedSae
 CONFIG = "config.json"
 # The default number of files in delphi.
 MOST_SPLITS = 5
-# The largest fp16 number. delphi stores activations in fp16, in which larger activations become infinite.
+# The largest fp16 value. delphi stores activations in fp16, where larger activations become infinite.
 _LARGEST_HALF = 65504
 
 
@@ -28,7 +28,7 @@ class Delphi(Format):
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.firings is None:
             reason = "delphi needs the tokens on which latents fire, but the data of this run has no tokens"
-            return f"{reason}; data from `sae-train extract` has them"
+            return f"{reason}; use data from `sae-train extract`"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -45,15 +45,15 @@ class Delphi(Format):
         for stale in set(folder.glob(self.files[0])) - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
         return [
-            "the SAE itself is left out: delphi explains latents by where they fire",
-            "texts follow each other without a token between them, and tokens whose rows the data lacks are missing",
+            "the SAE itself is left out, since delphi explains latents from the tokens on which they fire",
+            "texts are concatenated without a separator token, and tokens without rows in the data are missing",
         ]
 
 
 def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
-    """Return the index of the first and last latent of each file; together, the files cover all latents.
+    """Return the indices of the first and last latent of each file; the files cover all latents.
 
-    Every file contains at least one latent that fires, because delphi cannot read a file without activations.
+    Every file contains at least one firing latent, because delphi cannot read a file without activations.
     """
     latents = firings.indices[:, 2].contiguous()
     for n_splits in range(min(MOST_SPLITS, d_sae), 1, -1):
@@ -64,7 +64,7 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
 
 def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
-    """Return the tensors of one file, in which the indices of latents start at 0."""
+    """Return the tensors of one file, with latent indices that start at 0."""
     latents = firings.indices[:, 2]
     is_in = (latents >= first) & (latents <= last)
     indices, activations = firings.indices[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]

@@ -35,7 +35,7 @@ _OWN = {name: name for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 
 
 class _DictionaryClass(NamedTuple):
-    """A class of dictionary_learning, with the equivalent SAELens architecture and the names of the tensors.
+    """A class of dictionary_learning, with the equivalent SAELens architecture and the tensor names.
 
     `transposed` means that matrices are stored as in an nn.Linear. `extra` contains the names of optional tensors such
     as k.
@@ -110,7 +110,7 @@ class DictionaryLearning(Format):
         if sae.is_transcoder:
             return "dictionary_learning has no transcoders"
         if sae.architecture not in _COMPUTED:
-            return f"dictionary_learning has no {sae.architecture} SAE"
+            return f"dictionary_learning has no {sae.architecture} SAEs"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -135,7 +135,7 @@ class DictionaryLearning(Format):
 
 
 def _files(place: Path) -> tuple[Path, Path] | None:
-    """Return the settings file and the weights file; a checkpoint's settings may be in the parent folder."""
+    """Return the settings file and the weights file; the settings of a checkpoint may be in the parent folder."""
     if place.is_dir():
         return (place / CONFIG, place / WEIGHTS) if holds(place, CONFIG, WEIGHTS) else None
     if place.suffix != ".pt" or not is_plain_file(place):
@@ -192,7 +192,7 @@ def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(sae: SharedSae) -> str:
-    """Return the name of a class that computes the same results as the SAE.
+    """Return the name of a class that computes the same output as the SAE.
 
     The class for the SAE's training method is used only if k is known and all latents share one threshold.
     """
@@ -225,7 +225,7 @@ def _extra(sae: SharedSae, name: str) -> Tensor:
 def _saved(tensors: dict[str, Tensor]) -> bytes:
     """Return the tensors as the bytes of a `torch.save` file."""
     stream = io.BytesIO()
-    # Copy each tensor, since `torch.save` writes the complete storage of a view.
+    # Copy each tensor, since `torch.save` writes the entire storage of a view.
     torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, stream)
     return stream.getvalue()
 
@@ -280,8 +280,8 @@ def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, fil
     if said is not None:
         return said
     raise UsageError(
-        f"{file} has no threshold: a {name} from before December 2024 selects latents across a whole batch, "
-        f"which no architecture here does at inference; give a threshold as --config trainer.threshold=NUMBER"
+        f"{file} has no threshold: a {name} from before December 2024 selects latents across an entire batch, "
+        f"which no supported architecture does at inference; give a threshold as --config trainer.threshold=NUMBER"
     )
 
 

@@ -1,4 +1,4 @@
-"""Finds the SAE in a folder, file or hub repository; if there is none, the error lists the files that were found."""
+"""Finds the SAE in a folder, file or hub repository; if there is none, the error lists the files found there."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ class FoundSae(NamedTuple):
             return shared
         factor = positive(said)
         if shared.is_transcoder or factor is None:
-            raise UsageError(f"--config norm_scaling_factor: takes a number above 0, for an SAE only, not {said!r}")
+            raise UsageError(
+                f"--config norm_scaling_factor: must be a number above 0, and is only for SAEs, not {said!r}"
+            )
         return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
 def find(name: Path, form: str | None = None) -> FoundSae:
-    """Return the SAE at a path or with a name on the hub; `form` is the format, or None to detect it from the files.
+    """Return the SAE at a path or under a name on the hub; `form` is the format, or None to detect it from the files.
 
-    Raise `UsageError` if there is no SAE; the message lists the expected files and the files that were found.
+    Raise `UsageError` if there is no SAE; the message lists the expected files and the files found.
     """
     return in_folder(name if os.path.lexists(name) else from_hub.fetch(str(name)) or name, form)
 
@@ -68,7 +70,7 @@ def in_folder(place: Path, form: str | None = None) -> FoundSae:
     if found is None:
         raise UsageError(f"FOLDER: {_nothing(place, form)}")
     if form is not None:
-        raise UsageError(f"--format: {place} holds an SAE in the format {found}, not {form}; leave out --format")
+        raise UsageError(f"--format: {place} contains an SAE in the format {found}, not {form}; leave out --format")
     return FoundSae(found, place)
 
 
@@ -84,16 +86,16 @@ def _nothing(place: Path, form: str | None) -> str:
     if not place.is_dir():
         return f"{place} is not an SAE file that can be imported; give its folder"
     if refused := _refused(place):
-        return f"{place} holds no SAE: {refused}"
+        return f"{place} contains no SAE: {refused}"
     if below := saes_below(place):
-        return f"{place} holds {count_saes([str(one.relative_to(place)) for one in below])}; give the path of one"
+        return f"{place} contains {count_saes([str(one.relative_to(place)) for one in below])}; give the path of one"
     forms = [form] if form else catalog.READ_FORMATS
     wanted = [f"{' + '.join(names)} ({one})" for one in forms for names in format_named(one).reads]
-    return f"{place} holds no SAE; expected {join_words(wanted)}; found {_listed(place)}"
+    return f"{place} contains no SAE; expected {join_words(wanted)}; found {_listed(place)}"
 
 
 def _refused(folder: Path) -> str:
-    """Return why a file of a complete SAE cannot be read, usually because it is a link; "" if there is no such SAE."""
+    """Return why a file of a complete SAE cannot be read, usually since it is a link; "" if there is no such SAE."""
     for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue
@@ -104,7 +106,7 @@ def _refused(folder: Path) -> str:
             except ValueError as error:
                 return f"{name} {error}"
             except (OSError, RuntimeError):
-                return f"{name} is a link to a missing file; download it again"
+                return f"{name} is a symbolic link to a missing file; download it again"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Downloads SAEs from the Hugging Face hub by their names, to the cache of the hub's client."""
+"""Downloads SAEs from the Hugging Face hub by name, to the cache of the hub's client."""
 
 from __future__ import annotations
 
@@ -29,24 +29,22 @@ class HubName(NamedTuple):
 
 
 def parse(text: str) -> HubName | None:
-    """Parse [hf:]OWNER/NAME[@REVISION][/FOLDER]; return None for any other text."""
+    """Parse [hf:]OWNER/NAME[@REVISION][/FOLDER]; return None for any other string."""
     match = _NAME.fullmatch(text)
     return HubName(match[2], match[3], match[4].strip("/")) if match and ".." not in text else None
 
 
 def fetch(text: str) -> Path | None:
-    """Return the cached path of an SAE on the hub, downloading it if necessary; None if `text` is not a name on the
-    hub.
+    """Return the cached path of an SAE on the hub, downloading it if necessary; None if `text` is not a hub name.
 
     Raise `UsageError` if the hub has no such SAE and `UserError` if the hub cannot be reached.
     """
     name = parse(text)
     if name is None or _is_mistyped_path(text):
         return None
-    hub = hub_client(f"FOLDER: there is nothing at {text}, and a download from the hub needs its client")
+    hub = hub_client(f"FOLDER: there is nothing at {text}, and a download from the hub requires its client")
     cached = _cached(hub, name)
-    # When an SAE is cached, its parent folders are also created, so a folder counts as cached only if it contains
-    # weights.
+    # Caching an SAE also creates its parent folders, so a folder is considered cached only if it contains weights.
     if cached is not None and (cached.is_file() or any(map(_is_weights, _files(cached)))):
         return cached
     try:
@@ -61,12 +59,12 @@ def fetch(text: str) -> Path | None:
 
 
 def _is_mistyped_path(text: str) -> bool:
-    """Return whether a name is probably a mistyped path: `saes/9` is one if there is a local folder `saes`."""
+    """Return whether a name is probably a mistyped path, as `saes/9` is if there is a local folder `saes`."""
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 
 def _cached(hub: Any, name: HubName) -> Path | None:
-    """Return the cached folder or file of a name on the hub; None if it is not in the cache."""
+    """Return the cached folder or file for a name on the hub, or None if it is not in the cache."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:
@@ -80,7 +78,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _download(hub: Any, name: HubName) -> Path:
-    # `list_repo_files` would list the same files, but that function retries many times without a network.
+    # `list_repo_files` would list the same files, but it retries many times if there is no network.
     info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_S)
     there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
     path = PurePosixPath(name.path)
@@ -115,8 +113,8 @@ def _elsewhere(name: HubName, there: Iterable[PurePosixPath]) -> str:
     folders = list(dict.fromkeys(str(one.parent) for one in below))
     what = f"{name.repository}/{name.path}".rstrip("/")
     if not folders:
-        return f"{what} on the hub holds no SAE that can be imported"
-    return f"{what} holds {count_saes(folders)}; give {name.repository}/FOLDER"
+        return f"{what} on the hub contains no SAE that can be imported"
+    return f"{what} contains {count_saes(folders)}; give {name.repository}/FOLDER"
 
 
 def _reason(name: HubName, error: Exception) -> str:

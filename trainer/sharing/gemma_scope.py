@@ -43,10 +43,10 @@ _SECOND_HOOKS = {
 }
 _LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out"}
-# Gemma Scope 1 transcoders were trained with the gain of the pre-MLP norm folded into the MLP (README of
-# google/gemma-scope-2b-pt-transcoders).
+# Gemma Scope 1 transcoders were trained with the gain of the pre-MLP norm folded into the MLP, according to the README
+# of google/gemma-scope-2b-pt-transcoders.
 _WITHOUT_GAIN = (
-    "it reads the input of the MLP before the gain of the norm: divide rows of mlp_in by 1 + the weight of "
+    "it reads the input of the MLP before the gain of the norm is applied; divide rows of mlp_in by 1 + the weight of "
     "pre_feedforward_layernorm in this block"
 )
 
@@ -126,7 +126,7 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path, given: Given) -> dict[str, Any]:
-    """Return the settings of a Gemma Scope 2 SAE; without a settings file, derive them from its path."""
+    """Return the settings of a Gemma Scope 2 SAE; if there is no settings file, derive them from the path."""
     if os.path.lexists(folder / CONFIG):
         return read_config(folder / CONFIG, given)
     path, config = folder.absolute().as_posix(), {"architecture": "jump_relu"}

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
 class Repository:
-    """The target repository of an upload: its `url`, whether it `is_new`, and whether it has a model card (`has_card`).
+    """The target repository of an upload; `has_card` says whether it already has a model card.
 
     The constructor only requests the user's name and the repository's files, and changes nothing on the hub. It raises
     `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
@@ -29,7 +29,7 @@ class Repository:
         self._hub, self._token = _client()
         self._api = self._hub.HfApi(token=self._token)
         self.is_public = public
-        with self._explained("asking the hub"):
+        with self._explained("a request to the hub"):
             user = self._user()
             self.name = name if "/" in name else f"{user}/{name}"
             there = self._look()
@@ -37,18 +37,18 @@ class Repository:
         self.is_new = there is None
         self.has_card = there is not None and any(one.rfilename == MODEL_CARD for one in there.siblings or ())
         if there is not None and bool(there.private) == public:
-            way_out = "is private already; leave out --public" if public else "is public already; give --public too"
+            way_out = "is already private; leave out --public" if public else "is already public; also give --public"
             raise UsageError(f"--push: {self.url} {way_out}, or choose another name")
 
     def send(self, files: Mapping[str, Path | bytes]) -> None:
-        """Commit all files in one commit; raise `UserError` on failure.
+        """Upload all files in one commit; raise `UserError` on failure.
 
         `files` maps the name of each file in the repository to its path or content.
         """
         added = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
         ]
-        with self._explained(f"sending to {self.url}"):
+        with self._explained(f"uploading to {self.url}"):
             if self.is_new:
                 self._api.create_repo(self.name, private=not self.is_public)
             self._api.create_commit(self.name, added, commit_message="Upload an SAE of sae-tui")
@@ -62,7 +62,7 @@ class Repository:
             raise UsageError("--push: the hub does not accept your token; log in again with `hf auth login`") from None
 
     def _look(self) -> Any:
-        """Return the hub's information about the repository; None if it does not exist or is hidden from the user."""
+        """Return the hub's information about the repository, or None if it does not exist or is not visible."""
         try:
             return self._api.repo_info(self.name)
         except self._hub.errors.RepositoryNotFoundError:
@@ -70,7 +70,7 @@ class Repository:
 
     @contextlib.contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        """Convert errors of the client, of HTTP and of upload threads to a `UserError`."""
+        """Convert client, HTTP and upload thread errors to a `UserError`."""
         try:
             yield
         except UserError:
@@ -89,23 +89,23 @@ def _require_name(name: str) -> None:
 
 
 def hub_client(missing: str) -> Any:
-    """Return the hub's client module; raise `UsageError` with `missing` and the remedy if it is not installed."""
+    """Return the hub's client module; if it is not installed, raise `UsageError` with `missing` and the remedy."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         for part in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
         raise UsageError(f"{missing}; {install('hf')}") from None
-    # The client's warnings about retries contain signed URLs, which give access to everyone who reads them.
+    # The client's retry warnings contain signed URLs, which give access to anyone who reads them.
     hub.utils.logging.set_verbosity_error()
     return hub
 
 
 def _client() -> tuple[Any, str]:
     """Return the hub's client and the user's token; raise `UsageError` if either is missing."""
-    hub = hub_client("--push: needs the hub's client")
+    hub = hub_client("--push: requires the hub's client")
     if hub.constants.HF_HUB_OFFLINE:
-        raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is sent; unset it")
+        raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it")
     token = hub.get_token()
     if not token:
         raise UsageError("--push: you are not logged in to the Hugging Face hub; run `hf auth login`")
@@ -115,7 +115,7 @@ def _client() -> tuple[Any, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a request failed, as one line without the URL, since a signed URL of an upload would give access."""
+    """Return why a request failed, on one line and without the URL, since an upload's signed URL would give access."""
     if isinstance(error, RuntimeError) and error.__cause__:
         # The client wraps errors of its upload threads in a RuntimeError.
         error = error.__cause__

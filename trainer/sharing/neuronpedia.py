@@ -1,4 +1,4 @@
-"""Neuronpedia's format: `batch-N.json` with latent dashboards as in SAEDashboard, based on the results of `eval`."""
+"""Neuronpedia's format: `batch-N.json` with latent dashboards in SAEDashboard's format, based on `eval`'s results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
 
 
 class Neuronpedia(Format):
-    """Stores max-activating examples and decoder directions of latents that fire, but not the SAE itself."""
+    """Stores max-activating examples and decoder directions of firing latents, but not the SAE itself."""
 
     files = ("batch-*.json",)
 
@@ -27,7 +27,8 @@ class Neuronpedia(Format):
         if sae.features is None or not sae.features.is_file():
             return "neuronpedia shows max-activating examples, but `sae-train eval` has stored none here"
         if Features(sae.features).n_latents != sae.d_sae:
-            return f"neuronpedia shows max-activating examples, but {sae.features} is of another SAE; run eval again"
+            reason = f"{sae.features} belongs to another SAE; run eval again"
+            return f"neuronpedia shows max-activating examples, but {reason}"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -42,7 +43,7 @@ class Neuronpedia(Format):
         for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
         has_logits = any(features.feature(latent).promoted for latent in latents[:1])
-        return [] if has_logits else ["logits are left out: they need `sae-train eval` with --model"]
+        return [] if has_logits else ["logits are left out, since they require `sae-train eval` with --model"]
 
 
 def _batch(sae: SharedSae, features: Features, latents: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The origin of an SAE: its model, hook and text, as other tools state it in files and folder names."""
+"""The origin of an SAE: its model, hook and text, as stated in other tools' files and folder names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from trainer.contract.printable import printable
 from trainer.contract.settings.hooks import Hook, parse_hook
 
-# The fields of an origin and their types. An import keeps them, and every later export writes them.
+# The fields of an origin and their types. An import keeps these fields, and every later export writes them.
 ORIGIN: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
     "hook_name": str,
@@ -22,9 +22,9 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
 }
-# The maximum length of a text and the upper limit of a number; files from other people may contain any values.
+# The maximum length of a string and the upper limit of a number, since files from other people may contain any values.
 _LONGEST, _LARGEST = 200, 2**31
-# Matches a module name in transformers; sparsify and Gemma Scope 2 name hooks by modules.
+# Matches a module name in transformers; sparsify and Gemma Scope 2 name hooks after modules.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
 _SITES = {
     "": "resid_post",
@@ -40,20 +40,20 @@ _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata without origin fields of the wrong type; texts in origin fields are truncated and printable."""
+    """Remove origin fields of the wrong type from metadata, and make the strings in them short and printable."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
 
 def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the origin fields of metadata, and add the layer if the name of the hook contains it."""
+    """Return only the origin fields of metadata, and add the layer if the hook's name contains it."""
     origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
     layer = layer_of(origin.get("hook_name"))
     return origin if layer is None else origin | {"hook_layer": layer}
 
 
 def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook with our name or TransformerLens' name; None for other hooks."""
+    """Return the layer of a hook with our name or TransformerLens's name, or None for other hooks."""
     try:
         place = parse_hook(str(hook))
     except ValueError:
@@ -62,7 +62,7 @@ def layer_of(hook: object) -> int | None:
 
 
 def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
-    """Return the origin fields for a transformers module; "layers.10" is the residual stream after block 10.
+    """Return the origin fields for a transformers module; "layers.10" means the residual stream after block 10.
 
     A transcoder of an MLP module maps the MLP's input to its output. Return {} for an unknown module.
     """

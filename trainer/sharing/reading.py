@@ -1,4 +1,4 @@
-"""Safely reads SAE files from other people: only regular files of limited size, only tensors, and no pickled code."""
+"""Safely reads SAE files from other people: only regular files of limited size, and only tensors, not pickled code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PER_LATENT = {
 }
 # The maximum number of bytes to read from a text file.
 _LARGEST_TEXT = 2**20
-# Matches parts of torch's messages that are hidden from users, since they recommend loading a file in a way that runs
-# code from it.
+# Matches parts of torch's messages that are hidden from users, since they recommend loading a file in a way that could
+# run code from it.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -49,7 +49,7 @@ def read_config(file: Path, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
 
 
 def table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a table of settings; {} if it is missing or not a table."""
+    """Return a table of settings, or {} if it is missing or not a table."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -64,12 +64,12 @@ def read_text(file: Path) -> str:
 
 
 def parsed_config(words: Iterable[str]) -> dict[str, Any]:
-    """Parse the KEY=VALUE words of --config; a value is JSON if possible, otherwise a string."""
+    """Parse the KEY=VALUE arguments of --config; a value is parsed as JSON if possible, otherwise as a string."""
     given: dict[str, Any] = {}
     for word in words:
         key, is_given, value = word.partition("=")
         if not is_given or not all(key.split(".")):
-            raise UsageError(f"--config: takes KEY=VALUE, like trainer.dict_class=AutoEncoder, not {word[:60]!r}")
+            raise UsageError(f"--config: expects KEY=VALUE, like trainer.dict_class=AutoEncoder, not {word[:60]!r}")
         try:
             given[key] = decode_as(value, Any)
         except ValueError:
@@ -78,7 +78,7 @@ def parsed_config(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
-    """Override settings in place with the user's settings, whose keys are dotted paths; create missing tables."""
+    """Override settings in place with the user's settings, which have dotted paths as keys; create missing tables."""
     for path, value in given.config.items():
         *tables, name = path.split(".")
         place = config
@@ -100,14 +100,14 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         reason = sentence(error) if isinstance(error, OSError) else first_line(error)
         raise UserError(f"{file} is not a complete safetensors file: {reason}") from None
     except MemoryError:
-        raise UserError(f"{file} does not fit into memory, so it is not an SAE") from None
+        raise UserError(f"{file} does not fit into memory") from None
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """Read a `torch.save` file that contains only named tensors; raise `UserError` for any other file.
 
     Code in the file is not run. Compressed files, and tensors that are larger than their stored data, are refused,
-    since a small file could then fill the memory.
+    since they would allow a small file to fill the memory.
     """
     whole = _plain(file)
     try:
@@ -118,10 +118,10 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
     except UserError:
         raise
     except (OSError, NotRowsError) as error:
-        raise UserError(f"{file} is not read: {sentence(error)}") from None
+        raise UserError(f"{file} was not read: {sentence(error)}") from None
     except Exception as error:
         reason = _REASONS.sub("", first_line(error)).strip()
-        raise UserError(f"{file} contains more than tensors, or is damaged, and is not read: {reason}") from None
+        raise UserError(f"{file} contains more than tensors or is corrupt, so it was not read: {reason}") from None
     is_plain = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor) and _is_stored(value) for name, value in content.items()
     )
@@ -133,8 +133,8 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 def read_npz(file: Path) -> dict[str, Tensor]:
     """Read the arrays of a `numpy.savez` file; raise `UserError` for any other file.
 
-    Arrays of Python objects are refused, since reading them would run code. Compressed files, and arrays that are
-    larger than their stored data, are refused, since a small file could then fill the memory.
+    Arrays of Python objects are refused, since reading them could run code. Compressed files, and arrays that are
+    larger than their stored data, are refused, since they would allow a small file to fill the memory.
     """
     whole = _plain(file)
     try:
@@ -146,13 +146,14 @@ def read_npz(file: Path) -> dict[str, Tensor]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{file} holds more than arrays, or is damaged, and is not read: {first_line(error)}") from None
+        reason = first_line(error)
+        raise UserError(f"{file} contains more than arrays or is corrupt, so it was not read: {reason}") from None
 
 
 def _refuse_compression(file: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise UserError(f"{file} is compressed, which torch.save and numpy.savez never do; it is not read")
+            raise UserError(f"{file} was not read: it is compressed, unlike files of torch.save and numpy.savez")
 
 
 def _refuse_empty_promises(file: Path) -> None:
@@ -173,7 +174,7 @@ def _is_stored(value: Tensor) -> bool:
 
 
 def _plain(file: Path) -> Path:
-    """Return the regular file at a path; raise `UserError` for a pipe, git-lfs pointer or link outside the cache."""
+    """Return the regular file at a path; raise `UserError` for pipes, git-lfs pointers and links outside the cache."""
     try:
         whole = plain_file(file)
         open_plain(whole).close()
@@ -185,7 +186,7 @@ def _plain(file: Path) -> Path:
 
 
 def _refuse_huge(file: Path) -> None:
-    """Raise `ValueError` for a file larger than the free memory, such as a sparse file."""
+    """Raise `ValueError` for a file that is larger than the free memory, such as a sparse file."""
     if (size := file.stat().st_size) > (free := machine_memory().available_bytes):
         raise ValueError(f"it has {size / 2**30:,.0f} GiB, but only {free / 2**30:,.0f} GiB of memory are free")
 
@@ -193,16 +194,16 @@ def _refuse_huge(file: Path) -> None:
 def taken(
     tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path, transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors in fp32 under our names, and transpose the matrices in `transposed`.
+    """Return the tensors in fp32 under our names, with the matrices in `transposed` transposed.
 
     `names` maps our names to the names in the file. Raise `UserError` for a missing, unknown or non-floating-point
     tensor, and if a tensor to transpose is not a matrix.
     """
     theirs = set(names.values())
     if missing := sorted(theirs - tensors.keys()):
-        raise UserError(f"{file} has no tensor {missing[0]}; its settings describe another kind of SAE")
+        raise UserError(f"{file} has no tensor {missing[0]}; its settings describe a different type of SAE")
     if others := sorted(tensors.keys() - theirs):
-        raise UserError(f"{file} has a tensor {others[0][:60]}, which no architecture here uses")
+        raise UserError(f"{file} has a tensor {others[0][:60]}, which no supported architecture uses")
     for name in theirs:
         if tensors[name].dtype not in _FLOATS:
             raise UserError(f"{file}: {name} is {str(tensors[name].dtype).removeprefix('torch.')}, not floats")
@@ -226,11 +227,11 @@ def checked(sae: SharedSae, place: Path) -> SharedSae:
         if tuple(tensor.shape) != shape:
             raise UserError(f"{place}: {name} is {tuple(tensor.shape)} instead of {shape}")
         if not tensor.isfinite().all():
-            raise UserError(f"{place}: {name} holds a NaN or an infinity; copy it again")
+            raise UserError(f"{place}: {name} contains NaN or infinite values; copy it again")
     if not sae.is_transcoder and sae.d_in != sae.d_out:
         raise UserError(f"{place}: the SAE maps {sae.d_in} dimensions to {sae.d_out}")
     if "threshold" in sae.weights and (sae.weights["threshold"] < 0).any():
-        raise UserError(f"{place}: a threshold is below 0, which no architecture here has")
+        raise UserError(f"{place}: a threshold is below 0, which no supported architecture allows")
     # In Python, True is an int.
     if sae.form == "topk" and not (type(sae.k) is int and 1 <= sae.k <= sae.d_sae):
         raise UserError(f"{place}: k must be a whole number from 1 to {sae.d_sae}, not {str(sae.k)[:60]}")
@@ -241,13 +242,13 @@ def converted(sae: SharedSae, place: Path) -> SharedSae:
     """Return the SAE; raise `UserError` if conversion has made any weight infinite or NaN."""
     for name, tensor in sae.weights.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{place}: its weights are so large that {name} overflows fp32 here")
+            raise UserError(f"{place}: its weights are so large that {name} overflows fp32")
     return sae
 
 
 @torch.no_grad()
 def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of an encoder of x to equivalent weights of an encoder of x − b_dec."""
+    """Convert the weights of an encoder for x to equivalent weights of an encoder for x − b_dec."""
     shift = _encoded_bias(weights)
     moved: dict[str, Tensor] = {name: weights[name] + shift for name in ("b_enc", "b_gate") if name in weights}
     if "b_mag" in weights:
@@ -258,7 +259,7 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return equivalent weights with unit-norm decoder rows; activations are then multiplied by the original norms."""
+    """Return equivalent weights with unit-norm decoder rows, which multiplies activations by the original norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
@@ -274,13 +275,13 @@ def positive(value: object) -> float | None:
 
 @torch.no_grad()
 def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Fold a factor on the input rows into the weights, so that unscaled rows give the same activations."""
+    """Fold a factor for the input rows into the weights, so that unscaled rows give the same activations."""
     scaled = {"W_enc": weights["W_enc"] * factor}
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
 def positive_thresholds(sae: SharedSae) -> SharedSae:
-    """Set negative thresholds to 0, which changes nothing after a ReLU."""
+    """Set negative thresholds to 0, which has no effect after a ReLU."""
     if "threshold" not in sae.weights:
         return sae
     return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})
@@ -288,7 +289,7 @@ def positive_thresholds(sae: SharedSae) -> SharedSae:
 
 @torch.no_grad()
 def without_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of an encoder of x − b_dec to equivalent weights of an encoder of x; not for gated SAEs."""
+    """Convert the weights of an encoder for x − b_dec to those of an encoder for x; gated SAEs are not supported."""
     return weights | {"b_enc": weights["b_enc"] - _encoded_bias(weights)}
 
 

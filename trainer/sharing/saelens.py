@@ -1,4 +1,4 @@
-"""SAELens' format: `cfg.json` and `sae_weights.safetensors`; runs use it unless SAELens lacks the architecture."""
+"""SAELens' format, `cfg.json` and `sae_weights.safetensors`, which runs use unless SAELens lacks the architecture."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# Exported files were tested with this SAELens version; SAELens uses this version to decide how to convert files.
+# The SAELens version with which exported files were tested; from this version, SAELens decides how to convert files.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-# Models that are common for SAEs, under their hub names in TransformerLens, which does not know
+# Models commonly used with SAEs, under their hub names in TransformerLens, which does not recognise
 # "openai-community/gpt2". Exports for other models set model_class_name to AutoModelForCausalLM, and their hook is the
 # name of the module.
 TRANSFORMER_LENS_MODELS = frozenset(
@@ -39,8 +39,8 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# Matches the hooks that TransformerLens has in every block of these models. TransformerLens has no hooks at
-# circuit-tracer's MLP inputs.
+# Matches the hooks that TransformerLens has in every block of these models. TransformerLens has no hook at the MLP
+# input that circuit-tracer uses.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 
@@ -52,7 +52,7 @@ class SaeLens(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.architecture not in ARCHITECTURES:
-            return "SAELens has no transcoder with k latents per token; give --format sparsify, or train a batch_topk"
+            return "SAELens has no TopK transcoders; give --format sparsify, or train with batch_topk"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -78,14 +78,14 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def exported_tokens(folder: Path) -> int | None:
-    """Return the number of training tokens of the SAE that `export_sae` wrote to a folder; None if unknown."""
+    """Return the number of training tokens of the SAE that `export_sae` wrote to a folder, or None if unknown."""
     metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
     tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
     return tokens if isinstance(tokens, int) else None
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of activations from the content of their meta.json, with SAELens' names of the fields."""
+    """Return the origin of activations from the content of their meta.json, with SAELens' field names."""
     hook = meta.get("hook_name")
     before = meta.get("tokens_before_text")
     facts = {
@@ -134,9 +134,9 @@ def _is_in_transformer_lens(facts: dict[str, Any]) -> bool:
 
 
 def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata for loading the model with transformers, where a hook is the output of a module.
+    """Return metadata for loading the model with transformers, in which a hook is the output of a module.
 
-    The values that are replaced are kept under the key `ORIGINAL`.
+    The replaced values are kept under the key `ORIGINAL`.
     """
     model = Path(str(facts.get("model_name", "")))
     of_gguf = {"model_name": str(model.parent)} if model.suffix == ".gguf" else {}

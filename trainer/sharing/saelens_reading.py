@@ -1,4 +1,4 @@
-"""Reads `cfg.json` and `sae_weights.safetensors` of SAELens, versions 1 to 6."""
+"""Reads `cfg.json` and `sae_weights.safetensors` of SAELens versions 1 to 6."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.sharing.reading import (
     with_unit_rows,
 )
 
-# The metadata key for original values that an export replaced for SAELens.
+# The metadata key for the original values that an export replaced for SAELens.
 ORIGINAL = "as_extracted"
 # SAELens architectures that we can read and write.
 ARCHITECTURES = (
@@ -48,13 +48,13 @@ _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
 # Maps each unsupported normalisation to the reason why it cannot be folded into the weights.
 _NORMALISED = {
-    "layer_norm": "it centres and scales each row on its own",
-    "constant_norm_rescale": "it scales each row on its own to a fixed norm",
-    "covariance_whitening": "its whitening is folded in only when its training ends",
+    "layer_norm": "it centres and scales each row separately",
+    "constant_norm_rescale": "it scales each row separately to a fixed norm",
+    "covariance_whitening": "its whitening is folded in only at the end of training",
 }
 _SCALED = ("expected_average_only_in", True)
-# Matches the names of settings that may change the result. Settings in `_OF_TRAINING` do not change the result, or are
-# handled by `read`.
+# Matches the names of settings that may change the SAE's output. The settings in `_OF_TRAINING` do not change the
+# output, or are handled by `read`.
 _COMPUTES = re.compile(
     "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
     "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"
@@ -72,7 +72,7 @@ _OF_TRAINING = frozenset(
 
 
 def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
-    """Return the SAE in a folder; `files` are the names of its settings and its weights."""
+    """Return the SAE in a folder; `files` contains the names of its settings file and its weights file."""
     config_file, weights_file = (folder / name for name in files)
     config = _in_todays_names(read_config(config_file, given))
     architecture, k = _architecture(config, config_file)
@@ -96,7 +96,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a file with the original values that an export replaced for SAELens."""
+    """Return a file's metadata, restoring the original values that an export replaced for SAELens."""
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
@@ -122,16 +122,16 @@ def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
         k = kwargs.pop("k", k)
     if kwargs:
         name = next(iter(kwargs)) if isinstance(kwargs, dict) else str(kwargs)
-        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which no architecture here supports")
+        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which no supported architecture has")
     return str(architecture), k
 
 
 def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
-    """Raise `UsageError` for an unknown setting that may change the result."""
+    """Raise `UsageError` for an unknown setting that may change the SAE's output."""
     for name, value in config.items():
         if name not in _OF_TRAINING and _COMPUTES.search(name) and not _is_neutral(value):
             raise UsageError(
-                f"{file}: {name[:60]} is {str(value)[:60]!r}, and its effect is not known here; if it has none, give "
+                f"{file}: {name[:60]} is {str(value)[:60]!r}, and its effect is unknown; if it has no effect, give "
                 f"--config {name[:60]}=null"
             )
 
@@ -145,7 +145,7 @@ def _is_neutral(value: object) -> bool:
 def _without_extras(
     tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the tensors of an SAE for inference, and the factor [d_sae] on the decoder's input, or None."""
+    """Return the tensors of an SAE for inference, and the factor [d_sae] for the decoder's input, if any."""
     tensors = dict(tensors)
     if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
         tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
@@ -161,13 +161,13 @@ def _without_extras(
 def _used_factor(
     factor: Tensor | None, config: dict[str, Any], tensors: dict[str, Tensor], file: Path
 ) -> Tensor | None:
-    """Return the fine-tuned factor [d_sae] on the activations; None if all factors are 1 or the factor is unused."""
+    """Return the fine-tuned factors [d_sae] for the activations, or None if they are all 1 or unused."""
     is_used = config.get("finetuning_scaling_factor")
     if factor is None or not factor.is_floating_point() or (factor.float() == 1).all() or is_used is False:
         return None
     if is_used is not True:
         raise UsageError(
-            f"{file}: scaling_factor is not 1 everywhere, and the settings do not state whether it is used; give "
+            f"{file}: scaling_factor is not 1 everywhere, and the settings do not say whether it is used; give "
             f"--config finetuning_scaling_factor=true or =false"
         )
     if factor.shape != tensors.get("W_dec", factor).shape[:1] or not factor.isfinite().all():
@@ -199,28 +199,26 @@ def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | N
 
 
 def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | None:
-    """Return the factor on the input rows of the encoder, or None if there is none; raise `UsageError` if it is
-    unknown.
-    """
+    """Return the factor for the encoder's input rows, or None if there is none; raise `UsageError` if it is unknown."""
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None
     if isinstance(value, str) and value in _NORMALISED:
         raise UsageError(
-            f"{file}: normalize_activations is {value!r}: {_NORMALISED[value]}, which no architecture here does; if "
-            f"your rows are normalised already, give --config normalize_activations=none"
+            f"{file}: normalize_activations is {value!r}: {_NORMALISED[value]}, which no supported architecture does; "
+            f"if your rows are already normalised, give --config normalize_activations=none"
         )
     wanted(config, file, normalize_activations=("none", None, *_SCALED))
     if sae.is_transcoder or factor is None:
         raise UsageError(
             f"{file}: normalize_activations is {str(value)!r}: training multiplies rows by √d_in / their mean norm, "
-            f"which is not in the files; give this factor as --config norm_scaling_factor=NUMBER"
+            f"but the files do not contain this factor; give it as --config norm_scaling_factor=NUMBER"
         )
     return factor
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an SAE; version 6 has a metadata table, and older versions mix metadata with settings."""
+    """Return the metadata of an SAE; version 6 has a metadata table, older versions mix metadata with settings."""
     facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):

@@ -33,9 +33,9 @@ class Sparsify(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.form != "topk":
-            return f"sparsify supports TopK only, and this SAE is exported as {sae.architecture}"
+            return f"sparsify supports only TopK, but this SAE is exported as {sae.architecture}"
         if sae.d_out != sae.d_in:
-            return f"sparsify supports one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
+            return f"sparsify supports only one width, but this maps {sae.d_in} dimensions to {sae.d_out}"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -76,19 +76,17 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
     wanted(config, file, activation=("topk",), transcode=(False, True), signed=(False, None))
     skips = config.get("skip_connection")
     if skips and config.get("transcode") is not True and not given.transcoder:
-        # In a sparsify SAE, the input of the skip connection is x and that of the encoder is x − b_dec; none of our
-        # architectures computes this.
+        # In a sparsify SAE, the input of the skip connection is x and the input of the encoder is x − b_dec; none of
+        # our architectures computes this.
         raise UsageError(
-            f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: no architecture here is an SAE "
-            f"with a skip connection; if it is a transcoder, give --transcoder"
+            f"{file}: skip_connection is {str(skips)[:60]!r} but transcode is not, and SAEs with a skip connection are "
+            f"not supported; if it is a transcoder, give --transcoder"
         )
     wanted(config, file, skip_connection=(False, True, None))
 
 
 def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
-    """Return the origin of an SAE: the hook from a folder name, and other fields from the run's settings in a parent
-    folder.
-    """
+    """Return an SAE's origin: the hook from a folder name, other fields from the run's settings in a parent folder."""
     above = folder.absolute().parts[:-4:-1]
     place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
     run: dict[str, Any] = {}

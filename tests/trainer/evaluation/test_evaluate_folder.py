@@ -170,11 +170,11 @@ def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path
     (deep := tmp_path / "deep" / "layers").mkdir(parents=True)
     shutil.copytree(alone, deep / "3")
     assert main(["eval", str(tmp_path / "deep"), "--data", "x"]) == 2
-    assert "deep holds an SAE in layers/3; give the path of one" in capsys.readouterr().err
+    assert "deep contains an SAE in layers/3; give the path of one" in capsys.readouterr().err
     (deep / "3" / "sae_weights.safetensors").rename(tmp_path / "weights")
     (deep / "3" / "sae_weights.safetensors").symlink_to(tmp_path / "weights")
     assert main(["eval", str(deep / "3"), "--data", "x"]) == 2
-    refusal = "holds no SAE: sae_weights.safetensors is a symbolic link, and symbolic links are not followed"
+    refusal = "contains no SAE: sae_weights.safetensors is a symbolic link, and symbolic links are not followed"
     assert refusal in capsys.readouterr().err
     assert not (Path(alone) / "card.json").exists()
 

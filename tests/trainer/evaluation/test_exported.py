@@ -68,7 +68,7 @@ def exported(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> Pa
         ({"architecture": "crosscoder"}, "architecture is 'crosscoder'; only"),
         ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm': it centres"),
         ({"k": 0}, "k must be"),
-        ({"architecture": "gated"}, "has no tensor b_gate; its settings describe another kind of SAE"),
+        ({"architecture": "gated"}, "has no tensor b_gate; its settings describe a different type of SAE"),
     ],
 )
 def test_an_sae_of_an_unknown_kind_is_refused(change: dict, words: str, exported: Path) -> None:

@@ -85,7 +85,7 @@ def test_activations_beyond_half_precision_stay_finite(tmp_path: Path) -> None:
 
 def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
     shared = shared_form(made(), ORIGIN)
-    assert "has no tokens; data from `sae-train extract` has them" in str(Delphi().refusal(shared))
+    assert "has no tokens; use data from `sae-train extract`" in str(Delphi().refusal(shared))
     none = Firings(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0))
     with pytest.raises(UsageError, match="no latent fires in the run's data"):
         write(none, tmp_path / "sae")

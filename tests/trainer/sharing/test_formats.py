@@ -114,8 +114,8 @@ def test_circuit_tracer_computes_the_same_as_the_transcoder(
     yaml = pytest.importorskip("yaml")
     _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32, skip=skip)
     gap, *of_topk = notes
-    assert gap == "circuit-tracer loads a set from layer 0 on without a gap, but layers 0, 1 are missing"
-    assert ["from version 0.5.0 on" in note for note in of_topk] == ([True] if kind == "topk" else [])
+    assert gap == "circuit-tracer loads sets that start at layer 0 and have no gaps, but layers 0, 1 are missing"
+    assert ["since version 0.5.0" in note for note in of_topk] == ([True] if kind == "topk" else [])
     config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
     assert config == {
         "model_kind": "transcoder_set", "model_name": "gpt2", "feature_input_hook": "mlp.hook_in",
@@ -154,12 +154,12 @@ def test_a_circuit_tracer_topk_without_its_k_gives_a_one_sentence_error(k: str, 
 @pytest.mark.parametrize(
     ("name", "kind", "d_out", "reason"),
     [
-        ("sparsify", "jumprelu", None, "sparsify supports TopK only, and this SAE is exported as jumprelu"),
-        ("sparsify", "topk", 20, "sparsify supports one width only, and this maps 32 dimensions to 20"),
-        ("saelens", "topk", 32, "SAELens has no transcoder with k latents per token; give --format sparsify"),
+        ("sparsify", "jumprelu", None, "sparsify supports only TopK, but this SAE is exported as jumprelu"),
+        ("sparsify", "topk", 20, "sparsify supports only one width, but this maps 32 dimensions to 20"),
+        ("saelens", "topk", 32, "SAELens has no TopK transcoders; give --format sparsify"),
         ("dictionary_learning", "jumprelu", 32, "dictionary_learning has no transcoders"),
         ("circuit-tracer", "topk", None, "circuit-tracer supports only transcoders"),
-        ("circuit-tracer", "standard", 20, "circuit-tracer supports one width only, and this maps 32 dimensions to 20"),
+        ("circuit-tracer", "standard", 20, "circuit-tracer supports only one width, but this maps 32 dimensions to 20"),
     ],
 )
 def test_a_format_that_cannot_represent_the_sae_is_refused(
@@ -209,7 +209,8 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     out.mkdir()
     (out / "batch-7.json").write_text("of more latents")
     assert form_of("neuronpedia").refusal(shared) is None
-    assert form_of("neuronpedia").write(shared, out) == ["logits are left out: they need `sae-train eval` with --model"]
+    notes = ["logits are left out, since they require `sae-train eval` with --model"]
+    assert form_of("neuronpedia").write(shared, out) == notes
     assert {file.name for file in out.iterdir()} == {"batch-0.json"}
     batch = json.loads((out / "batch-0.json").read_text())
     assert (batch["model_id"], batch["layer"]) == ("gpt2", 2)
@@ -257,6 +258,6 @@ def test_neuronpedia_is_refused_without_stored_features_of_the_sae(tmp_path: Pat
     for other, reason in (
         (shared._replace(features=None), "has stored none here"),
         (shared._replace(features=tmp_path / "gone"), "has stored none here"),
-        (shared._replace(weights=shared_form(made(), {}).weights), "is of another SAE; run eval again"),
+        (shared._replace(weights=shared_form(made(), {}).weights), "belongs to another SAE; run eval again"),
     ):
         assert str(form_of("neuronpedia").refusal(other)).endswith(reason)

@@ -56,9 +56,10 @@ def test_an_sae_of_the_hub_is_downloaded_once_with_only_its_own_files(
 
 
 def test_the_error_for_a_repository_with_many_saes_names_the_first_ones(hub: Hub) -> None:
-    with pytest.raises(UserError, match=r"ada/saes holds 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"):
+    listed = r"ada/saes contains 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"
+    with pytest.raises(UserError, match=listed):
         find(Path("ada/saes"))
-    with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub holds no SAE that can be imported"):
+    with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub contains no SAE that can be imported"):
         find(Path("ada/saes/layers.4"))
     with pytest.raises(UserError, match="nothing at ada/other, and the hub has no model ada/other that you may see"):
         find(Path("ada/other"))
@@ -70,7 +71,7 @@ def test_without_the_hub_the_cache_is_read_and_a_missing_sae_reported(
     find(Path("ada/saes/layers.3"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert find(Path("ada/saes/layers.3")).form == "sparsify"
-    with pytest.raises(UserError, match=r"holds an SAE in layers\.3; give the path of one"):
+    with pytest.raises(UserError, match=r"contains an SAE in layers\.3; give the path of one"):
         find(Path("ada/saes"))
     with pytest.raises(UserError) as refused:
         find(Path("ada/other/layers.3"))

@@ -175,11 +175,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "topk without k": (saelens("topk", FLAT | {"activation_fn_str": "topk"}), "k must be a whole number"),
     "layer_norm": (
         saelens("standard", FLAT | {"normalize_activations": "layer_norm"}),
-        "normalize_activations is 'layer_norm': it centres and scales each row on its own",
+        "normalize_activations is 'layer_norm': it centres and scales each row separately",
     ),
     "constant_norm_rescale": (
         saelens("standard", FLAT | {"normalize_activations": "constant_norm_rescale"}),
-        "scales each row on its own to a fixed norm",
+        "scales each row separately to a fixed norm",
     ),
     "an unknown mean norm": (
         saelens("standard", FLAT | {"normalize_activations": "expected_average_only_in"}),
@@ -195,16 +195,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a setting with an unknown effect": (
         saelens("standard", FLAT | {"encoder_bias_rotation": "on"}),
-        "encoder_bias_rotation is 'on', and its effect is not known here; if it has none, give "
+        "encoder_bias_rotation is 'on', and its effect is unknown; if it has no effect, give "
         "--config encoder_bias_rotation=null",
     ),
     "an enabled setting with an unknown effect": (
         saelens("standard", FLAT | {"standardize_inputs": True}),
-        "standardize_inputs is 'True', and its effect is not known here",
+        "standardize_inputs is 'True', and its effect is unknown",
     ),
     "a mean subtracted from each row": (
         saelens("standard", FLAT | {"subtract_row_mean": True}),
-        "subtract_row_mean is 'True', and its effect is not known here",
+        "subtract_row_mean is 'True', and its effect is unknown",
     ),
     "temporal": (saelens("standard", NEWEST | {"architecture": "temporal"}), "architecture is 'temporal'; only"),
     "batchtopk without its threshold": (
@@ -295,9 +295,9 @@ def test_an_npz_file_runs_no_code_and_cannot_claim_more_than_it_stores(tmp_path:
     arrays = {name: numpy.zeros(2, "f4") for name in ("W_enc", "W_dec", "b_enc", "b_dec")}
     file = tmp_path / "params.npz"
     for change, reason in (
-        (lambda: numpy.savez(file, threshold=numpy.array([Trap()], dtype=object), **arrays), "holds more than arrays"),
+        (lambda: numpy.savez(file, threshold=numpy.array([Trap()], dtype=object), **arrays), "more than arrays or"),
         (lambda: numpy.savez_compressed(file, threshold=numpy.zeros(10**6), **arrays), "is compressed"),
-        (lambda: file.write_bytes(b"PK\x03\x04"), "is damaged"),
+        (lambda: file.write_bytes(b"PK\x03\x04"), "is corrupt"),
         (lambda: _promise(file, arrays), "is shorter than its header says"),
     ):
         change()
@@ -324,7 +324,7 @@ def test_the_error_counts_all_saes_below_a_folder_and_names_the_first(tmp_path: 
     for layer in range(12):
         sparsify({}, f"layers.{layer}")(tmp_path)
     with pytest.raises(
-        UserError, match=r"holds 12 SAEs, e\.g\. layers\.0, layers\.1 and layers\.2; give the path of one"
+        UserError, match=r"contains 12 SAEs, e\.g\. layers\.0, layers\.1 and layers\.2; give the path of one"
     ):
         find(tmp_path)
 
@@ -337,10 +337,10 @@ def test_the_error_for_a_folder_without_an_sae_lists_searched_and_found_files(tm
     message = str(refused.value)
     assert "expected cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in message
     assert message.endswith("found config.json and model\N{REPLACEMENT CHARACTER}.bin")
-    with pytest.raises(UserError, match=r"holds no SAE; expected cfg.json \+ sae.safetensors \(sparsify\); found "):
+    with pytest.raises(UserError, match=r"contains no SAE; expected cfg.json \+ sae.safetensors \(sparsify\); found "):
         find(tmp_path, "sparsify")
     FOREIGN(tmp_path)
-    with pytest.raises(UserError, match="holds an SAE in the format saelens, not sparsify; leave out --format"):
+    with pytest.raises(UserError, match="contains an SAE in the format saelens, not sparsify; leave out --format"):
         find(tmp_path, "sparsify")
 
 
@@ -348,7 +348,7 @@ def test_a_config_value_is_read_as_json_or_else_as_a_string() -> None:
     words = ["a=3", "b.c=true", "d=null", "e=AutoEncoder", "f=x=y"]
     assert parsed_config(words) == {"a": 3, "b.c": True, "d": None, "e": "AutoEncoder", "f": "x=y"}
     for bad in ("a", "=3", "a..b=3"):
-        with pytest.raises(UserError, match="--config: takes KEY=VALUE"):
+        with pytest.raises(UserError, match="--config: expects KEY=VALUE"):
             parsed_config([bad])
 
 

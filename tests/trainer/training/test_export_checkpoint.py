@@ -132,7 +132,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert export(run_dir, none, *arguments) == EXIT_FAILED
     error = capsys.readouterr().err
     assert error.startswith("--format: sparsify cannot represent any of these SAEs")
-    assert all(f"{label}: sparsify supports TopK only" in error for label in labels[1:])
+    assert all(f"{label}: sparsify supports only TopK" in error for label in labels[1:])
     assert not none.exists()
     assert export(run_dir, none, "--only", labels[1]) == EXIT_FINISHED
     assert capsys.readouterr().out == f"{labels[1]} of step 20 -> {none / labels[1]}\n"
@@ -350,11 +350,11 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
     command = ["export", "--out", str(tmp_path / "set"), "--format"]
     for chosen, form, reason in (
         (runs[:2], "saelens", "only circuit-tracer accepts a set of several runs"),
-        ([runs[0], runs[0]], "circuit-tracer", "several transcoders are of layer 0"),
+        ([runs[0], runs[0]], "circuit-tracer", "several transcoders belong to layer 0"),
         (
             [runs[0], runs[2]],
             "circuit-tracer",
-            "circuit-tracer needs transcoders of one kind in a set, but d_sae is 32",
+            "circuit-tracer requires all transcoders of a set to match, but d_sae is 32",
         ),
     ):
         assert main([*command, form, *map(str, chosen)]) == EXIT_USAGE

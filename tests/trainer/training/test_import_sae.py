@@ -131,7 +131,7 @@ def test_an_sae_with_a_skip_connection_is_refused(
     config = json.loads((tmp_path / "theirs" / "cfg.json").read_text())
     (tmp_path / "theirs" / "cfg.json").write_text(json.dumps(config | {"transcode": False}))
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
-    assert "skip_connection is 'True' and transcode is not" in capsys.readouterr().err
+    assert "skip_connection is 'True' but transcode is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,7 +279,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "contains more than tensors"),
     "a link": (linked, "ae.pt is a symbolic link, and symbolic links are not followed"),
-    "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
+    "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec contains NaN or inf"),
     "an unknown class": (configured(dict_class="os.system"), "dict_class is 'os.system'; only AutoEncoder, "),
     "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),
     "another k": (configured(k=7), "k is 8, but 7 in its settings"),

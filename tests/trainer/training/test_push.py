@@ -165,7 +165,7 @@ def test_a_push_to_a_public_repository_needs_the_public_flag(
     assert hub.private == {"ada/my-sae": False}
     capsys.readouterr()
     assert push(run, tmp_path / "other", "--yes") == EXIT_USAGE
-    assert capsys.readouterr().err.endswith("is public already; give --public too, or choose another name\n")
+    assert capsys.readouterr().err.endswith("is already public; also give --public, or choose another name\n")
     assert not (tmp_path / "other").exists()
 
 
@@ -207,8 +207,8 @@ def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (break_token, "the hub does not accept your token; log in again with `hf auth login`"),
         (log_out, "you are not logged in to the Hugging Face hub; run `hf auth login`"),
-        (go_offline, "HF_HUB_OFFLINE is set, so nothing is sent; unset it"),
-        (uninstall, "needs the hub's client; pip install 'sae-tui[hf]'"),
+        (go_offline, "HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"),
+        (uninstall, "requires the hub's client; pip install 'sae-tui[hf]'"),
     ],
     ids=["refused", "logged-out", "offline", "not-installed"],
 )
@@ -243,7 +243,7 @@ def test_a_push_that_fails_midway_leaves_nothing_on_the_hub_and_is_reported(
     capsys.readouterr()
     assert push(run, tmp_path / "out", "--yes") == EXIT_FAILED
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"--push: sending to {hub.url}/ada/my-sae failed: HTTP 507")
+    assert error.startswith(f"--push: uploading to {hub.url}/ada/my-sae failed: HTTP 507")
     assert error.endswith(f"no files were uploaded; they are still in {tmp_path / 'out'}, so try again")
     assert TOKEN not in error
     assert "signature" not in error

@@ -160,8 +160,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, the start time, and the memory leased if the GPU is shared.
-    """
+    """A row of `leases`: the job and user that hold a GPU, the start time, and the memory leased on a shared GPU."""
 
     host: str
     gpu_uuid: str

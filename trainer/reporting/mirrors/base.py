@@ -23,8 +23,8 @@ _ID = re.compile("[0-9a-f]{8}")
 class MirroredRun(msgspec.Struct, frozen=True):
     """The run to mirror.
 
-    A resumed run keeps its `id`; otherwise, `first_step` is 0. `settings` maps the label of each SAE to its complete job
-    table; if the run is not a sweep, the only label is "".
+    A resumed run keeps its `id`, and a new run has a `first_step` of 0. `settings` maps the label of each SAE to its
+    complete job table; if the run is not a sweep, the only label is "".
     """
 
     folder: Path
