@@ -17,7 +17,7 @@ from trainer.contract.paths import file_mode, open_below
 
 # The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this many seconds, so an older temporary file must have been left behind by a killed process.
+# No write takes this many seconds, so any older temporary file is a leftover of a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 

@@ -84,15 +84,15 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON Lines file to which a rank 0 on another host writes its progress."""
+        """Return the path of the JSON Lines file where a rank 0 on another host writes its progress."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence tells ranks without access to the job store to stop."""
+        """Return the path of a file that, if it exists, makes ranks without access to the job store stop."""
         return self.attempt(attempt) / "stop"
 
     def finish_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence tells ranks without access to the job store to finish early."""
+        """Return the path of a file that, if it exists, makes ranks without access to the job store finish early."""
         return self.attempt(attempt) / "finish"
 
     def create(self) -> None:

@@ -1,4 +1,4 @@
-"""Identifies processes. Pids are reused, so a pid by itself may later refer to another process."""
+"""Identifies processes. Pids are reused, so the same pid may later refer to another process."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Backlog(Generic[T]):
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
 
     def put_back(self, items: list[T]) -> None:
-        """Return the items of the last `take`, which could not be written, to the front of the queue."""
+        """Put the items of the last `take`, which could not be written, back at the front of the queue."""
         with self._lock:
             self._items.extendleft(reversed(items))
             self._trim()

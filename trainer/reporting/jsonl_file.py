@@ -39,8 +39,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 class LineFile:
     """Appends a line to a file at every write.
 
-    In a resumed run, the first line contains `rewind` with the step from which the run resumes. The reader of the file
-    deletes the history after this step.
+    In a resumed run, the first line contains `rewind` with the step of the checkpoint. The reader of the file deletes
+    the history after this step.
     """
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:

@@ -29,7 +29,7 @@ from trainer.reporting.metrics_file import SeriesFile
 FLUSH_S = 0.5
 # The number of seconds before a failed write to the store is retried.
 RETRY_S = 1.0
-# The maximum number of seconds for which a save waits for queued rows to be stored.
+# The maximum number of seconds that a save waits for queued rows to be stored.
 SETTLE_S = 1.0
 # The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000

@@ -289,7 +289,7 @@ def positive_thresholds(sae: SharedSae) -> SharedSae:
 
 @torch.no_grad()
 def without_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of an encoder for x − b_dec to those of an encoder for x; gated SAEs are not supported."""
+    """Convert the weights of an encoder for x − b_dec to weights of an encoder for x; gated SAEs are not supported."""
     return weights | {"b_enc": weights["b_enc"] - _encoded_bias(weights)}
 
 

@@ -15,7 +15,7 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The SAELens version with which exported files were tested; from this version, SAELens decides how to convert files.
+# The SAELens version used to test exported files; SAELens decides by this version how to convert files.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 # Models commonly used with SAEs, under their hub names in TransformerLens, which does not recognise

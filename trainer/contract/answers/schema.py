@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 Schema = dict[str, Any]
-# A type for which msgspec can build a schema, or a schema itself.
+# A type that msgspec can convert to a schema, or a schema itself.
 Kind = Any
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 

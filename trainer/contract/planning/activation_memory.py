@@ -13,7 +13,7 @@ from trainer.contract.settings.job import JobConfig, SaeSettings
 # 24,576 columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32. With 65,536 columns, groups of 64 were
 # slower than groups of 32.
 GROUP = 32
-# Bytes per pre-activation of the two masks with which an evaluation counts pre-activations above a threshold.
+# Bytes per pre-activation of the two masks that an evaluation uses to count pre-activations above a threshold.
 COUNTED_BYTES = 2
 # Number of candidates that a CPU rank sends per token, as a multiple of the average number of values selected from that
 # rank. A GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter

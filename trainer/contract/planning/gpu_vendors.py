@@ -26,8 +26,8 @@ class Vendor(msgspec.Struct, frozen=True):
     `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. One of `driver_files`
     exists if the vendor's driver is loaded. `variable` is the environment variable that lists the GPUs that a process
     may use, by index or by a UUID that starts with `uuid_prefix`. `order` contains the variables that make these
-    indices agree with those of `tool`, the vendor's command-line program. `device` is PyTorch's device type for the
-    GPUs, or "cpu" if PyTorch cannot use them.
+    indices agree with `tool`, the vendor's command-line program. `device` is PyTorch's device type for the GPUs, or
+    "cpu" if PyTorch cannot use them.
     """
 
     words: str

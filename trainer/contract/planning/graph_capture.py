@@ -12,7 +12,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.model_source import ModelSettings
 
 # The maximum GPU time of a step that is captured, and the assumed FLOP/s and bytes per second. A fast host launches a
-# step in 2 ms; the virtual host of an H200 took 7 to 12 ms. The assumed speeds are roughly those of an A100. A faster
+# step in 2 ms; the virtual host of an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster
 # GPU gains more from capture, and a slower GPU loses nothing.
 LONGEST_S, PRODUCTS, BANDWIDTH = 20e-3, 400e12, 2e12
 # Bytes moved per weight: for the weight, its moments, its gradient and its 16-bit copy.

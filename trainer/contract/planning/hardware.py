@@ -71,7 +71,7 @@ _VOLTA_OR_TURING = re.compile(
 # AMD GPUs before CDNA and RDNA 3; their fp16 is twice as fast as fp32.
 _OLD_AMD = re.compile(r"\b(MI25|MI50|MI60|Vega|VII|RX [56]\d{3}|W[56]\d{3})\b")
 _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
-# The precisions to which "auto" can resolve, from the most to the least widely supported.
+# The precisions that "auto" can resolve to, from the most to the least widely supported.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
 
 # A measured rate, which must not be 0, since time estimates divide by it.
@@ -138,7 +138,7 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
-    """Return the precision to which `train.precision = "auto"` resolves on a device, "cuda" or "cpu".
+    """Resolve `train.precision = "auto"` on a device, "cuda" or "cpu", and return the precision.
 
     On GPUs it is bf16 if bf16 matrix products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise
     tf32. GPUs that do not support tf32 compute tf32 products in fp32.
@@ -184,7 +184,7 @@ def _published(device: str) -> tuple[int, int, int]:
 
 
 def slowest(names: Iterable[str]) -> str:
-    """Return the name of the GPU that is slowest by published figures, for which the other GPUs must wait."""
+    """Return the name of the GPU that is slowest by published figures; all other GPUs must wait for it."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 

@@ -16,7 +16,7 @@ DENSE = 96
 
 
 def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | None:
-    """Return for how many active latents per token to allocate memory, given `n_active` in previous steps.
+    """Return the number of active latents per token to allocate memory for, given `n_active` in previous steps.
 
     Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 significant binary digits,
     so that a run uses few buffer sizes. A previous size `kept` is retained if it equals the new size or the next larger

@@ -209,7 +209,7 @@ def _sharing_steps(work: Workload, train: Train) -> int:
 
 
 def remedies(work: Workload, free_bytes: int) -> list[str]:
-    """Return changes of single settings, such as `train.batch_size = 512`, each of which makes the job fit.
+    """Return changes of single settings, such as `train.batch_size = 512`, that each make the job fit.
 
     The job fits if it needs at most `free_bytes`.
     """

@@ -55,7 +55,7 @@ _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """The seconds of a step's passes, optimizer update and communication, and those that AuxK adds once latents die."""
+    """The seconds of a step's passes, update and communication, and of AuxK, which adds time once latents have died."""
 
     passes_s: float
     update_s: float
@@ -105,7 +105,7 @@ def source_s(work: Workload, speeds: Speeds) -> float:
     """Return the seconds per step that a device spends running the language model; 0 if activations are read from disk.
 
     A rank that runs the language model itself waits for it, whereas separate model GPUs run it while the SAEs train. If
-    the model takes a seconds and the SAEs take b seconds on one GPU, then n GPUs of which m run the model take
+    the model takes a seconds and the SAEs take b seconds on one GPU, then m model GPUs and n - m training GPUs take
     max(a / m, b / (n - m)). This time is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be
     faster only through effects that this formula omits: fewer ranks exchange less data, and without the model the SAE
     may fit into memory, or fit with larger micro-batches.

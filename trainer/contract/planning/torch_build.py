@@ -13,7 +13,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 
 
 class Build(NamedTuple):
-    """A PyTorch version and the platform for which it is built: "cuda", "hip" (ROCm), or "" for neither."""
+    """A PyTorch version and its target platform: "cuda", "hip" (ROCm), or "" for neither."""
 
     version: str
     runtime: str

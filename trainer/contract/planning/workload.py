@@ -113,7 +113,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def chooses_latents(self) -> bool:
-        """Whether the architecture is a variant of TopK, for which the recipe for short runs was tuned.
+        """Whether the architecture is a variant of TopK; the recipe for short runs was tuned for TopK variants.
 
         Other architectures control their L0 with a penalty and need more steps at the peak learning rate than a short
         run has. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
@@ -167,7 +167,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The largest batch size with which a run whose length is given in tokens has at least `LEAST_STEPS` steps."""
+        """The largest batch size that gives a run with a length in tokens at least `LEAST_STEPS` steps."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH

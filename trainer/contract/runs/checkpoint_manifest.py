@@ -60,7 +60,7 @@ class Best(msgspec.Struct, frozen=True):
         """Return whether a later FVU on the same rows is higher by more than noise.
 
         Return False if the learning rate has increased since the lowest FVU was measured, because this also raises the
-        FVU. Noise by itself makes the FVUs of two SAEs of one run on the same rows differ by 1 % or one standard error.
+        FVU. Due to noise, the FVUs of two SAEs of one run on the same rows differ by 1 % or one standard error.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -145,7 +145,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def resumed_state(path: Path) -> CheckpointState:
-    """Return the state of the checkpoint from which a run resumes.
+    """Return the state of the checkpoint that a run resumes from.
 
     `path` is a checkpoint or a folder of checkpoints. Raise `UserError` if no checkpoint is usable.
     """

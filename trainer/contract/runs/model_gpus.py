@@ -23,8 +23,8 @@ def with_model_placed(
 ) -> RankSpec:
     """Return the spec with some devices reserved for the language model, if this is beneficial.
 
-    In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. The other
-    arguments are those of `place_model`.
+    In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. See
+    `place_model` for the other arguments.
     """
     if job.model_gpus == 0:
         return spec

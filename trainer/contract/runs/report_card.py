@@ -223,7 +223,7 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """When, on which data and with which settings one part of a report card was measured.
+    """The time, data and settings of the measurement of one part of a report card.
 
     `measured` is the time in seconds since the epoch. `step` is the training step of the SAE, or 0 if unknown. `text`
     names the data, and `n` is its amount in `unit`: rows, tokens, texts or latents. `model` is the language model, or
@@ -261,8 +261,7 @@ class Card(msgspec.Struct, frozen=True):
     random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
     settings, and `training` the state of the run; both are None if unknown. `threshold_set_on` names the rows on which
     the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold.
-    `weights` is a digest of the weights for which all `parts` were measured. `features` is a digest of the stored
-    features file.
+    `weights` is a digest of the weights that all `parts` describe. `features` is a digest of the stored features file.
     """
 
     name: str

@@ -100,7 +100,7 @@ class ModeEntry(Entry, frozen=True):
 class FormatEntry(Entry, frozen=True):
     """A tool's file format for SAEs.
 
-    `use` is the code with which the tool loads a file. `is_read` and `is_written` are the directions that this program
+    `use` is the tool's code for loading a file. `is_read` and `is_written` are the directions that this program
     supports.
     """
 

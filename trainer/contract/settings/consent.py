@@ -31,7 +31,7 @@ _HARMLESS = re.compile(
 
 
 class Code(NamedTuple):
-    """A setting that runs code, the name with which users can declare this code trusted, and a description."""
+    """A setting that runs code, the name that users list to trust this code, and a description."""
 
     path: str
     name: str

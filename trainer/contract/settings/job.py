@@ -302,7 +302,7 @@ class ParallelSettings(msgspec.Struct, frozen=True):
         Literal["fp32", "bf16"], about("Type of the gradients sent between replicas.", advanced=True)
     ] = "fp32"
     zero: Annotated[
-        bool, about("Shards the optimizer's states and work over replicas (ZeRO-1), if possible.", advanced=True)
+        bool, about("Shards the optimizer state and update over the replicas (ZeRO-1), if possible.", advanced=True)
     ] = True
 
 

@@ -210,7 +210,7 @@ def to_table(job: AnyJob) -> dict[str, Any]:
 
 
 def dump_job(job: AnyJob) -> str:
-    """Return the content of a TOML file with which the job can be run again."""
+    """Return the content of a TOML file that runs the same job again."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))

@@ -24,8 +24,8 @@ class RowRange(msgspec.Struct, frozen=True):
     n_tokens: int
     d_in: int
     dtype: str
-    # If rows are stored as lists of variable length: the byte offset of the list offsets, the first of which is the
-    # start of the first row, and the bytes per list offset.
+    # If rows are stored as lists of variable length: the byte offset of the list offsets, and the bytes per offset. The
+    # first list offset is the start of the first row.
     lists: tuple[int, int] | None = None
     # In a Parquet file, the column to decode, since its compressed bytes are not plain rows.
     column: str | None = None

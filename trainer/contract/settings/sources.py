@@ -99,7 +99,7 @@ class SourceSettings(msgspec.Struct, frozen=True):
 
 
 class StreamSettings(SourceSettings, frozen=True, kw_only=True):
-    """The settings common to all streams; a stream is a source that produces each row once, in an order of its own."""
+    """The settings common to all streams; a stream is a source that produces each row once, in a fixed order."""
 
     shuffle_tokens: Annotated[
         int,

@@ -160,7 +160,7 @@ class Control:
             raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """Return all jobs, or those in the given states, latest first; put the ids of skipped rows in `unreadable`."""
+        """Return all jobs, or only jobs in the given states, latest first; list skipped rows in `unreadable`."""
         wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
         where = "" if states is None else f"WHERE state IN ({wanted})"
         jobs: list[Job] = []
