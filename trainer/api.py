@@ -211,7 +211,7 @@ def _refuse_too_few(held_out: HeldOut) -> None:
 def _refuse_bad_rows(found: LeftOut) -> None:
     if too_many(found.not_finite, found.n_seen):
         share = f"{found.not_finite:,} of {plural(found.n_seen, 'row')}"
-        raise UserError(f"data: {share} hold NaN or infinite values; {CURE}")
+        raise UserError(f"data: {share} contain NaN or infinite values; {CURE}")
 
 
 def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> tuple[Learner, Outliers]:
@@ -219,7 +219,7 @@ def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: P
     x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
     finite = are_finite(x, y)
     if not finite.any():
-        raise UserError("data: every row of the first batches holds NaN or infinite values; extract them again")
+        raise UserError("data: every row of the first batches contains NaN or infinite values; extract them again")
     is_transcoder = any(x is not y for x, y in first)
     learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, parallel)
     inputs, targets = x[finite].to(parallel.device), y[finite].to(parallel.device)

@@ -51,7 +51,7 @@ def make_parser() -> SafeParser:
     run = add("run", "train in the foreground", RUN)
     _add_job(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
-    extract = add("extract", "store a language model's activations on a text for training", EXTRACT)
+    extract = add("extract", "store a language model's activations on text, for training", EXTRACT)
     _add_job(extract)
     inspect = add("inspect", "check stored activations: statistics and problems", INSPECT)
     inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
@@ -169,7 +169,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--probe",
         action="store_true",
-        help="with --model: measure how well 1 and 16 latents predict the class of a text",
+        help="with --model: measure how well 1 and 16 latents predict the classes of texts",
     )
     command.add_argument(
         "--sets",

@@ -147,7 +147,7 @@ def disk_words(look: ExtractionOutlook) -> str:
 
 
 def mode_of(job: ExtractJob) -> str:
-    """Return a word for how the devices of an extraction share the work: "spread" or "single"."""
+    """Return how the devices of an extraction share the work: "spread" or "single"."""
     return SPREAD if job.model.spread else "single"
 
 

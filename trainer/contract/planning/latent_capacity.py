@@ -20,7 +20,8 @@ def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | Non
 
     Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 significant binary digits,
     so that a run uses few buffer sizes. A previous size `kept` is retained if it equals the new size or the next larger
-    size, because a k of 32 or 64 lies right at a boundary and every change of size discards captured CUDA graphs.
+    size, because a k of 32 or 64 lies exactly at a boundary and every change of size discards captured CUDA
+    graphs.
     """
     capacity = _rounded_up(MARGIN * n_active)
     if kept and capacity <= kept <= _rounded_up(capacity + 1):

@@ -6,7 +6,7 @@ import msgspec
 
 from trainer.contract.planning.memory import Memory
 
-# E stands for exchange and R for reserve. C stands for CUDA or, on the CPU, for the process itself.
+# E means exchange, and R means reserve. C means the CUDA context or, on the CPU, the process itself.
 LETTERS = {
     "weights": "W",
     "gradients": "G",

@@ -150,7 +150,7 @@ class Control:
             return True
 
     def job(self, job_id: int) -> Job:
-        """Return the job with this id; raise `UserError` if it does not exist, `Unreadable` if its row is damaged."""
+        """Return the job with this id; raise `UserError` if it does not exist, `Unreadable` if its row is corrupt."""
         rows = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
         if not rows:
             raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
@@ -347,7 +347,7 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:
-    """Return a free id above `above` and above all job ids, except for absurdly large ids from damaged rows."""
+    """Return a free id above `above` and above all job ids, except for absurdly large ids from corrupt rows."""
     largest_id = "SELECT max(id) FROM jobs WHERE id < ?"
     number = 1 + max(db.execute(largest_id, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
     while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():

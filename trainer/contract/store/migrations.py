@@ -59,7 +59,7 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
-# The number of GPUs in a row's list; 0 for a damaged list, which `repair` fixes later.
+# The number of GPUs in a row's list; 0 for a corrupt list, which `repair` fixes later.
 _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
 
 
