@@ -279,9 +279,7 @@ class Train(msgspec.Struct, frozen=True):
 class ParallelSettings(msgspec.Struct, frozen=True):
     """The section `[parallel]`: how the ranks share the work."""
 
-    mode: Annotated[Choice, about('"auto": the fastest mode that fits, according to a cost model of this machine.')] = (
-        "auto"
-    )
+    mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this box.')] = "auto"
     latent_ranks: Annotated[
         int,
         about(

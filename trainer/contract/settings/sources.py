@@ -123,7 +123,7 @@ class ShardSettings(SourceSettings, frozen=True):
     path: Annotated[
         _Path | list[_Path],
         about(
-            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet), or a list to mix.",
+            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet); a list is mixed.",
             wanted="a string of at least 1 character(s), or a list of such strings",
         ),
     ]
