@@ -47,7 +47,7 @@ class SafeParser(argparse.ArgumentParser):
         raise BadUsage(name + said, printable_lines(self.sentence_on(message)), f"see {self.prog} --help")
 
     def sentence_on(self, message: str) -> str:
-        """Return the error message about bad usage that is shown to a person."""
+        """Return the usage error message to show to a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]

@@ -122,7 +122,7 @@ def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
         k = kwargs.pop("k", k)
     if kwargs:
         name = next(iter(kwargs)) if isinstance(kwargs, dict) else str(kwargs)
-        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which no supported architecture has")
+        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which is not supported")
     return str(architecture), k
 
 

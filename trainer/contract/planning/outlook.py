@@ -1,4 +1,4 @@
-"""The outlook of a job on its devices: its mode, and the memory that each rank needs and the memory available to it.
+"""The outlook of a job on its devices: its mode, and the memory needed by and available to each rank.
 
 All code that shows, checks or waits for a job's memory calls this module, so that all results agree.
 """

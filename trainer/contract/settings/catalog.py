@@ -100,8 +100,8 @@ class ModeEntry(Entry, frozen=True):
 class FormatEntry(Entry, frozen=True):
     """A tool's file format for SAEs.
 
-    `use` is the tool's code for loading a file. `is_read` and `is_written` are the directions that this program
-    supports.
+    `use` is the tool's code for loading a file. `is_read` and `is_written` say whether this program can import and
+    export the format.
     """
 
     use: str

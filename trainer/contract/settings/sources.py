@@ -131,7 +131,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             _Path | list[_Path],
             about(
-                "Shards with the target of each row, for training a transcoder.",
+                "Shards that contain the target of each row, for training a transcoder.",
                 advanced=True,
                 wanted="a string of at least 1 character(s), or a list of such strings",
             ),
