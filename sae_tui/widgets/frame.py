@@ -45,16 +45,15 @@ class FramedScreen(Screen[None]):
         self._fit_frames(self.size)
 
     def watch_focused(self, before: Widget | None, now: Widget | None) -> None:
-        """Give the class `-focused` to the panel that contains the focus.
+        """Give the class `-focus-within` to the focused widget and its ancestors.
 
         A rule with `:focus-within` would make Textual restyle everything in the panel whenever the focus moves inside
-        it, which doubles the time to handle a key in a long form.
+        it, which doubles the time of a key in a long form.
         """
-        old, new = _panel_around(before), _panel_around(now)
-        if old is not new:
-            for panel in filter(None, (old, new)):
-                panel.set_class(panel is new, "-focused", update=False)
-                self.app.stylesheet.update_nodes([panel])
+        old, new = (set(one.ancestors_with_self if one else ()) - {self, self.app} for one in (before, now))
+        for node in old ^ new:
+            node.set_class(node in new, "-focus-within", update=False)
+        self.app.stylesheet.update_nodes(old ^ new)
 
     def _fit_frames(self, size: Size) -> None:
         frame = frame_of(*size)
@@ -66,12 +65,6 @@ class FramedScreen(Screen[None]):
         entitle(panel, title, hint)
         for line in self.query(HeadingLine):
             line.update(_with_hint(Content(title), hint, self.size.width))
-
-
-def _panel_around(widget: Widget | None) -> Widget | None:
-    """Return the innermost panel that contains the widget, or None."""
-    nodes = widget.ancestors_with_self if widget else []
-    return next((one for one in nodes if isinstance(one, Widget) and one.has_class("panel")), None)
 
 
 def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:

@@ -97,7 +97,7 @@ async def test_moving_the_focus_inside_a_form_restyles_no_other_fields(make_app,
     async with app.run_test(size=SIZES["framed"]) as pilot:
         await pilot.press("n", "tab")
         await pilot.pause()
-        assert app.screen.query_one("#settings-panel").has_class("-focused")
+        assert app.screen.query_one("#settings-panel").has_class("-focus-within")
         sizes, update_nodes = [], app.stylesheet.update_nodes
 
         def update(nodes, animate=False):
