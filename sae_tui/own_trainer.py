@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
-_FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
+_MARK = b'PART_OF = "sae-tui"'
 
 
 def sae_train() -> int:
@@ -46,7 +46,7 @@ def _fault() -> str:
             "or remove its folder from PYTHONPATH"
         )
     with open(spec.origin, "rb") as file:
-        if file.read(len(_FIRST_WORDS)) == _FIRST_WORDS:
+        if _MARK in file.read(4096):
             return ""
     return (
         f"{spec.origin} belongs to another package called trainer, which has replaced files of sae-tui; run "

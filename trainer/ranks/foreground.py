@@ -240,7 +240,7 @@ class Foreground:
         first = first_failed(self._ranks)
         if self._is_killing and not (first and first.hangs):
             return "stopped immediately, without a checkpoint of the last steps"
-        if self._is_stopping and not (first and (first.word or first.was_killed)):
+        if self._is_stopping and not (first and (first.recorded_error or first.was_killed)):
             return "interrupted before a checkpoint was saved"
         if not first:
             return f"training failed; the logs are in {self._paths.logs}"

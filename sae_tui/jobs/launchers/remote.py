@@ -10,7 +10,7 @@ from sae_tui.jobs.launchers.ranks import OneRank
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.log_tail import last_line, tail
-from trainer.contract.runs.rank_exit import NOTICED_WITHIN_S
+from trainer.contract.runs.rank_exit import BACKDATED_BY_S
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_STOPPED
 from trainer.contract.runs.remote_rank_status import RankMark, read_mark
 
@@ -65,7 +65,7 @@ class RemoteRank(OneRank):
         The time is in seconds since the epoch, according to the clock of the file system that all hosts share.
         """
         if (self.code or 0) < 0:
-            return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
+            return _first_modified(self._mark_file, default=self.ended) - BACKDATED_BY_S
         # Ignore a mark that was written when the rank started, and so does not record its end.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]

@@ -20,7 +20,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
 # The death of a killed rank is backdated by this many seconds, since other ranks fail within milliseconds of it, and
 # their failures may be noticed first.
-NOTICED_WITHIN_S = 2.0
+BACKDATED_BY_S = 2.0
 # Seconds to wait after SIGKILL. The kernel needs a few seconds to free hundreds of GB, and a process on a hung GPU
 # never exits.
 GIVEN_UP_AFTER_S = 60.0
@@ -59,14 +59,14 @@ class RankEnd:
         return f"rank {self.rank}"
 
     @property
-    def word(self) -> str | None:
+    def recorded_error(self) -> str | None:
         """The error that the rank itself recorded, or None."""
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
         """Return a sentence about the failure: the rank's recorded error, or else how it exited and its last output."""
-        if not self.hangs and (word := self.word or self._cut_shard()):
-            return f"{self.name}: {word}" if n_ranks > 1 else word
+        if not self.hangs and (cause := self.recorded_error or self._cut_shard()):
+            return f"{self.name}: {cause}" if n_ranks > 1 else cause
         line = self.last_line()
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
 
@@ -116,14 +116,14 @@ class ChildRank(RankEnd):
     def failed_at(self) -> float:
         """Return when the rank recorded its error, or else when it exited.
 
-        For a killed rank, the result is `NOTICED_WITHIN_S` earlier. A rank that raises an error may shut down more
+        For a killed rank, the result is `BACKDATED_BY_S` earlier. A rank that raises an error may shut down more
         slowly than the other ranks, which exit as soon as they lose their connection to it.
         """
         ended = self.ended or time.time()
         if self.hangs:
             return 0.0  # the other ranks waited for this one
         if self.was_killed:
-            return ended - NOTICED_WITHIN_S
+            return ended - BACKDATED_BY_S
         try:
             return min(ended, self._exit_file.stat().st_mtime)
         except OSError:
@@ -162,7 +162,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 def first_failed(ranks: Iterable[R]) -> R | None:
     """Return the rank that failed first, or None; ignore ranks that this process killed and that recorded no error."""
-    failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
+    failed = [rank for rank in ranks if rank.failed and (rank.recorded_error or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 
 
