@@ -9,7 +9,7 @@ from sae_tui.doctor.base import CheckedMachine, Finding
 LEAST_COLUMNS, LEAST_LINES = 80, 24
 UNABLE = frozenset({"", "dumb", "unknown"})
 WITHOUT_MOUSE = frozenset({"linux", "vt100", "vt102", "vt220", *UNABLE})
-BETTER_TERM = "use a current terminal and `export TERM=xterm-256color` (inside tmux: TERM=tmux-256color)"
+BETTER_TERM = "use a modern terminal and `export TERM=xterm-256color` (inside tmux: TERM=tmux-256color)"
 
 
 def check_colours(box: CheckedMachine) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A source for machines with GPUs of several vendors. The GPUs of each vendor have consecutive indices."""
+"""A GPU source for machines with GPUs from several vendors. The GPUs of each vendor have consecutive indices."""
 
 from __future__ import annotations
 

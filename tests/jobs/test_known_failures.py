@@ -1,4 +1,4 @@
-"""Tests for known causes of failures, with messages of PyTorch, NCCL, Triton and the Linux kernel from user reports."""
+"""Tests for known causes of failure, with real messages of PyTorch, NCCL, Triton and Linux from user reports."""
 
 from __future__ import annotations
 

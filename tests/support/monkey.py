@@ -76,7 +76,7 @@ QUIET_S = 0.25
 class Result:
     """The result of one seed.
 
-    `faults` are sentences. `answers_s` are the seconds from pressing `?` until the help is shown.
+    `faults` are sentences. `answers_s` contains the time in seconds from each press of `?` until the help is shown.
     """
 
     seed: int

@@ -501,4 +501,4 @@ def test_an_estimate_shows_the_memory_of_a_model_only_gpu(
     assert apart["per_gpu"]["weights"] + apart["per_model_gpu"]["weights"] == together["per_gpu"]["weights"]
     assert "\nper GPU that only runs the language model: " in apart["lines"]
     assert "\nthe language model has 2 of 4 GPUs to itself\n" in apart["lines"]
-    assert "\nthe language model runs on the GPUs that train: on " in estimate()["lines"]
+    assert "\nthe language model shares the training GPUs: with " in estimate()["lines"]

@@ -214,7 +214,7 @@ def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir:
     assert data_notes(job, stored_run(run_dir)) == []
     shutil.copy(activations / "a.safetensors", activations / "0.safetensors")
     (note,) = data_notes(job, stored_run(run_dir))
-    assert note.startswith("data.path: has grown by 1,700 rows in 0.safetensors; ")
+    assert note.startswith("data.path: the data has grown by 1,700 rows in 0.safetensors; ")
 
 
 # Tests for the lock of a run folder.

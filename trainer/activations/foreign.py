@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pyarrow
     from torch import Tensor
 
-# The maximum size of a pickle in bytes. A tensor takes 300 bytes in a pickle, so a larger pickle contains numbers or
-# strings as Python objects.
+# The maximum size of a pickle in bytes. Each tensor takes about 300 bytes, so a larger pickle must contain
+# numbers or strings as Python objects.
 _LARGEST_PICKLE = 10_000_000
 # The first bytes of a file in the format of torch before 1.6, which later versions can also write.
 _OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"

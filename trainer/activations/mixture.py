@@ -14,7 +14,7 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# The last elements of the seeds for passes and for splits. They make the random numbers of passes and splits
+# A seed is a list of numbers. Its last element differs between passes and splits, so that their random numbers are
 # independent of each other and of the order of epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 

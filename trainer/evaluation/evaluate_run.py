@@ -132,7 +132,7 @@ def evaluations_of(
 
 
 class _Hooks:
-    """Provides the language model, dense probes and rows with tokens that all SAEs of a hook share.
+    """Provides what all SAEs of a hook share: the language model, dense probes, and rows with their tokens.
 
     These objects are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model
     and probes stay in memory.

@@ -170,7 +170,7 @@ def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
 
 
 class _Explain(torch.autograd.Function):
-    """The reconstruction acts @ W_dec from a few dead latents; acts are the largest values of centred @ W_encᵀ + b_enc.
+    """Reconstructs the error as `acts @ W_dec`. `acts` are the dead latents' largest `centred @ W_encᵀ + b_enc`.
 
     `centred` is x − input_bias in the product dtype. The weight gradients are passed to `leave` as one row per latent.
     Plain autograd would convert each matrix to the narrow dtype twice, and would make two passes over [n_tokens, n]

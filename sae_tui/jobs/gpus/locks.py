@@ -102,7 +102,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     for folder in _MACHINE_FOLDERS:
         if _is_open_to_all(folder) and folder.stat().st_uid == 0:
             return folder, ""
-    return data.locks, f"neither {' nor '.join(map(str, _MACHINE_FOLDERS))} belongs to root and has mode 1777; {_ALONE}"
+    return data.locks, f"neither {' nor '.join(map(str, _MACHINE_FOLDERS))} is owned by root with mode 1777; {_ALONE}"
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:

@@ -132,7 +132,7 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     together = place(make(), H100, capacity=DeviceMemory(80 * GIB, 80 * GIB))
     assert together.model_gpus == 0
     assert together.reader is None
-    assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
+    assert together.sentence.startswith("the language model shares the training GPUs: with ")
     assert together.sentence.endswith(("× as long", "about the same time"))
     # With a slow bus, training on many GPUs is slow.
     fast = assumed_speeds(H100, "bf16")

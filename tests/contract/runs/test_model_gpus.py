@@ -1,4 +1,4 @@
-"""Tests for GPUs that run only the language model, and for their number in the spec that every rank reads."""
+"""Tests for GPUs that run only the language model. Every rank reads from its spec how many there are."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_gpu_of_the_model_belongs_to_one_rank(
 def test_an_automatic_number_of_model_gpus_is_resolved_with_its_reason(job: JobConfig, given: RankSpec) -> None:
     spec = placed(given, job, "auto")
     assert (spec.world_size, spec.model_gpus) == (4, 0)
-    assert spec.model_gpus_why.startswith("on ")
+    assert spec.model_gpus_why.startswith("with ")
 
 
 def test_a_resumed_run_keeps_its_number_of_ranks(job: JobConfig, given: RankSpec, tmp_path: Path) -> None:

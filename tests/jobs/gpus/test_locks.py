@@ -71,7 +71,7 @@ def test_the_lock_folder_of_the_machine_belongs_to_root_and_is_writable_for_all(
     assert (lock_folder(data, "nvml"), lock_problem(data, "nvml")) == (Path("/tmp"), "")
     monkeypatch.setattr(subject, "_MACHINE_FOLDERS", (closed,))
     assert lock_folder(data, "nvml") == data.locks
-    assert f"neither {closed} belongs to root" in lock_problem(data, "nvml")
+    assert f"neither {closed} is owned by root" in lock_problem(data, "nvml")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")

@@ -182,7 +182,7 @@ def test_metadata_unknown_to_sparsify_is_kept_next_to_its_settings(tmp_path: Pat
 def test_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
     shared = shared_form(made("standard", 32), {"hook_layer": "../x"})
     (note,) = form_of("circuit-tracer").write(shared, tmp_path / "set")
-    assert note == "the data does not name its layer: rename layer_0.safetensors after the layer"
+    assert note == "the data does not name its layer; rename layer_0.safetensors after the layer"
     assert {file.name for file in (tmp_path / "set").iterdir()} == {"config.yaml", "layer_0.safetensors"}
 
 

@@ -51,7 +51,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
 def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
     """Return a sentence about where the language model of a training job runs and, if known, why."""
-    where = "runs on the GPUs that train"
+    where = "shares the training GPUs"
     if model_gpus:
         where = f"has {model_gpus} of {devices} GPUs to itself"
     return f"the language model {where}{f': {why}' if why else ''}"

@@ -106,7 +106,7 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
     names = [one.name for one in new]
     shown = [*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else [])]
     rows = f"{plural(sum(one.rows for one in new), 'row')} in {join_words(shown)}"
-    return f"data.path: has grown by {rows}; the held-out rows stay the same, and all new rows are trained on"
+    return f"data.path: the data has grown by {rows}; the held-out rows stay the same, and all new rows are trained on"
 
 
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:

@@ -117,7 +117,7 @@ def documents_in(shard: Shard) -> Documents | None:
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
     """Return two shards that are the same file or have the same SHA-256 in meta.json, or None if there is no such pair.
 
-    If a folder is given twice, even through a link, the files are the same.
+    Links are resolved, so that a folder that is listed twice under different names is found.
     """
     first: dict[object, Path] = {}
     for one in sets:

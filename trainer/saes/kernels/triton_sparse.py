@@ -109,8 +109,8 @@ def sum_by_latent(
     Without `rows`, also return the sum of each latent's activations. With `rows` [d_sae, d], also return the inner
     product of each entry's row of `dense` and its latent's row, computed from the same gathered data. The order of the
     additions is fixed unless `splits`: then a latent's entries beyond its first `LONGEST` are added to its row
-    atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. `measured`
-    receives measurements of all sums except the shared ones.
+    atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. The squared
+    length of each latent's sum is written to `measured`, except for latents whose entries several programs share.
     """
     indices, d_sae = acts.indices, acts.d_sae
     (order, starts), filled = indices.by_latent(d_sae), indices.filled

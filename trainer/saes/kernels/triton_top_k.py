@@ -508,7 +508,7 @@ def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return int32 numbers in the order of the floating-point numbers with these bits; NaN is above all others."""
+    """Map the bits of floats to int32 keys that sort like the floats; NaN sorts above all other values."""
     wide, all_ones = bits.to(tl.int32), 2 ** (BITS - 1) - 1
     size = wide & all_ones
     return tl.where(size > INFINITY, all_ones, tl.where(wide < 0, wide ^ all_ones, wide))
