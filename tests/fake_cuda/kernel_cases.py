@@ -21,10 +21,11 @@ from support.fake_gpu import job_of, one_of_ranks
 from support.step_ops import Op, Operand, Step, recorded_step
 from triton.backends.compiler import GPUTarget
 
+from trainer.contract.settings.catalog import ARCHITECTURES
+
 # Maps each compute capability to the maximum shared memory per program, in KiB.
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx90a": 64, "gfx942": 64}
 SHAPES = ((2304, 65536, 64), (768, 24576, 32), (384, 3072, 32), (2300, 8192, 16))
-ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
 TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
     torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.bool: "i1",

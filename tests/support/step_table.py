@@ -12,7 +12,8 @@ from support.fake_gpu import job_of, one_of_ranks
 from support.roofline import cost
 from support.step_ops import recorded_step
 
-ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
+from trainer.contract.settings.catalog import ARCHITECTURES
+
 # Shape B of `tests/benchmarks/gpu_step.py`: two matrices of 75 MB.
 SAE, D_IN = {"d_sae": 24576, "k": 32}, 768
 COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launched,MB of the passes,MB of the update"

@@ -8,6 +8,8 @@ from typing import Any
 
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.json_file import read_json
+from trainer.contract.printable import printable
+from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
 from trainer.sharing import saelens_reading
 from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, shared_form
@@ -51,9 +53,12 @@ class SaeLens(Format):
     reads = ((CONFIG, WEIGHTS),)
 
     def refusal(self, sae: SharedSae) -> str | None:
-        if sae.architecture not in ARCHITECTURES:
+        if sae.architecture in ARCHITECTURES:
+            return None
+        if sae.form == "topk":
             return "SAELens has no TopK transcoders; give --format sparsify, or train with batch_topk"
-        return None
+        name = printable(sae.architecture)
+        return f"SAELens has no architecture {name}; export_config can name {join_words([*ARCHITECTURES])}"
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
         with fill_folder(folder, last=CONFIG) as temporary:
@@ -68,13 +73,14 @@ class SaeLens(Format):
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Write a run's SAE in SAELens' format, or in sparsify's format if SAELens lacks the architecture.
+    """Write a run's SAE in SAELens' format, or in sparsify's format if only sparsify supports it.
 
-    Each file is written atomically, and unrelated files in the folder are kept. Raise `UserError` on failure.
+    An SAE that neither supports is also written in SAELens' format, which keeps its weights. Each file is written
+    atomically, and unrelated files in the folder are kept. Raise `UserError` on failure.
     """
     shared = shared_form(sae, metadata)
-    form = Sparsify() if SaeLens().refusal(shared) else SaeLens()
-    form.write(shared, folder)
+    only_sparsify = SaeLens().refusal(shared) is not None and Sparsify().refusal(shared) is None
+    (Sparsify() if only_sparsify else SaeLens()).write(shared, folder)
 
 
 def exported_tokens(folder: Path) -> int | None:

@@ -243,7 +243,7 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     for card in cards:
         assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
         assert card["figures"]["fvu_all_dimensions"] == pytest.approx(of_all, rel=1e-3)
-        assert card["data"]["dimensions"] == message.partition(": this run's FVU")[0]
+        assert card["data"]["dimensions"] == message.partition("; this run's FVU")[0]
     assert "FVU of all dimensions" in (tmp_path / "run" / "sae" / "README.md").read_text()
 
 

@@ -26,6 +26,8 @@ from trainer.parallel.group import Group
 from trainer.parallel.latents import Latents
 from trainer.saes.base import OVERRIDABLE, Declared, Sae
 from trainer.saes.build import build_sae
+from trainer.sharing.base import shared_form
+from trainer.sharing.saelens import SaeLens, export_sae
 from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
 
@@ -87,6 +89,20 @@ def test_a_new_architecture_is_trained_resumed_and_exported(
     for file in ("sae_weights.safetensors", "cfg.json"):
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
     assert load_file(tmp_path / "sae" / "sae_weights.safetensors")["W_dec"].shape == (64, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("loud", "sae_weights.safetensors"), ("topk_transcoder", "sae.safetensors")]
+)
+def test_an_export_keeps_all_weights_even_if_no_format_has_the_architecture(
+    name: str, file: str, make_loudest: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sae = build_sae(Layout(make_loudest(), 1), 16).eval()
+    monkeypatch.setattr(toy_architecture.Loudest, "export_config", lambda self: {"architecture": name, "k": 4})
+    export_sae(sae, tmp_path, {})
+    assert load_file(tmp_path / file)["W_dec"].equal(sae.W_dec)
+    refusal = SaeLens().refusal(shared_form(sae, {})) or ""
+    assert refusal.startswith("SAELens has no architecture loud; " if name == "loud" else "SAELens has no TopK")
 
 
 def test_an_author_must_know_at_most_8_names() -> None:
