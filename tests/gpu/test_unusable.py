@@ -31,7 +31,7 @@ def _used(percent: int, used: int, total: int) -> dict[str, Any]:
     return {"utilization": percent, "memory_used_bytes": used, "memory_total_bytes": total}
 
 
-# Maps each fault of the driver to the reason why the GPU is not offered.
+# Maps each driver fault to the reason why the GPU is not offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
     "pending": "rows of its memory wait to be replaced",

@@ -284,7 +284,7 @@ def test_a_lost_job_can_be_resumed(box):
     job_id = box.launch("steps=450 save=5")
     box.wait_steps(job_id)
     box.job(job_id).supervisor.send(9)
-    box.wait_for(lambda: box.living(job_id) == [], "its ranks to have saved")
+    box.wait_for(lambda: box.living(job_id) == [], "its ranks to save and exit")
     plan = box.resume(job_id)
     assert plan.step >= 5
     job = box.wait_ended(job_id)

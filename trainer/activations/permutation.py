@@ -68,7 +68,7 @@ class RunPermutation:
         """Return the images of positions, each in [0, n)."""
         numbers, is_whole = positions.copy(), positions < self._n_whole
         runs, places = np.divmod(positions[is_whole], self._run)
-        # Permute each run only once, since the 4096 consecutive positions of a batch come from about 65 runs.
+        # Permute each run of rows only once: the 4096 consecutive positions of a batch are in about 65 runs of rows.
         begins = np.diff(runs, prepend=-1) != 0
         numbers[is_whole] = self._runs(runs[begins])[begins.cumsum() - 1] * self._run + places
         shifted: Indices = (numbers + self._begin) % self._n

@@ -219,7 +219,7 @@ class Foreground:
         """Write each new warning of the run to stderr, above the bar."""
         for event in self._events(self._seen_until):
             self._seen_until = event.timestamp
-            # Report cards are printed with the result.
+            # Skip report cards here, since they are printed with the result.
             if event.level == "warning" and event.kind != "card":
                 with bar.external_write_mode(sys.stderr):
                     complain(f"{printable_lines(event.message)}\n")

@@ -94,7 +94,7 @@ def _last_cause(log: Path) -> str:
 
 
 def _is_of_the_end(line: str) -> bool:
-    """Return whether a line reports how SLURM ended the job, and not that a program could not be started."""
+    """Return whether a line reports how SLURM ended the job, as opposed to a program that failed to start."""
     return line.startswith(("srun:", "slurmstepd")) and "execve()" not in line
 
 

@@ -35,7 +35,7 @@ class Recording:
     def faults(self, wait_s: float) -> list[str]:
         """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first fault.
 
-        Return [] if another process reads the GPUs.
+        Return [] if another process is already polling the GPUs.
         """
         deadline = time.monotonic() + wait_s
         while self._sampler.count and not (found := self._found(self._sampler.latest())):

@@ -140,7 +140,7 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
     """Resolve `train.precision = "auto"` on a device, "cuda" or "cpu", and return the precision.
 
-    On GPUs it is bf16 if bf16 matrix products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise
+    On GPUs it is bf16 if bf16 matrix products are fast, fp16 with loss scaling if only fp16 is fast, and otherwise
     tf32. GPUs that do not support tf32 compute tf32 products in fp32.
     """
     if device != "cuda":

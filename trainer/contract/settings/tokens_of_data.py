@@ -19,7 +19,7 @@ ORIGIN = ("token_ids", "positions", "document")
 
 
 def folder_of(settings: SourceSettings) -> Path | None:
-    """Return the folder of the data, or None if there is no folder or more than one."""
+    """Return the data folder, or None if there is not exactly one."""
     paths = each(settings.folders) if isinstance(settings, ShardSettings) else []
     return Path(os.path.expanduser(paths[0])) if len(paths) == 1 else None
 

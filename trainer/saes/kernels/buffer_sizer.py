@@ -86,7 +86,7 @@ class BufferSizer:
         All selected values are NaN if the buffer is too small. Return None if a dense product is faster or the size
         cannot be predicted yet.
         """
-        # Queue the product before the host reads any count.
+        # Launch the matrix product first, so that the GPU computes while the host waits for a count.
         matrix = pre_acts.matrix
         n_tokens, d_sae = matrix.shape
         size = self._ahead.capacity if self._ahead else self._capacity(n_tokens, d_sae)
