@@ -46,7 +46,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("gpus", "size"), [("auto", 1), pytest.param("auto:2", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "size"), [("auto", 1), ("auto:2", 2)])
 def test_a_killed_stopped_and_resumed_extraction_writes_the_same_rows(
     shell: Shell, job: ExtractJob, tmp_path: Path, gpus: str, size: int
 ) -> None:

@@ -74,6 +74,7 @@ def asked(draw) -> Asked:
     return Asked(job, tuple(draw(st.lists(sizes, min_size=ranks, max_size=ranks))), draw(st.booleans()))
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(asked())
 def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: Asked) -> None:
