@@ -125,8 +125,8 @@ def test_a_setting_that_the_other_trainer_does_not_know_is_reported(tmp_path: Pa
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ("exit 3", "ended with 3; name the Python"),
-        ("echo oh no >&2; exit 3", "ended with 3, saying oh no; name the Python"),
+        ("exit 3", "exited with code 3; name the Python"),
+        ("echo oh no >&2; exit 3", "exited with code 3, saying oh no; name the Python"),
         (r"printf '\033]0;owned\007{'", "did not return valid JSON, saying �]0;owned�{; name"),
         ("exec sleep 100", "did not respond within 0.5 s"),
     ],
