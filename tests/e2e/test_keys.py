@@ -33,6 +33,7 @@ def test_cloning_right_after_leaving_the_form_opens_the_clone(box: Box, opened: 
     terminal.wait_for("clone of job 1")
 
 
+@pytest.mark.slow
 def test_a_screen_can_be_reopened_as_fast_as_keys_are_typed(box: Box) -> None:
     box.record_job("first", JobState.FINISHED)
     terminal = box.app(80, 24)

@@ -107,6 +107,7 @@ def test_a_job_that_can_never_run_is_rejected_and_auto_selects_a_mode_that_fits(
     assert gibibytes(job.card_memory_bytes) == needed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_width_typed_into_the_form_makes_auto_select_a_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)

@@ -60,6 +60,7 @@ def test_a_deleted_store_is_recreated_and_missing_rows_are_reported(train) -> No
     assert sae_of(training).exists()
 
 
+@pytest.mark.slow
 def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
     training = train()
     with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:

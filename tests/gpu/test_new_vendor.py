@@ -132,6 +132,7 @@ def test_commands_list_the_gpus_and_the_environment_variable_hides_some(frames: 
     assert [row["uuid"] for row in machine.json("gpus", "--gpu-source", "abacus")] == [row["uuid"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_rank_sees_only_its_gpu_and_the_gpu_has_a_history(frames: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path, frames)
     (tmp_path / "job.toml").write_text(JOB)

@@ -30,6 +30,7 @@ def launch(box, n_steps: int = 1_000_000) -> int:
     return launching.launch(box.data, job, TWO_GPUS, gpu_source="simulated")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ranks_save_and_stop_on_request(box, wait_for):
     job_id = launch(box)
@@ -58,6 +59,7 @@ def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(
     assert box.living(job_id) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ranks_do_not_outlive_a_killed_supervisor(box):
     job_id = launch(box)

@@ -30,6 +30,7 @@ N_ROWS = 12_000
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_to_the_end_and_a_new_supervisor_adopts_them(submission) -> None:
     one = submission(n_steps=20)
     one.start()
@@ -61,6 +62,7 @@ def test_ranks_save_and_stop_on_request(submission) -> None:
     assert not one.attempt.has_failed
 
 
+@pytest.mark.slow
 def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
     one = submission(nodes=1)
     one.start()

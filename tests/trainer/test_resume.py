@@ -445,6 +445,7 @@ def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
     assert load_job(tmp_path / "run" / "job.toml") == job
 
 
+@pytest.mark.slow
 def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
     make_job: MakeJob, make_trainer: Callable, run_dir: Path
 ) -> None:

@@ -938,6 +938,7 @@ async def test_the_form_asks_before_it_loads_a_job_file_that_runs_code(make_app,
         await wait_until(pilot, (tmp_path / "ran").exists)
 
 
+@pytest.mark.slow
 async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     (file := tmp_path / "acts.pt").write_bytes(b"not read here")

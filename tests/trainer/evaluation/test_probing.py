@@ -51,6 +51,7 @@ def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -
     assert (result.n_sets, result.n_seeds, result.n_texts) == (2, 3, 2 * N)
 
 
+@pytest.mark.slow
 def test_uninformative_latents_are_at_chance_and_spread_information_needs_many_latents() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12

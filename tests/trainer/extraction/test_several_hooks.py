@@ -226,6 +226,7 @@ def test_a_checkpoint_and_the_cards_have_the_hook_of_each_sae(
     assert at_end[0]["data"]["gamma"] != pytest.approx(at_end[1]["data"]["gamma"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_transcoders_of_one_run_form_a_set_for_circuit_tracer(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

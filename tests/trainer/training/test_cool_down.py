@@ -102,6 +102,7 @@ def held_out_fvu(trainer: Any) -> float:
     return float(trainer.report.values[""]["heldout_fvu"])
 
 
+@pytest.mark.slow
 def test_a_cooled_down_run_is_better_than_one_stopped_after_as_many_steps(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
