@@ -118,4 +118,4 @@ def test_a_hanging_driver_is_reported_after_a_timeout(sandbox, monkeypatch: pyte
     monkeypatch.setattr("sae_tui.doctor.base.GPU_LIMIT_S", 0.05)
     (finding,) = check_driver(sandbox.box(Hanging(0)))
     released.set()
-    assert "did not answer within 0.05 s" in finding.sentence
+    assert "did not respond within 0.05 s" in finding.sentence

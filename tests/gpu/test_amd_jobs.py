@@ -103,4 +103,4 @@ def test_missing_software_of_one_vendor_does_not_hide_the_other_vendors_gpus(mac
     rows = machine.json("gpus", WITH_NVIDIA="1", ROCM_PATH="/nowhere")
     assert [row["name"] for row in rows] == ["NVIDIA H100"] * 2
     alone = machine.run("gpus", code=1, ROCM_PATH="/nowhere")
-    assert "there is no ROCm library libamd_smi.so" in alone.stderr
+    assert "ROCm's library libamd_smi.so is missing" in alone.stderr

@@ -232,4 +232,4 @@ def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> 
 def test_a_stale_reading_of_the_driver_reaches_the_list_of_choices(on_nvml: Callable[..., Any]) -> None:
     (latched,) = on_nvml(CHOICES, FAULTS="0:latched", GPUS=1, PIDS="")
     assert latched[:2] == ["available", True]
-    assert "stale reading" in latched[2]
+    assert "is stale until a program uses CUDA" in latched[2]

@@ -144,7 +144,7 @@ def test_model_only_gpus_are_refused_under_torchrun(tmp_path: Path, monkeypatch:
     assert job, problems
     (tmp_path / "job.toml").write_text(dump_job(job))
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
-    assert capsys.readouterr().err.startswith("data.model_gpus: torchrun starts a rank for each GPU, so no GPU is")
+    assert capsys.readouterr().err.startswith("data.model_gpus: torchrun starts a rank for each GPU, so no GPU can be")
     assert not (tmp_path / "run").exists()
 
 
