@@ -124,7 +124,7 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     shell.json("launch", training, "--after", wanted)
     wider = ["--set", "train.batch_size=200_000_000"]
     assert "but" in (told := shell.errors("launch", training, "--after", wanted, *wider, code=1)[0])
-    assert "holds 100,000,000" in told
+    assert "has only 100,000,000" in told
     whole = shell.errors("launch", training, "--after", wanted, "--set", f"data.path={rows}", code=1)[0]
     assert f"job 1 writes a folder for every hook in {rows}; give one of them: mlp_out.0 and resid_post.1" in whole
     waiting = shell.json("job", 2)
