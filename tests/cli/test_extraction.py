@@ -139,4 +139,4 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
     # The check now uses the number of existing rows instead of the requested number.
-    assert f"holds {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]
+    assert f"has only {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]
