@@ -138,8 +138,8 @@ def train(
 
 _NOT_HERE = {
     "n_tokens": "give n_steps; a step is a batch of data",
-    "batch_size": "a step is a batch of data, whatever its size",
-    "accumulate": "a step is a batch of data, whatever its size",
+    "batch_size": "a step is a batch of data of any size",
+    "accumulate": "a step is a batch of data of any size",
     "eval_every": "the rows of held_out are measured at the end",
     "report_card": "the rows of held_out are measured at the end",
     **{

@@ -67,7 +67,7 @@ def _runs_code(context: CommandContext, flags: argparse.Namespace, model: str | 
 
 
 def _gpu(context: CommandContext, job: Job) -> request.ReservedGpu | None:
-    """Return an idle GPU for the evaluation, or None if there is none or the job was trained on the CPU."""
+    """Return an idle GPU for the evaluation, or None if all GPUs are in use or the job was trained on the CPU."""
     if job.device != "cuda":
         return None
     return request.idle_gpu(context.data, job, context.gpus.choices, context.gpus.source_name)

@@ -220,7 +220,7 @@ def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedS
     if not l0s or max(l0s.values()) <= (1 + MOST_L0_MISS) * min(l0s.values()):
         return line
     each = join_words([f"{label} at {l0:.1f}" for label, l0 in l0s.items()])
-    unequal = f"{line.title} is not at equal L0, and a higher L0 by itself lowers it: {each}"
+    unequal = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
     return msgspec.structs.replace(line, why="; ".join(filter(None, (line.why, unequal))))
 
 

@@ -259,7 +259,7 @@ class _NvmlGpu:
         }
 
     def _identify(self, *, again: bool) -> None:
-        """Get a handle if there is none; read the UUID and name with each new handle, or if `again`.
+        """Get a handle unless one exists; read the UUID and name with each new handle, or if `again`.
 
         If another GPU now has this index, discard all that is known about the previous GPU.
         """

@@ -187,7 +187,7 @@ def container_of(pid: int) -> str:
 
 
 def _group(path: str) -> str:
-    """Return the container named in a cgroup file, like `docker 3f2a91bc04de`, or "" if there is none."""
+    """Return the container named in a cgroup file, like `docker 3f2a91bc04de`, or ""."""
     try:
         text = Path(path).read_text(errors="replace")[:65_536]
     except OSError:

@@ -81,19 +81,19 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         r"its GPU or a disk hangs",
         Remedy(
             "gpu-fault",
-            "reset the GPU (`nvidia-smi --gpu-reset`) and resume the job, or use another GPU",
+            "reset the GPU (`nvidia-smi --gpu-reset`) and resume the job, or clone it onto another GPU",
             False,
         ),
     ),
     (
         r"uncorrectable ECC|Cuda failure (214|'uncorrectable)",
-        Remedy("gpu-fault", "the GPU's memory is failing: reset it (`nvidia-smi --gpu-reset`), or use other GPUs"),
+        Remedy("gpu-fault", "the GPU's memory is failing: reset it (`nvidia-smi --gpu-reset`), or resume on others"),
     ),
     (
         r"illegal memory access|illegal instruction|unspecified launch failure|misaligned address|hardware stack error"
         r"|device-side assert|launch timed out|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|fallen off the bus"
         r"|GPU is lost|\bXid \d|(CUDA (driver )?error: |Cuda failure (999 )?')unknown error|reset required",
-        Remedy("gpu-fault", "the GPU or its driver failed; the GPU's page shows the last error; use another GPU"),
+        Remedy("gpu-fault", "the GPU or its driver failed; the GPU's page shows its last error; resume on another GPU"),
     ),
     (
         r"\(NVLS\)|nvls\.cc|Multicast memory|failure 401|performed in the present state",
@@ -173,7 +173,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("network", "a rank did not start, or the ranks cannot reach each other: see the logs of all ranks"),
     ),
     (
-        r"not finite|(contains|holds) (a )?NaN|every SAE .* given up",
+        r"not finite|no longer finite|(contains|holds) (a )?NaN",
         Remedy("not-finite", "lower train.lr, or check the activations for broken values", False),
     ),
     (

@@ -21,7 +21,7 @@ class LiveRun:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run overfits, or None if there is none, or if the run was resumed after the warning.
+        # The warning that the run overfits, or None. A warning from before the latest resume does not count.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:

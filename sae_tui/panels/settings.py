@@ -58,7 +58,7 @@ def _hooks(job: JobView) -> list[tuple[str, str]]:
 
 
 def _more(job: JobView) -> list[tuple[str, str]]:
-    """Return (name, value) of the job's other non-empty fields."""
+    """Return (name, value) pairs for the job's remaining non-empty fields."""
     fields = [
         ("tags", " ".join(f"#{tag}" for tag in job.tags)),
         ("note", job.note),

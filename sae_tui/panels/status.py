@@ -26,7 +26,7 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class StatusContent:
-    """The content of the status line. `problem` is "" if there is none; `load` is the machine's load.
+    """The content of the status line. `problem` can be ""; `load` is the machine's load.
 
     `alerts` is the number of active alerts.
     """

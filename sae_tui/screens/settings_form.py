@@ -94,7 +94,7 @@ class SettingsScreen(FramedScreen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """A dict that maps the name of each changed setting to its new value, without invalid values."""
+        """A dict that maps each changed setting's name to its new value; invalid values are left out."""
         values, _ = self.query_one(SettingForm).values()
         typed = {
             name: values.get(name, setting.default) for name, setting in _settings().items() if name in self._draft

@@ -144,9 +144,7 @@ class SettingRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "", warning: str = "") -> None:
-        """Show the problem or, if there is none, the warning; otherwise show the effect of another setting and the
-        help.
-        """
+        """Show the problem, or else the warning, or else the effect of another setting and the help."""
         self._problem, self._overridden, self._warning = problem, overridden, warning
         self.set_class(bool(warning and not problem), "-warned")
         self.set_class(bool(problem), "-wrong")

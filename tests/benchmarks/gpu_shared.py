@@ -83,7 +83,7 @@ def run_ranks(device: str) -> dict[str, Any]:
 
 
 def run_rank(device: torch.device, index: int, place: Path) -> None:
-    """Train in each mode; the first rank also trains by itself, and writes the results."""
+    """Train in each mode; the first rank also trains alone, and writes the results."""
     world, cases = join(device, index, N_RANKS, place), []
     size = SMALL if device.type == "cuda" else TINY
     x = rows(size.batch_size, size.d_in).to(device)

@@ -115,7 +115,7 @@ def test_a_cpu_job_is_not_warned_about_missing_gpus(shell, command):
     )
     run_command(["stop", "1"], shell.env, shell.folder, timeout=120)
     assert (of_cpu.returncode, "driver" in of_cpu.stderr) == (0, False)
-    # A job that requests a GPU gets a warning if there is none.
+    # A job that requests a GPU gets a warning on a machine without GPUs.
     assert of_a_gpu.returncode == 0 or "driver" in of_a_gpu.stderr
 
 

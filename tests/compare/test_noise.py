@@ -119,4 +119,4 @@ def test_fvus_at_different_l0_are_shown_with_their_l0_values() -> None:
     assert line_of(at(1, 0.10, 32.0), at(2, 0.12, 33.5)).why == ""
     line = line_of(at(1, 0.10, 36.4), at(2, 0.12, 32.0))
     assert line.best == {0}
-    assert line.why.endswith("is not at equal L0, and a higher L0 by itself lowers it: 1 at 36.4 and 2 at 32.0")
+    assert line.why.endswith("is not at equal L0, and a higher L0 alone lowers it: 1 at 36.4 and 2 at 32.0")

@@ -1,4 +1,4 @@
-"""Tests that reading JSON never raises, whatever bytes the file contains, and even if the path is not a file."""
+"""Tests that reading JSON never raises, even if the file contains random bytes or the path is not a file."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jo
         db.backup(pristine)
 
     @settings(
-        # The number of examples besides the explicit ones; `make explore` runs 2,000.
+        # The number of examples in addition to the explicit ones; `make explore` runs 2,000.
         max_examples=settings().max_examples,
         database=None,
         phases=[Phase.explicit, Phase.generate],

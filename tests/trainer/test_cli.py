@@ -492,7 +492,7 @@ def test_an_estimate_shows_the_memory_of_a_model_only_gpu(
         assert main(arguments) == EXIT_FINISHED
         return dict(answer | {"lines": capsys.readouterr().out})
 
-    # Without ZeRO-1, every rank holds all weights in fp32, whatever the number of ranks.
+    # Without ZeRO-1, every rank holds all weights in fp32, for any number of ranks.
     whole = "--set", "parallel.zero=false"
     apart = estimate(*whole, "--set", "data.model_gpus=2")
     together = estimate(*whole, "--set", "data.model_gpus=0")

@@ -52,7 +52,7 @@ class Texts:
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
         """Return all rows of `texts`, a subset of `counts(n_rows)`, in ascending order.
 
-        In shards that start after the first `n_rows` rows, rows are matched by text number, whatever the numbering.
+        In shards that start after the first `n_rows` rows, rows are matched by text number, with any numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):

@@ -27,7 +27,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef | None:
-        """Return the process that currently has this pid, or None if there is none or it is a zombie."""
+        """Return the process that currently has this pid, or None if no process has it or the process is a zombie."""
         start = _start_ticks(pid)
         return None if start is None else cls(pid, start, boot_id())
 
@@ -103,7 +103,7 @@ def boot_id() -> str:
 
 @functools.cache
 def machine_id() -> str:
-    """Return the id of this Linux installation, which stays the same across restarts; "" if there is none.
+    """Return the id of this Linux installation, which stays the same across restarts, or "" if it is missing.
 
     The result is also "" in a container, since all containers from one image share the image's machine id.
     """

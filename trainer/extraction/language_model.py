@@ -42,7 +42,7 @@ from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The largest allowed relative difference between the rows of a document in a packed context and the rows of the same
-# document in its own context. In bf16, rounding by itself causes a difference of 0.01 on average, and of at most 0.015
+# document in its own context. In bf16, rounding alone causes a difference of 0.01 on average, and of at most 0.015
 # after 30 blocks.
 _ROUNDING = 0.05
 # The largest allowed relative change of a document's rows if only the tokens of the other document in its context
@@ -128,7 +128,8 @@ class LanguageModel:
     def rows(self, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
         """Run the model on a batch; return each hook's rows [n, d] at `indices`, which index into the flattened batch.
 
-        Raise `UserError` if a token id is outside the model's vocabulary, or if a hook does not have one row per token.
+        Raise `UserError` if a token id is outside the model's vocabulary, or if a hook's output does not have one row
+        per token.
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)

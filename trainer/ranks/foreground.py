@@ -83,7 +83,10 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the attempt running in a folder; raise `UserError` if there is none or the app started it."""
+    """Return the spec of the attempt running in a folder.
+
+    Raise `UserError` if no attempt is running or the app started it.
+    """
     if not RunPaths(run_dir).job_file.exists():
         raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it contains no job.toml")
     spec = last_spec(run_dir)

@@ -98,6 +98,6 @@ def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: st
 
 
 def _smallest_active(values: Tensor) -> Tensor:
-    """Return the smallest positive value, 0-dim, or infinity if there is none."""
+    """Return the smallest positive value, 0-dim, or infinity if no value is positive."""
     positive = values.masked_fill(values <= 0, torch.inf)
     return positive.amin() if len(values) else values.new_full((), torch.inf)

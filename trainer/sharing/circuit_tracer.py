@@ -44,7 +44,7 @@ class CircuitTracer(Format):
                 "mlp.LAYER"
             )
         if sae.d_in != sae.d_out:
-            return f"circuit-tracer supports only one width, but this maps {sae.d_in} dimensions to {sae.d_out}"
+            return f"circuit-tracer needs d_out = d_in, but this maps {sae.d_in} dimensions to {sae.d_out}"
         if sae.form not in ("standard", "jumprelu", _TOPK):
             return f"circuit-tracer supports ReLU, JumpReLU and TopK, but this is exported as {sae.architecture}"
         return None

@@ -199,7 +199,10 @@ def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | N
 
 
 def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | None:
-    """Return the factor for the encoder's input rows, or None if there is none; raise `UsageError` if it is unknown."""
+    """Return the factor for the encoder's input rows, or None if they are not scaled.
+
+    Raise `UsageError` if the factor is unknown.
+    """
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None

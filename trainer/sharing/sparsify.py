@@ -35,7 +35,7 @@ class Sparsify(Format):
         if sae.form != "topk":
             return f"sparsify supports only TopK, but this SAE is exported as {sae.architecture}"
         if sae.d_out != sae.d_in:
-            return f"sparsify supports only one width, but this maps {sae.d_in} dimensions to {sae.d_out}"
+            return f"sparsify needs d_out = d_in, but this maps {sae.d_in} dimensions to {sae.d_out}"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:

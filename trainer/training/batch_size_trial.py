@@ -18,7 +18,7 @@ from trainer.training.learner import Learner
 
 # If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
 LEAST_TOKENS = 64
-# The number of batches in memory besides the one in the pass: read ahead, in transfer, and in the metrics' fp64 sums.
+# The number of batches in memory in addition to the one in the pass: read ahead, in transfer, and in the metrics' fp64 sums.
 BATCHES_BESIDE = 4
 # The address space of threads that start later, in bytes.
 THREAD_BYTES = 2**27
@@ -65,7 +65,7 @@ def _fits(
 
 
 def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
-    """Allocate the additional memory, besides that of the pass, that later steps need."""
+    """Allocate the memory that later steps need in addition to that of the pass."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes
     if x.device.type == "cpu":

@@ -26,7 +26,7 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The maximum fraction of the time that a run spends on checkpoints at the best held-out FVU, besides the configured
+# The maximum fraction of the time that a run spends on checkpoints at the best held-out FVU, in addition to the configured
 # checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
@@ -89,7 +89,7 @@ class Saving:
         return self._checkpoints.folder(position)
 
     def best_saved(self) -> CheckpointState | None:
-        """Return the state of the saved checkpoint with the lowest held-out FVU on rank 0, or None if there is none."""
+        """Return the state of the saved checkpoint with the lowest held-out FVU on rank 0, or None."""
         return self._checkpoints.best()
 
     def is_due(self, position: Position, before: Position) -> bool:

@@ -40,7 +40,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "progress": (float, "Share of the planned steps that are done (0 to 1)."),
     "eta_s": (float | None, "Time left, in s; null if the job runs no steps or the time is not known yet."),
     "tokens": (int, "Tokens trained on; for an extraction, rows stored."),
-    "loss": (float | None, "Latest loss; null if there is none yet."),
+    "loss": (float | None, "Latest loss; null before the first is reported."),
     **metrics(),
     "overfitting": (
         str | None,

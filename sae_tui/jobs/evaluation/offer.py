@@ -37,7 +37,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
 class EvaluationOffer(msgspec.Struct, frozen=True):
     """The parts of an evaluation, and a description of the device.
 
-    `other_device` describes the alternative device, or is "" if there is none.
+    `other_device` describes the alternative device, or is "".
     """
 
     job_id: int

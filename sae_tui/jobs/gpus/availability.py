@@ -178,7 +178,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Describe the process that uses a GPU in exclusive compute mode, or return "" if there is none.
+    """Describe the process that uses a GPU in exclusive compute mode, or return "".
 
     In exclusive compute mode, even a process that uses little memory occupies the GPU.
     """

@@ -37,7 +37,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Return a clause about the first unfinished job on which a job depends, or "" if there is none.
+    """Return a clause about the first unfinished job that a job depends on, or "".
 
     When a finished job is deleted, it is removed from `after`. Therefore, a deleted job that is still in `after` had
     not finished.

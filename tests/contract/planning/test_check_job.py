@@ -345,7 +345,7 @@ def test_a_transcoder_without_an_export_format_is_refused_with_the_alternatives(
     data = {"target_path": str(targets)}
     (problem,) = checked(train=SMALL, data=data)
     assert (problem.path, problem.severity) == ("sae.architecture", "error")
-    assert problem.message.startswith('the format for "topk" transcoders supports only one width')
+    assert problem.message.startswith('the format for "topk" transcoders requires equal input and output dimensions')
     assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
     (problem,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
     assert problem.path == "sae.architecture"

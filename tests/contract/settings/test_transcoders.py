@@ -28,8 +28,8 @@ def test_an_architecture_without_a_format_is_refused_with_the_alternatives() -> 
         f'sae.architecture: no format supports "gated" transcoders; use {others}'
     ]
     assert problems_of({"architecture": "topk"}, 20) == [
-        'sae.architecture: the format for "topk" transcoders supports only one width, but this one maps 32 dimensions '
-        f"to 20; use {others}"
+        'sae.architecture: the format for "topk" transcoders requires equal input and output dimensions, but '
+        f"this one maps 32 dimensions to 20; use {others}"
     ]
 
 

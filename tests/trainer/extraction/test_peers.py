@@ -141,7 +141,7 @@ def test_an_extraction_resumes_only_with_the_same_number_of_ranks(make: Make, tm
     undisturbed = make(name="undisturbed", n_tokens=1400, shard_rows=64)
     run_ranks(undisturbed, 2, tmp_path / "undisturbed-meet")
     assert digests(Path(job.extract.output)) == digests(Path(undisturbed.extract.output))
-    # A finished extraction is not repeated, whatever the number of ranks.
+    # A finished extraction is not repeated with another number of ranks.
     assert stored_state(job, 1).is_finished
 
 

@@ -386,7 +386,7 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # A latent's step is bit-identical, whatever other latents there are.
+    # A latent's step is bit-identical and does not depend on the other latents.
     # Therefore, it depends neither on the sharding nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])

@@ -378,7 +378,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     ("n_visible", "rank", "spec", "index"),
     [
         (8, 3, {}, 3),
-        # With `srun --gpus-per-task=1`, each rank sees one GPU, whatever its SLURM_LOCALID is.
+        # With `srun --gpus-per-task=1`, each rank sees one GPU, for any SLURM_LOCALID.
         (1, 3, {"by_files": True}, 0),
         (1, 3, {"on_one_host": False}, 0),
         (1, 0, {"gpu_uuids": ("GPU-1",)}, 0),

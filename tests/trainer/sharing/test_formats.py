@@ -155,11 +155,21 @@ def test_a_circuit_tracer_topk_without_its_k_gives_a_one_sentence_error(k: str, 
     ("name", "kind", "d_out", "reason"),
     [
         ("sparsify", "jumprelu", None, "sparsify supports only TopK, but this SAE is exported as jumprelu"),
-        ("sparsify", "topk", 20, "sparsify supports only one width, but this maps 32 dimensions to 20"),
+        (
+            "sparsify",
+            "topk",
+            20,
+            "sparsify needs d_out = d_in, but this maps 32 dimensions to 20",
+        ),
         ("saelens", "topk", 32, "SAELens has no TopK transcoders; give --format sparsify"),
         ("dictionary_learning", "jumprelu", 32, "dictionary_learning has no transcoders"),
         ("circuit-tracer", "topk", None, "circuit-tracer supports only transcoders"),
-        ("circuit-tracer", "standard", 20, "circuit-tracer supports only one width, but this maps 32 dimensions to 20"),
+        (
+            "circuit-tracer",
+            "standard",
+            20,
+            "circuit-tracer needs d_out = d_in, but this maps 32 dimensions to 20",
+        ),
     ],
 )
 def test_a_format_that_cannot_represent_the_sae_is_refused(

@@ -96,7 +96,7 @@ _INSPECTION = fields(
                     {
                         "severity": (word("ok", "note", "warning", "error"), "Severity."),
                         "sentence": (str, "The finding."),
-                        "remedy": (str, 'The remedy, or "" if there is none.'),
+                        "remedy": (str, 'The remedy, or "" if unknown.'),
                     },
                 )
             ),

@@ -278,7 +278,10 @@ _CARD: dict[str, tuple[Any, str]] = {
     "training": (or_null(_TRAINING), "How far the training went; null: not known."),
     "weights": (str, 'Digest of the measured weights; "": not known.'),
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
-    "features": (str, 'Digest of the stored features file; "" if there is none, or the report card is current.'),
+    "features": (
+        str,
+        'Digest of the stored features file; "" if none are stored or the report card is current.',
+    ),
 }
 # JSON fields for the progress of a training run, named like the metrics in the run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {

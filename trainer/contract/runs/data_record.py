@@ -131,7 +131,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Return a sentence about the first shard that has fewer bytes than recorded, or None if there is none."""
+    """Return a sentence about the first shard that has fewer bytes than recorded, or None."""
     for folder in record:
         for shard in folder.shards:
             try:

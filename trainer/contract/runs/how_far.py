@@ -63,7 +63,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overfitting(self) -> str:
-        """A phrase with the FVUs and steps that show overfitting, or "" if there is none."""
+        """A phrase with the FVUs and steps that show overfitting, or ""."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"

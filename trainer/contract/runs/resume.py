@@ -53,7 +53,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the cool-down of the run, or None if there is none or the length of `job` has changed."""
+        """Return the cool-down of the run, or None if it has no cool-down or the length of `job` has changed."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:

@@ -155,7 +155,7 @@ class MetricEntry(Entry, frozen=True):
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """The settings of an entry with no settings besides those common to its section."""
+    """The settings of an entry with no settings other than the common ones of its section."""
 
 
 class BackendEntry(SettingsEntry, frozen=True):

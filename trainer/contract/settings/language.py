@@ -99,7 +99,7 @@ def lack_of_model(path: str) -> str:
 
 
 def _missing_file(folder: Path) -> Path | None:
-    """Return a dangling link among a model's files, as an interrupted download may leave, or None if there is none."""
+    """Return a dangling link among a model's files, as an interrupted download may leave, or None."""
     with contextlib.suppress(OSError):
         links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
         return next((link for link in links if not link.exists()), None)

@@ -18,8 +18,8 @@ def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[
         message = f'no format supports "{name}" transcoders'
     elif entry.transcodes == "one width" and d_out != d_in:
         message = (
-            f'the format for "{name}" transcoders supports only one width, but this one maps {d_in} dimensions to '
-            f"{d_out}"
+            f'the format for "{name}" transcoders requires equal input and output dimensions, but this one maps {d_in} '
+            f"dimensions to {d_out}"
         )
     else:
         return []

@@ -251,7 +251,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the latest event of one of the given kinds, or None if there is none or it is unreadable."""
+        """Return the latest event of one of the given kinds, or None if it is missing or unreadable."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()

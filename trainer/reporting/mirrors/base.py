@@ -66,7 +66,7 @@ def mirrored_run(job: JobConfig, folder: Path, first_step: int) -> MirroredRun:
 
 
 def _id_of(file: Path) -> str:
-    """Return the run id stored in a file; if there is none, write a random one."""
+    """Return the run id stored in a file; if the file is missing, create it with a random id."""
     try:
         with open_plain(file) as stream:
             known = stream.read(100).decode(errors="replace").strip()

@@ -181,7 +181,8 @@ def _shared_group(n_values: int, n: int) -> int:
 def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
     """Return the n largest values as ascending indices.
 
-    If `groups` are given, the values [n, size] are copies of these groups; return indices into the original matrix.
+    If `groups` is given, the values [n, size] were gathered from these groups. The returned indices refer to the
+    original matrix.
     """
     bits = _bits(values.flatten())
     n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
@@ -378,7 +379,7 @@ def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: t
 def _write_maxima(
     out_maxima, bits, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Write the maximum of each group of one block, as bits."""
+    """Write the bits of the maximum of each group in one block."""
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     # `fits_all` ensures that indices are below 2^31.
     indices = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
