@@ -26,7 +26,7 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The maximum fraction of the time that a run spends on checkpoints at the best held-out FVU, in addition to the configured
+# The maximum fraction of a run's time for checkpoints at the best held-out FVU, in addition to the configured
 # checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
