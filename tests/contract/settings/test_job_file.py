@@ -100,7 +100,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(tables())
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_a_written_job_is_read_back_unchanged(table: dict[str, Any]) -> None:
     job, problems = parse_job(table)
     assert job is not None, problems
