@@ -62,7 +62,7 @@ def main() -> None:
         jobs = "job 1" if options.jobs else "Extract  "
         terminal.wait_for(lambda text: jobs in text and text.count("H200") >= options.gpus)
         start_up, first_bytes = time.monotonic() - terminal.started, terminal.bytes_read
-        terminal.read(10)  # until the sparklines have some history
+        terminal.read(10)  # wait until the sparklines have some history
         cpu, _ = terminal.usage()
         read, since = terminal.bytes_read, time.monotonic()
         terminal.read(options.seconds)
@@ -118,7 +118,7 @@ def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, s
 
 
 def keep_training(data: DataDir, n_jobs: int) -> None:
-    """Record running jobs of this host, and log a step per second for each job while this process runs.
+    """Record running jobs on this host, and log one step per second for each job while this process runs.
 
     This process acts as the supervisor of the jobs.
     """

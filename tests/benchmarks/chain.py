@@ -3,11 +3,11 @@
     make model && .venv/bin/python tests/benchmarks/chain.py [--tokens 100_000] [--layers 12 20] [--json FILE]
 
 SmolLM2-135M reads the Python reference manual, or the text in `--text FILE`. Both trainers get the same rows in the
-same order, with the same d_sae, k, batch size and number of steps, and otherwise their own defaults. `trainer eval`
-evaluates both SAEs on the same held-out rows and, in the model, on the same text, which was not extracted. Probes are
-trained if sae-probes is installed. Then our extraction, a plain loop over transformers, and SAELens run the model in
-turn, `--repeats` times each (`peers/reading.py`). The fastest run of each is reported. `loader.py` measures how fast
-stored rows are read. The duration of each stage is also printed.
+same order, and the same d_sae, k, batch size and number of steps. All other settings are each trainer's defaults.
+`trainer eval` evaluates both SAEs on the same held-out rows and, spliced into the model, on the same text. No rows of
+this text were extracted. Probes are trained if sae-probes is installed. Then our extraction, a plain loop with the
+transformers library, and SAELens run the model in turn, `--repeats` times each (`peers/reading.py`). The fastest run of
+each is reported. `loader.py` measures how fast stored rows are read. The duration of each stage is also printed.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--held-out", type=int, default=4096, help="number of held-out rows")
-    parser.add_argument("--spliced-tokens", type=int, default=4096, help="number of tokens to splice an SAE into")
-    parser.add_argument("--sets", type=int, default=12, help="number of data sets of labelled texts for probes")
+    parser.add_argument("--spliced-tokens", type=int, default=4096, help="number of tokens for the spliced loss")
+    parser.add_argument("--sets", type=int, default=12, help="number of data sets of labelled texts for probing")
     parser.add_argument(
-        "--speed-tokens", type=int, default=32_768, help="number of tokens for each reader, or 0 to skip"
+        "--speed-tokens", type=int, default=32_768, help="number of tokens for each reader; 0 skips the readers"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--text", type=Path, help=".jsonl file with a column `text`; default: the Python reference")
@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
 
 
 class Chain:
-    """The stages of the benchmark in one folder, each timed."""
+    """Runs the stages of the benchmark in one folder, and times each stage."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
@@ -219,7 +219,7 @@ class Chain:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Save the model in a GGUF file as a folder with fp32 weights, since SAELens does not load GGUF files."""
+    """Convert a GGUF file to a model folder with fp32 weights, since SAELens does not load GGUF files."""
     import transformers
 
     name = {"gguf_file": file.name}
@@ -258,7 +258,7 @@ def filled(title: str, columns: Any, rows: Any) -> Table:
 
 
 def per_layer(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each layer with its results and the results of the extraction."""
+    """Return the name and the results of each layer, with the results of the extraction added."""
     return [(layer, told | {"extracted": result["extracted"]}) for layer, told in result["layers"].items()]
 
 

@@ -1,4 +1,4 @@
-"""Compares the cost model that `auto` and the forecasts use with real steps, and shows its error.
+"""Compares the step times that the cost model of `auto` and the forecasts predicts with measured step times.
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
@@ -23,11 +23,11 @@ ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", default="cpu:2", help="devices in the format of launch.gpus, with a count")
+    parser.add_argument("--gpus", default="cpu:2", help="devices in the format of launch.gpus, such as cpu:2")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     device, _, ranks = options.gpus.partition(":")
-    table = Table(title=f"expected and measured time of a step on {options.gpus}")
+    table = Table(title=f"expected and measured step times on {options.gpus}")
     for name in ("d_in", "d_sae", "k", "tokens", "architecture", "mode", "expected ms", "measured ms", "ratio"):
         table.add_column(name, justify="left" if name in ("architecture", "mode") else "right")
     runs = [(shape, "topk", mode, ranks) for shape in SHAPES for mode in ("ddp", "tensor")]

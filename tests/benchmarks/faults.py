@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-# Replace this folder on the import path, since this file would shadow the package `faults`.
+# Remove this folder from the import path, since this file would shadow the package `faults`.
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -141,7 +141,7 @@ def _measure(name: str, options: argparse.Namespace, folder: Path, references: d
 
 
 def _reference(n_ranks: int, folder: Path, references: dict[int, Result]) -> Result:
-    """Return the result of an undisturbed job, trained once per number of ranks."""
+    """Return the result of an undisturbed job, which runs only once for each number of ranks."""
     if n_ranks not in references:
         references[n_ranks] = undisturbed(folder / f"undisturbed-{n_ranks}", n_ranks)
     return references[n_ranks]

@@ -5,10 +5,10 @@
 `make test-gpu` runs this script. The most important parts run first, in the first three minutes: the driver, versions
 and clocks; steps with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two
 ranks on one GPU; waits, resuming and memory. The other parts are injected failures, kernels, learning curves, other
-kinds of SAE, a launched job and other trainers. With several GPUs, they also include the bus, every parallel mode,
-NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does not
-affect the others. A part that cannot run here, or that has no time left, is reported as "not run". The exit code is 1
-if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
+kinds of SAE, a launched job and other trainers. With several GPUs, there are also parts for the bus, every parallel
+mode, NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does
+not affect the others. A part that cannot run here, or that has no time left, is reported as "not run". The exit code is
+1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
 docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, only to test this script.
 """
 
@@ -43,8 +43,8 @@ TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tu
 # The d_in, d_sae, k and number of tokens of the shapes in gpu_profile.py, and of a small shape for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# For each shape, the kinds of SAE that are timed first; then, all kinds of SAE. With `dead`, some latents are dead, so
-# that AuxK is active.
+# `FIRST` lists the kinds of SAE that are timed first for each shape, and `KINDS` lists all kinds. With `dead`, some
+# latents are dead, so that AuxK is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
@@ -74,7 +74,7 @@ OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
 
 
 class Part(NamedTuple):
-    """A command with a time limit; its result is its last line of output or, if `file` is given, this file.
+    """A command with a time limit; its result is the last line of its output or, if `file` is given, that file.
 
     The command sees only one GPU, unless `sees_all` is set. `variables` are added to its environment.
     """
@@ -141,12 +141,12 @@ def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]
 
 
 def run_within(part: Part, left_s: float) -> Ran:
-    """Run a part in the remaining time; it fails only if it needs more than its own limit."""
+    """Run a part in the remaining time; the part fails only if it exceeds its own time limit."""
     if left_s < LEAST_S:
         return Ran(NOT_RUN, why="no time was left")
     ran = run(part._replace(limit_s=min(part.limit_s, left_s)))
     if ran.state == WRONG and left_s < part.limit_s and ran.seconds >= left_s:
-        return ran._replace(state=NOT_RUN, why=f"the {left_s:.0f} s that were left were not enough")
+        return ran._replace(state=NOT_RUN, why=f"the part did not finish in the {left_s:.0f} s that were left")
     return ran
 
 
@@ -192,7 +192,7 @@ def parts(gpus: str, folder: Path) -> Iterator[Part]:
 
 
 def several(word: str, n_gpus: int) -> Iterator[Part]:
-    """Yield the parts for several entire GPUs or CPU processes; MIG slices are never connected."""
+    """Yield the parts for several GPUs or CPU processes; MIG slices do not count, since NCCL cannot connect them."""
     if n_gpus < 2:
         return
     all_of_them = f"{word}:{n_gpus}"
@@ -209,7 +209,7 @@ def several(word: str, n_gpus: int) -> Iterator[Part]:
         yield Part(f"bench {shape} topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
     for what in ("memory", "profile", "killed"):
         yield Part(f"ranks' {what}", [*script("gpu_several.py"), all_of_them, what], 150, sees_all=True)
-    # In `dp`, all ranks are threads of one process, so it needs several GPUs.
+    # In `dp` mode, all ranks are threads of one process, so this mode needs several GPUs.
     threads = [] if word == "cpu" else ["dp"]
     yield Part("ranks", [*script("gpu_ranks.py"), all_of_them, "--modes", *modes, *threads], 200, sees_all=True)
     uneven = [*script("gpu_ranks.py"), f"{word}:{min(n_gpus, 3)}", "--modes", "ddp", "tensor", "--uneven"]
@@ -345,7 +345,9 @@ def rank_words(answer: dict[str, Any]) -> str:
     one = answer["fvu"]["one"]
     off = max(abs(fvu / one[kind] - 1) for of_kind in answer["fvu"].values() for kind, fvu in of_kind.items())
     n_waits = sum(sum(indices.values()) for indices in answer["waits"].values())
-    return f"FVU differs by {off:.0e} from one GPU; {n_waits} host waits in a step of {len(answer['waits'])} modes"
+    return (
+        f"FVU differs by at most {off:.0e} from one GPU; {n_waits} host waits in a step of {len(answer['waits'])} modes"
+    )
 
 
 def shared_words(answer: dict[str, Any]) -> str:
@@ -377,7 +379,7 @@ def nccl_words(answer: dict[str, Any]) -> str:
 
 
 def failure_words(answer: dict[str, Any]) -> str:
-    """Return the results of each check; for a check that could not run, the reason."""
+    """Return the result of each check or, if the check could not run, the reason."""
     return "; ".join(f"{name}: {one.get('not_run', 'ok')}" for name, one in answer["checks"].items())
 
 
@@ -385,7 +387,7 @@ def several_words(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
 
 
-# The functions that summarise parts. The first entry whose key occurs in the part's name is used.
+# Maps part names to functions that summarise a part. The first key that occurs in the part's name is used.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",

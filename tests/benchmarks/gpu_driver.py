@@ -23,8 +23,8 @@ MIB = 2**20
 # The minimum share of the total memory that CUDA must report. The driver reserves the remainder, for example for page
 # tables.
 LEAST_OF_CUDA = 0.9
-# The allowed deviation, in bytes, of the app's value from nvidia-smi's values just before and just after. nvidia-smi
-# reports multiples of 1 MiB.
+# The allowed deviation, in bytes, of the app's value from the values that nvidia-smi reports just before and just after
+# it. nvidia-smi reports multiples of 1 MiB.
 NEAR_USED = 64 * MIB
 # Values that affect the current speed of a GPU. Names that the driver does not know are omitted.
 STATE = (
@@ -105,13 +105,13 @@ def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> li
     MIG slices may be missing, since CUDA lists only one of them.
     """
     totals = {gpu["uuid"]: gpu["memory_total"] for gpu in gpus if gpu["healthy"]}
-    unknown = [f"CUDA has {uuid}, but the app does not" for uuid in by_cuda if uuid not in totals]
+    unknown = [f"CUDA lists {uuid}, but the app does not" for uuid in by_cuda if uuid not in totals]
     missing = [uuid for uuid in totals if uuid not in by_cuda and not is_slice(uuid)]
     return (
         unknown
-        + [f"the app has {uuid}, but CUDA does not" for uuid in missing]
+        + [f"the app lists {uuid}, but CUDA does not" for uuid in missing]
         + [
-            f"{uuid} has {totals[uuid]:,} bytes in the app and {of_cuda:,} in CUDA"
+            f"{uuid} has {totals[uuid]:,} bytes according to the app, but {of_cuda:,} according to CUDA"
             for uuid, of_cuda in by_cuda.items()
             if totals.get(uuid) and not LEAST_OF_CUDA * totals[uuid] <= of_cuda <= totals[uuid]
         ]
@@ -129,13 +129,17 @@ def differs_from_tool(gpus: list[dict[str, Any]], before: dict[str, Memory], aft
         if is_slice(uuid) or not uuid.startswith("GPU-"):
             continue
         if uuid not in after or uuid not in before:
-            wrong.append(f"the app has {uuid}, but nvidia-smi does not")
+            wrong.append(f"the app lists {uuid}, but nvidia-smi does not")
             continue
         if None not in (total, after[uuid].total) and abs(total - after[uuid].total) > MIB:
-            wrong.append(f"{uuid} has {total:,} bytes in the app and {after[uuid].total:,} in nvidia-smi")
+            wrong.append(
+                f"{uuid} has {total:,} bytes according to the app, but {after[uuid].total:,} according to nvidia-smi"
+            )
         uses = [before[uuid].used, after[uuid].used]
         if None not in (used, *uses) and not min(uses) - NEAR_USED <= used <= max(uses) + NEAR_USED:
-            wrong.append(f"{used:,} bytes of {uuid} are in use in the app and {uses[1]:,} in nvidia-smi")
+            wrong.append(
+                f"{used:,} bytes of {uuid} are in use according to the app, but {uses[1]:,} according to nvidia-smi"
+            )
     return wrong
 
 

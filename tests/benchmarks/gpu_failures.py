@@ -79,7 +79,7 @@ def steps_on_gpu() -> RepeatedStep:
 
 
 def shortage_in_graph() -> dict[str, Any]:
-    """Make memory run out while a step is captured; eager steps must still work, and no memory may leak."""
+    """Exhaust the memory while a step is captured; eager steps must still work, and no memory may leak."""
     steps, words = steps_on_gpu(), list[str]()
     (learner,) = steps.learners
     recorded: Any = learner.whole_steps
@@ -120,7 +120,7 @@ def device_assert() -> dict[str, Any]:
     """Return the message that a user would see after a device-side assert, which is raised in another process."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
-        return {"wrong": ["the child process did not fail"]}
+        return {"wrong": ["the child process did not fail, although it triggers a device-side assert"]}
     error = done.stderr.strip().splitlines() or [""]
     sentence = next((line for line in error if "CUDA error" in line or "device-side" in line), error[-1])
     found = remedy(sentence)
@@ -129,7 +129,7 @@ def device_assert() -> dict[str, Any]:
     return {
         "said": sentence[:300],
         "kind": kind,
-        "wrong": ["the remedy names the PyTorch build as the cause"] if is_blamed else [],
+        "wrong": ["the remedy wrongly blames the PyTorch build or the driver"] if is_blamed else [],
     }
 
 

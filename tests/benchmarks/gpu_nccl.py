@@ -1,4 +1,4 @@
-"""Checks NCCL with a single rank: every exchange of our groups with every dtype, outside and inside a CUDA graph.
+"""Checks NCCL with a single rank: every exchange of a process group with every dtype, in and outside a CUDA graph.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
@@ -45,8 +45,8 @@ def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Ex
     return both
 
 
-# For each exchange: its name, its dtypes, whether it accepts tensors without dimensions, and a function that must
-# return values equal to its argument.
+# For each exchange: its name, its dtypes, whether it accepts zero-dimensional tensors, and a function that must return
+# values equal to its argument.
 EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("sum", ADDED, True, in_place(lambda group, tensors: group.sum_(*tensors))),
     ("sum parts", ADDED, False, in_place(lambda group, tensors: group.sum_parts_(tensors))),

@@ -1,13 +1,14 @@
-"""The time of a step on this GPU, kernel by kernel: eager, captured, and as modelled for an H200.
+"""Measures a step on this GPU, kernel by kernel, eager and captured, and shows the time modelled for an H200.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_profile.py [A:topk:dead B:gated ...] [--kernels N] [--json FILE]
 
 A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some latents are dead, so AuxK is active.
-Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32. Both have 4,096 tokens, in the
-precision that `auto` selects. Shape C is small enough for a CPU. "host" is the host's time to queue a step while the
-GPU is idle. All steps use one batch of random rows, as at the start of a run. SAEs with a penalty then have many active
-latents, so their products are dense. The floor is the minimum time that `python -m trainer bench` prints for this GPU.
-"of it" is the floor's share of the time of the captured step, if there is one, or of the eager step.
+Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32. Shapes A and B have 4,096
+tokens, in the precision that `auto` selects. Shape C is small enough for a CPU. "host" is the host's time to queue a
+step while the GPU is idle. All steps use one batch of random rows, as at the start of a run. SAEs with a penalty then
+have many active latents, so their products are dense. The floor is the minimum time that `python -m trainer bench`
+prints for this GPU. "of it" is the floor's share of the time of the captured step, if there is one, or of the eager
+step.
 """
 
 from __future__ import annotations

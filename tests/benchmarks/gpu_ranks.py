@@ -27,10 +27,10 @@ from trainer.measuring.bench import run_ranks
 from trainer.ranks.device_choice import parse_target
 
 SAMPLE, D_IN = Path(__file__).parents[2] / "data" / "sample", 384
-# Two kinds that select latents, per token or per batch, and one with a penalty.
+# Two kinds of SAE that select latents, per token or per batch, and one kind with a penalty.
 KINDS = ["topk", "batch_topk", "jumprelu"]
 MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}, "dp": {}}
-# The number of latents, which is divisible by 2, but not by 3, 4 or 8.
+# The number of latents. It is divisible by 2, but not by 3, 4 or 8.
 D_SAE = 3074
 N_STEPS, TOKENS_OF_RANK = 20, 128
 # The tolerance of `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", help="devices, such as auto:2 or cpu:2")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["ddp", "tensor"])
-    parser.add_argument("--uneven", action="store_true", help="give each rank a different share")
+    parser.add_argument("--uneven", action="store_true", help="give the ranks shares of different sizes")
     options = parser.parse_args()
     word, (n_ranks, uuids) = options.gpus.partition(":")[0], parse_target(options.gpus)
     fvus = {"one": trained(shared(f"{word}:1", n_ranks, 1, {"mode": "single"}))}
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
-    """Return a job with the same number of tokens per step on any number of GPUs; its latents soon count as dead."""
+    """Return a job with the same number of tokens per step on any number of GPUs; latents soon count as dead."""
     tokens = TOKENS_OF_RANK * n_ranks
     job, problems = parse_job(
         {

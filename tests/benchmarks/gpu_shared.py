@@ -4,8 +4,8 @@
 
 NCCL rejects two ranks on one GPU, so the ranks exchange tensors through host memory (`tests/support/one_gpu.py`). All
 other code is the same as on several GPUs. Each mode trains three kinds of SAE for 20 steps, with AuxK, in fp32 and in
-16 bits. The script prints JSON: the FVU of each SAE, the places in the code where the host waited in a further step
-outside the exchange, and a list of errors, `wrong`. The exit code is 1 if there are errors.
+16 bits. The script prints JSON: the FVU of each SAE, the places in the code, outside the exchange, where the host
+waited in one more step, and a list of errors, `wrong`. The exit code is 1 if there are errors.
 """
 
 from __future__ import annotations

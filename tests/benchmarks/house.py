@@ -1,10 +1,10 @@
-"""Statistics of the source code: sizes of functions and files, and the structure of each folder.
+"""Prints statistics of the source code: sizes of functions and files, and the structure of each folder.
 
 python tests/benchmarks/house.py [CHECKOUT]
 
 The modules of a folder are its files and direct subfolders. The number of layers is the length of the longest chain of
 imports between modules, including imports for type checkers. The number of imports is the number of pairs of modules in
-which one module imports the other. An import that is part of a cycle is cyclic.
+which one module imports the other. An import counts as cyclic if it is part of a cycle.
 """
 
 from __future__ import annotations

@@ -154,14 +154,14 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 def fresh(indices: SparseIndices) -> SparseIndices:
-    """Return the same indices as a new object that is not sorted yet."""
+    """Return a copy of the indices without cached sorting, so that every call has to sort them."""
     return SparseIndices(indices.latents, indices.tokens, indices.starts)
 
 
 def whole_pass(options: argparse.Namespace, flops: float, indices: SparseIndices) -> Kernel:
-    """Return a forward and backward pass with given active latents.
+    """Return a kernel that runs a forward and backward pass in which the given latents are active.
 
-    The dense counterpart is five products with plain autograd.
+    Its dense counterpart runs five products with plain autograd.
     """
     n_tokens, d_in, d_sae = options.batch, options.d_in, options.d_sae
     made = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}

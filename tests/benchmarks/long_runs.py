@@ -112,7 +112,7 @@ def measure(fitted: Any, rows: Rows) -> dict[str, float]:
 
 
 def run(rows: Rows, setup: dict[str, Any]) -> dict[str, Any]:
-    """Train one SAE and measure it."""
+    """Train one SAE, and return its measurements."""
     from trainer.api import train
 
     d_sae, batch, n_steps, seed = (setup[name] for name in ("d_sae", "batch", "steps", "seed"))

@@ -1,4 +1,4 @@
-"""Compares the cost of monitors that stay open: this app, nvitop and nvtop on the same GPUs in the same run.
+"""Compares the cost of keeping a GPU monitor open: this app, nvitop and nvtop on the same GPUs in the same run.
 
 python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [--nvitop PATH] [--nvtop PATH]
 

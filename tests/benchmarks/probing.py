@@ -1,4 +1,4 @@
-"""k-sparse probing of one hook's SAEs from several trainers: how well the k best latents of an SAE predict labels.
+"""Compares several trainers' SAEs of one hook by k-sparse probing: how well an SAE's k best latents predict labels.
 
     python tests/benchmarks/probing.py JOB.toml HOOK FOLDER [--sets 24] [--json FILE]
 

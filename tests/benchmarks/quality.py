@@ -5,20 +5,20 @@
 
 DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If the files contain
 `document` [n_tokens], entire texts with at least 16,384 rows in total are held out, the same texts for all seeds.
-Otherwise, the seed selects 16,384 single rows. All trainers train on the remaining rows in the same order: in seeded
-permutations, one per epoch.
+Without `document`, the seed selects 16,384 individual rows. All trainers train on the remaining rows in the same order:
+in seeded permutations, one per epoch.
 
-Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users would see them. It
-also measures the FVU with the k·n largest activations of a batch, which compares BatchTopK SAEs at equal L0 regardless
-of their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training rows. With
-several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and its standard error
-over held-out texts. Times include only training steps. The CPU time is divided by the number of threads, so that it
-equals the wall time on an idle machine.
+Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users would see them. The
+benchmark also measures the FVU with the k·n largest activations of a batch, which compares BatchTopK SAEs at equal L0
+regardless of their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training
+rows. With several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and its
+standard error over held-out texts. Times include only training steps. The CPU time is divided by the number of threads,
+so that it equals the wall time on an idle machine.
 
-With --tokens, each recipe trains on this many rows, and may choose its own number of rows per step; otherwise, steps
-have --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not run again.
-Except for plain loops, --save saves each SAE in the format of its library, in a folder for its recipe in FOLDER. These
-folders are the input of `probing.py`.
+With --tokens, each recipe trains on this many rows, and may choose its own number of rows per step. Without --tokens,
+each step has --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not run
+again. Except for plain loops, --save saves each SAE in the format of its library, in a folder for its recipe in FOLDER.
+These folders are the input of `probing.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Data:
 
 
 def of_texts(documents: Tensor, n_rows: int) -> Tensor:
-    """Return the rows of random texts that have at least `n_rows` rows in total, as a mask [n_tokens]."""
+    """Return a mask [n_tokens] that selects all rows of random texts, at least `n_rows` rows in total."""
     texts, sizes = documents.unique(return_counts=True)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
     n_texts = int((sizes[order].cumsum(0) < n_rows).sum()) + 1
@@ -83,7 +83,7 @@ def of_texts(documents: Tensor, n_rows: int) -> Tensor:
 
 @dataclasses.dataclass
 class Point:
-    """One measurement of a curve."""
+    """One point of a curve."""
 
     step: int
     cpu_s: float
@@ -92,7 +92,7 @@ class Point:
     l0: float
     fvu_at_k: float
     never_fired: float
-    # The standard error of `fvu_at_k` over texts, or 0 if single rows were held out.
+    # The standard error of `fvu_at_k` over texts, or 0 if individual rows were held out.
     fvu_error: float = 0.0
 
 
@@ -237,7 +237,7 @@ def measure(recipe: peers.Recipe, data: Data, step: int, cpu_s: float, wall_s: f
 
 
 def error_over_texts(reconstruct: Any, data: Data) -> float:
-    """Return the standard error of the held-out FVU over texts, or 0 if single rows were held out.
+    """Return the standard error of the held-out FVU over texts, or 0 if individual rows were held out.
 
     This is the standard error of a ratio of sums over independent texts; see Cochran (1977), Sampling Techniques,
     section 6.4.

@@ -8,7 +8,7 @@ from benchmarks.speedup import GPUS, PAGE, SHAPES, forecasts, markdown, page_wit
 from trainer.contract.planning.hardware import MeasuredHardware
 
 
-def test_the_page_has_the_current_tables_of_the_cost_model() -> None:
+def test_the_page_contains_the_current_tables_of_the_cost_model() -> None:
     page = PAGE.read_text()
     assert page == page_with(page), "PYTHONPATH=tests python tests/benchmarks/speedup.py --write"
 
@@ -29,7 +29,7 @@ def test_only_ddp_sends_more_for_a_larger_sae() -> None:
     assert megabytes("tensor", 4)[1] == megabytes("tensor", 4)[0]
 
 
-def test_an_sae_that_fits_no_mode_is_too_large() -> None:
+def test_an_sae_that_is_too_large_for_every_mode_does_not_fit() -> None:
     rows = forecasts(SHAPES["A"]._replace(d_sae=2**21), GPUS[-1].name, {"mode": "auto"}, MeasuredHardware(), gib=8)
     assert not any(row.settled.fits for row in rows)
 

@@ -43,7 +43,7 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# The size of the matrices and the number of bytes with which the machine's speed is measured. They exceed every cache
+# The size of the matrices and the number of bytes with which the machine's speed is measured. Both exceed every cache,
 # but fit into the memory of a laptop.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
@@ -179,8 +179,8 @@ def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
     """Return the minimum time of a sparse step in seconds, max(FLOPs/peak, bytes/bandwidth), and both speeds."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
-    # The dense product of the encoder, and, on k latents per token, decoding, its two gradients and the encoder's
-    # gradient.
+    # The encoder's dense product is followed by four products on k latents per token: decoding, its two gradients and
+    # the encoder's gradient.
     n_flops = 2 * tokens * d_in * options.d_sae + 8 * tokens * options.k * d_in
     # Fused Adam reads p, g, m and v, and writes p, m and v. In addition, gradients are written, and pre-activations are
     # written and read.
@@ -232,7 +232,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 class Trial:
-    """One recipe's training, in rounds."""
+    """Trains one recipe in rounds."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._device = options, options.device
@@ -258,7 +258,7 @@ class Trial:
         wall_s = timed(lambda: [self._recipe.step(x) for x in batches], self._device)
         cpu_s = (time.process_time() - cpu) / torch.get_num_threads()
         if self._device.startswith("cuda"):
-            # Free cached memory, which the other processes need.
+            # Free cached memory for the other processes.
             torch.cuda.empty_cache()
         return {"wall_s": wall_s / len(batches), "cpu_s": cpu_s / len(batches)}
 
@@ -287,7 +287,7 @@ def peak_bytes(device: str) -> int:
 
 
 def status_bytes(key: str) -> int | None:
-    """Return a value of /proc/self/status in bytes, or None; only Linux has this file."""
+    """Return a value of /proc/self/status in bytes, or None on systems other than Linux, which lack this file."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)

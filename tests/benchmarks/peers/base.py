@@ -26,7 +26,7 @@ class Setup:
     device: str = "cpu"
     bf16: bool = False
     seed: int = 0
-    # Whether a trainer that chooses its own step size may do so. If so, it gets the same tokens in different batches.
+    # Whether a trainer may choose its own batch size; such a trainer gets the same tokens in different batches.
     own_steps: bool = False
 
     @property
@@ -56,7 +56,7 @@ class Recipe(ABC):
     name: str
     kind = "topk"
     package, module = "torch", "torch"
-    # Whether this is another tool's trainer rather than a loop written here.
+    # Whether this is another tool's trainer rather than a loop written for these benchmarks.
     is_peer = True
     writes_sae = True
 
@@ -81,7 +81,7 @@ class Recipe(ABC):
         return self.reconstruct(x)
 
     def save(self, folder: Path) -> None:
-        """Save the SAE to an empty folder as its library does, if it `writes_sae`."""
+        """If the recipe `writes_sae`, save the SAE to an empty folder as its library does."""
         raise NotImplementedError
 
     @classmethod

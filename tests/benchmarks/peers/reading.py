@@ -1,4 +1,4 @@
-"""The speed of running a language model up to a hook: our extraction, a plain loop over transformers, and SAELens.
+"""Measures how fast a language model runs up to a hook in our extraction, a plain transformers loop, and SAELens.
 
 All readers process the same text with the same fp32 weights and number of tokens per forward pass, and skip the blocks
 above the highest hook. Loading is not timed. Tokenising is timed, except in the plain loop.

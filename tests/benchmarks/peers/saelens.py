@@ -28,7 +28,7 @@ class SaeLensTopK(Recipe):
         config = SAETrainerConfig(
             total_training_samples=setup.n_steps * setup.batch_size,
             train_batch_size_samples=setup.batch_size,
-            lr_end=3e-5,  # the runner's default, which a constant schedule never reaches
+            lr_end=3e-5,  # the runner's default, which has no effect on a constant schedule
             device=setup.device,
             autocast=setup.bf16,
         )
