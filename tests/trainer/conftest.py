@@ -114,7 +114,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """Return a function that creates a small job. Its keyword arguments override settings, one section each."""
+    """Return a function that creates a small job. Each keyword argument overrides settings of one section."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {

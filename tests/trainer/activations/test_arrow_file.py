@@ -74,7 +74,7 @@ def test_the_cache_of_saelens_is_read_as_saelens_reads_it(
     ],
     ids=str,
 )
-def test_all_kinds_of_number_lists_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
+def test_lists_of_numbers_of_every_type_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
     inner, shape = kind, [8]
     while pa.types.is_nested(inner.value_type):
         inner, shape = inner.value_type, [3, *shape]
@@ -94,7 +94,7 @@ def test_all_kinds_of_number_lists_are_read(kind: pa.DataType, form: Any, tmp_pa
     assert read.name_of(read.n_tokens - 1) == f"row {read.n_tokens - 1} of a.arrow"
 
 
-def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path: Path) -> None:
+def test_of_several_columns_the_one_named_like_the_tensor_is_read(tmp_path: Path) -> None:
     x, other = rows(20, 4), rows(20, 6)
     table = pa.table({"other": pa.array(other.tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     write(tmp_path / "a.arrow", table)
@@ -123,18 +123,18 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_rows_of_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", table)
     assert problem(tmp_path).startswith(f"{file} {reason}")
 
 
-def test_lists_of_different_length_are_refused_even_if_the_average_fits(tmp_path: Path) -> None:
+def test_lists_of_different_lengths_are_refused_even_if_their_mean_length_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]))
     message = problem(tmp_path, lambda folder: Shards(path=str(folder)))
     assert message == f"{file} contains lists of different lengths; keep only lists of one length"
 
 
-def test_batches_of_different_width_are_refused(tmp_path: Path) -> None:
+def test_batches_of_different_widths_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.arrow", lists([1.0, 2.0]), lists([1.0]))
     assert problem(tmp_path).endswith("all shards must agree")
 
@@ -145,7 +145,7 @@ def test_compressed_batches_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"x" * 100, bytes(100), b"ARROW1\0\0" + b"\xff" * 100])
-def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.arrow").write_bytes(content)
     assert problem(tmp_path).startswith(str(tmp_path / "a.arrow"))
 
@@ -157,7 +157,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
+def test_damage_to_a_file_never_leads_to_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.arrow"

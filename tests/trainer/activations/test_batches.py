@@ -34,7 +34,7 @@ def rows_of(tensor: Tensor) -> set[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0)])
-def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float, ...], activations: Path) -> None:
+def test_two_ranks_split_the_batch_that_a_single_rank_would_get(shares: tuple[float, ...], activations: Path) -> None:
     source = Shards(path=str(activations))
     with (
         open_batches(source, Cut(128)) as whole,
@@ -47,7 +47,7 @@ def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float,
             assert [part.of_all for part in parts] == [128, 128]
 
 
-def test_reading_resumes_exactly_at_a_position(activations: Path) -> None:
+def test_reading_resumes_exactly_where_it_stopped(activations: Path) -> None:
     source = Shards(path=str(activations))
     with open_batches(source) as batches:
         drawn = [batches.next() for _ in range(60)]
@@ -56,13 +56,13 @@ def test_reading_resumes_exactly_at_a_position(activations: Path) -> None:
             assert torch.equal(batches.next().hooks[0][0], expected.hooks[0][0])
 
 
-def test_the_next_batch_is_read_while_this_one_is_used(activations: Path, eventually) -> None:
+def test_the_next_batch_is_read_while_the_current_batch_is_used(activations: Path, eventually) -> None:
     with open_batches(Shards(path=str(activations))) as batches:
         batches.next()
         eventually(batches._ready.full)
 
 
-def test_a_read_error_reaches_the_training(activations: Path) -> None:
+def test_a_read_error_is_raised_by_the_next_batch(activations: Path) -> None:
     class Failing(Shards):
         def pairs(self, indices: Indices, empty: Empty = empty_rows) -> tuple[Tensor, Tensor]:
             raise OSError("the disk went away")

@@ -49,7 +49,7 @@ def trained(folder: Path, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path
 
 
 @pytest.mark.parametrize("form", ["npy", "pt", "arrow", "parquet"])
-def test_training_on_any_format_gives_the_same_bits(
+def test_training_is_bit_identical_with_every_storage_format(
     form: str, activations: Path, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     x = torch.cat([load_file(activations / f"{name}.safetensors")["activations"].float() for name in "ab"])

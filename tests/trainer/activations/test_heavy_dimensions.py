@@ -15,7 +15,7 @@ def variance(d_in: int, **heavy: float) -> torch.Tensor:
     return values
 
 
-def test_the_fewest_dimensions_with_over_half_of_the_variance_are_named() -> None:
+def test_the_fewest_dimensions_that_hold_over_half_of_the_variance_are_named() -> None:
     found = heavy_dimensions(variance(600, at_7=500.0, at_3=900.0, at_5=20.0))
     assert found is not None
     assert found.numbers == [3, 7]
@@ -23,18 +23,18 @@ def test_the_fewest_dimensions_with_over_half_of_the_variance_are_named() -> Non
     assert found.sentence() == "2 dimensions of 600 (numbers 3 and 7) account for 69.4 % of the variance"
 
 
-def test_no_dimension_is_heavy_if_more_than_one_percent_are_needed() -> None:
+def test_no_dimension_is_heavy_if_over_one_percent_of_all_dimensions_are_needed() -> None:
     assert heavy_dimensions(variance(200, at_3=90.0, at_5=90.0, at_9=90.0)) is None
     assert heavy_dimensions(variance(200)) is None
     assert heavy_dimensions(torch.zeros(200)) is None
 
 
-def test_one_of_few_dimensions_may_hold_half_of_the_variance() -> None:
+def test_with_few_dimensions_one_of_them_may_hold_half_of_the_variance() -> None:
     assert heavy_dimensions(variance(4, at_1=9.0)) is None
     assert heavy_dimensions(variance(16, at_1=99.0)) is not None
 
 
-def test_many_heavy_dimensions_are_counted_and_only_some_named() -> None:
+def test_many_heavy_dimensions_are_counted_but_only_some_are_named() -> None:
     found = heavy_dimensions(variance(1000, **{f"at_{number}": 300.0 - number for number in range(8)}))
     assert found is not None
     assert found.sentence().startswith("6 dimensions of 1000 (numbers 0, 1, 2, 3 and 2 more) account for 53.1 %")

@@ -48,7 +48,7 @@ def test_without_weights_each_training_row_occurs_once_per_epoch(
 
 
 @given(mixtures(), st.integers(1, 5))
-def test_an_epoch_has_the_share_of_each_source_and_uses_all_rows_in_turn(split: MixedSplit, epochs: int) -> None:
+def test_each_source_has_its_share_of_an_epoch_and_uses_all_its_rows_in_turn(split: MixedSplit, epochs: int) -> None:
     order, n = MixedOrder(split, 0), split.n_train
     held_out = {*split.held_out.tolist()}
     totals: Counter[int] = Counter()
@@ -66,7 +66,7 @@ def test_an_epoch_has_the_share_of_each_source_and_uses_all_rows_in_turn(split: 
 
 
 @given(mixtures(), st.integers(0, 300), st.integers(2, 200), st.data())
-def test_a_global_batch_does_not_depend_on_how_it_is_divided(
+def test_a_global_batch_does_not_depend_on_how_it_is_divided_among_ranks(
     split: MixedSplit, start: int, length: int, data: st.DataObject
 ) -> None:
     order, cut = MixedOrder(split, 3), data.draw(st.integers(1, length - 1))
@@ -75,7 +75,7 @@ def test_a_global_batch_does_not_depend_on_how_it_is_divided(
 
 
 @given(mixtures(), st.integers(0, 100))
-def test_a_sample_has_distinct_training_rows_only(split: MixedSplit, n: int) -> None:
+def test_a_sample_contains_only_distinct_training_rows(split: MixedSplit, n: int) -> None:
     drawn = split.sample(n, 5).tolist()
     assert len(drawn) == len({*drawn}) == min(n, split.n_train)
     assert {*split.held_out.tolist()}.isdisjoint(drawn)
@@ -103,7 +103,7 @@ def test_held_out_rows_and_the_sample_come_from_each_source_in_proportion() -> N
         (9, [1, 1], [2, 3], [2, 3]),
     ],
 )
-def test_numbers_are_divided_by_weight_up_to_what_is_available(
+def test_rows_are_apportioned_by_weight_up_to_the_number_that_each_source_has(
     n: int, weights: list[float], most: list[int] | None, expected: list[int]
 ) -> None:
     assert apportion(n, weights, most) == expected
@@ -118,7 +118,7 @@ def _folders(activations: Path, tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-def test_rows_of_several_folders_are_named_with_their_folder(folders: list[str]) -> None:
+def test_the_names_of_rows_from_several_folders_include_the_folder(folders: list[str]) -> None:
     source = Shards(path=folders)
     assert (source.n_tokens, source.sizes) == (3000, [1700, 1300])
     assert source.name_of(1701) == "row 1 of b/x.safetensors"
@@ -129,7 +129,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("data", [{}, {"weights": [1.0, 4.0]}])
-def test_a_resumed_run_on_a_mixture_gives_the_same_bits(
+def test_a_resumed_run_on_a_mixture_is_bit_identical(
     data: dict[str, Any], folders: list[str], make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job(data={"path": folders} | data, train={"n_steps": 40, "checkpoint_every": 13, "keep_checkpoints": 9})
@@ -157,7 +157,7 @@ def test_inconsistent_settings_are_refused(
     assert str(caught.value).startswith(problem)
 
 
-def test_folders_of_different_width_are_refused(folders: list[str], make_job: MakeJob) -> None:
+def test_folders_of_different_widths_are_refused(folders: list[str], make_job: MakeJob) -> None:
     save_file({"activations": torch.zeros(10, 3)}, Path(folders[1]) / "x.safetensors")
     with pytest.raises(JobFileError) as caught:
         make_job(data={"path": folders}).data_shape()

@@ -28,7 +28,7 @@ def test_only_rows_beyond_a_multiple_of_the_median_norm_are_outliers() -> None:
 
 @pytest.mark.parametrize("drops_zero", [False, True])
 @given(norms=st.lists(st.sampled_from([1.0, 1.0, 1.0, *REASONS]), min_size=1, max_size=40))
-def test_a_dropped_row_is_replaced_by_the_nearest_earlier_one_and_counted(drops_zero: bool, norms: list[float]) -> None:
+def test_a_dropped_row_is_counted_and_replaced_by_the_nearest_earlier_row(drops_zero: bool, norms: list[float]) -> None:
     sample, x = rows_of_norm([1.0] * 5), rows_of_norm(norms)
     outliers = Outliers(sample, sample, times=10.0, drops_zero=drops_zero)
     replaced, targets = outliers.replace(x, x)

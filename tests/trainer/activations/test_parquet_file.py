@@ -58,7 +58,7 @@ def test_rows_are_read_back_unchanged(kind: pa.DataType, options: dict[str, Any]
     assert source.name_of(6001) == "row 1 of b.parquet"
 
 
-def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path: Path) -> None:
+def test_of_several_columns_the_one_named_like_the_tensor_is_read(tmp_path: Path) -> None:
     x = rows(20, 4)
     table = pa.table({"x": pa.array(rows(20, 6).tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -78,7 +78,7 @@ def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path
         ),
     ],
 )
-def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_rows_of_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.parquet'} {reason}")
 
@@ -88,12 +88,12 @@ def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str,
     [lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]), lists([1.0, 2.0], [1.0]), lists([1.0, None]), lists([1.0], None)],
     ids=str,
 )
-def test_lists_with_damage_inside_are_refused_while_decoding(table: pa.Table, tmp_path: Path) -> None:
+def test_lists_of_different_lengths_or_with_missing_values_fail_to_decode(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     assert problem(tmp_path, shards).endswith("contains lists of different lengths, or missing values")
 
 
-def test_a_damaged_page_is_refused_while_decoding(tmp_path: Path) -> None:
+def test_a_damaged_page_gives_an_error_when_it_is_decoded(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(lists(*rows(1000, 8).tolist()), file, use_dictionary=False, row_group_size=500)
     content = bytearray(file.read_bytes())
@@ -121,13 +121,13 @@ def test_a_missing_pyarrow_is_reported_with_the_install_command(
 
 
 @pytest.mark.parametrize("content", [b"x" * 100, b"PAR1" + bytes(100) + b"PAR1"])
-def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(content)
     assert problem(tmp_path).endswith("it is damaged, or not a Parquet file; copy it again")
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
+def test_damage_to_a_file_never_leads_to_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.parquet"

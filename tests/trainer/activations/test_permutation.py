@@ -32,7 +32,7 @@ def test_the_given_positions_are_not_modified() -> None:
     assert np.array_equal(positions, np.arange(100))
 
 
-def test_each_seed_gives_another_order() -> None:
+def test_each_seed_gives_a_different_order() -> None:
     orders = {tuple(Permutation(50, seed, epoch)(np.arange(50)).tolist()) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
@@ -47,7 +47,7 @@ def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
     assert ((counts - 125) ** 2 / 125).sum() / (16 * 15) == pytest.approx(1, abs=0.35)
 
 
-def test_neighbours_are_separated() -> None:
+def test_adjacent_rows_are_separated() -> None:
     n = 100_000
     permuted = Permutation(n, 0)(np.arange(n)).astype(float)
     assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 4 / n**0.5
@@ -66,12 +66,12 @@ def test_runs_stay_together_and_every_position_has_a_different_row(n: int, run: 
     assert ((np.diff(rows) % n)[inside] == 1).all()
 
 
-def test_runs_begin_at_different_rows_for_each_seed() -> None:
+def test_runs_begin_at_a_different_row_for_each_seed() -> None:
     begins = {int(RunPermutation(1000, 10, seed)(np.arange(1))[0]) % 10 for seed in range(100)}
     assert begins == set(range(10))
 
 
-def test_few_rows_are_permuted_singly_and_many_in_runs() -> None:
+def test_few_rows_are_permuted_individually_and_many_rows_in_runs() -> None:
     assert isinstance(permutation(65_535, 64, 0), Permutation)
     assert isinstance(permutation(65_536, 64, 0), RunPermutation)
     assert isinstance(permutation(65_536, 1, 0), Permutation)

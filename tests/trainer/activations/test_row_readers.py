@@ -188,7 +188,7 @@ def test_the_next_batch_is_exchanged_during_the_current_step(activations: Path) 
     assert on_all(3, train, timeout_s=60) == [begun] * 3
 
 
-def test_reading_continues_at_the_next_batch_after_all_ranks_closed(activations: Path) -> None:
+def test_after_all_ranks_have_closed_reading_continues_at_the_next_batch(activations: Path) -> None:
     source = Shards(path=str(activations))
     with contextlib.closing(open_batches(source, PLAN, Group())) as batches:
         expected = [batches.next().hooks[0][0] for _ in range(9)]
@@ -227,7 +227,7 @@ def test_a_rank_that_cannot_read_releases_the_ranks_that_wait_for_its_rows(activ
     assert [type(errors[rank]) for rank in range(3)] == [PeerLost, OSError, PeerLost]
 
 
-def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_data(
+def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_for_data(
     activations: Path, eventually: Callable[..., None]
 ) -> None:
     asked = threading.Event()
@@ -318,7 +318,7 @@ SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 2
 
 
 @pytest.mark.parametrize("grid", slow_except(["tensor-3"], GRIDS))
-def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
+def test_ranks_learn_the_same_bits_from_a_shard_of_each_batch_as_from_all_of_it(
     grid: str, make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
     size, mode, n_data = GRIDS[grid]
@@ -343,7 +343,7 @@ def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_continues_with_the_same_rows(
+def test_a_stopped_run_continues_with_the_rows_that_an_uninterrupted_run_reads(
     make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
     job = make_job(data=awkward_data, sae=SAE, train=TRAIN, parallel=STEADY | {"mode": "tensor"})
@@ -361,7 +361,9 @@ def test_a_stopped_run_continues_with_the_same_rows(
     same_files(*same)
 
 
-def test_a_rank_that_cannot_read_ends_the_others_with_one_sentence(make_job: MakeJob, start_ranks: Callable) -> None:
+def test_if_a_rank_cannot_read_the_other_ranks_exit_with_a_one_sentence_error(
+    make_job: MakeJob, start_ranks: Callable
+) -> None:
     job = make_job(parallel={"mode": "tensor"}, train={"n_steps": 10**6})
     ranks = start_ranks(job, 3, prepare=rank_faults.Reading(parts=True, fails_at=6, failing=1))
     assert ranks.wait(60) == [EXIT_FAILED] * 3

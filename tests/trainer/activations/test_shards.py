@@ -41,7 +41,7 @@ def test_rows_are_numbered_across_shards(tmp_path: Path) -> None:
     assert torch.equal(source.rows(np.array([29, 4, 3, 5, 0])), rows)
 
 
-def test_shards_of_two_dtypes_are_read_in_a_dtype_that_holds_both(tmp_path: Path) -> None:
+def test_shards_of_two_dtypes_are_read_in_a_dtype_that_can_represent_both(tmp_path: Path) -> None:
     x = torch.randn(30, 4)
     save_file({"activations": x[:10].to(torch.bfloat16)}, tmp_path / "0.safetensors")
     save_file({"activations": x[10:].half()}, tmp_path / "1.safetensors")
@@ -63,7 +63,7 @@ def test_rows_that_were_shuffled_when_stored_may_be_read_in_runs(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_data_larger_than_memory_is_read_in_little_memory(tmp_path: Path) -> None:
+def test_data_larger_than_memory_is_read_with_little_memory(tmp_path: Path) -> None:
     n_rows, d_in = 20_000_000, 1024
     header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}
     text = json.dumps(header).encode().ljust(512)
@@ -104,7 +104,7 @@ def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
     return str(folder), y
 
 
-def test_without_targets_the_target_is_the_input(activations: Path) -> None:
+def test_if_there_are_no_targets_the_input_is_its_own_target(activations: Path) -> None:
     source = Shards(path=str(activations))
     x, y = source.pairs(np.array([5, 3]))
     assert source.d_out is None
@@ -122,7 +122,7 @@ def test_targets_are_found_across_different_shard_boundaries(activations: Path, 
     assert torch.equal(y, targets[np.sort(indices)])
 
 
-def test_a_row_with_a_bad_target_is_named_with_both_files(activations: Path, tmp_path: Path) -> None:
+def test_the_error_for_a_bad_target_names_the_row_in_both_files(activations: Path, tmp_path: Path) -> None:
     target_path, targets = write_targets(tmp_path / "targets", [100, 2900])
     broken = targets[100:].clone()
     broken[1700] = torch.nan
@@ -134,19 +134,19 @@ def test_a_row_with_a_bad_target_is_named_with_both_files(activations: Path, tmp
     assert source.place == f"{activations} with targets in {target_path}"
 
 
-def test_a_different_number_of_targets_is_refused(activations: Path, tmp_path: Path) -> None:
+def test_more_or_fewer_targets_than_rows_are_refused(activations: Path, tmp_path: Path) -> None:
     target_path, _ = write_targets(tmp_path / "targets", [2999])
     with pytest.raises(JobFileError, match=r"^data\.target_path: .* has 2,999 rows, but .* has 3,000"):
         Shards(path=str(activations), target_path=target_path)
 
 
-def test_the_metadata_of_shards_is_read_and_a_broken_file_ignored(activations: Path) -> None:
+def test_the_metadata_of_shards_is_read_and_a_broken_metadata_file_is_ignored(activations: Path) -> None:
     (activations / "meta.json").write_text(json.dumps({"hook_name": "blocks.3"}))
     assert Shards(path=str(activations)).meta == {"hook_name": "blocks.3"}
     (activations / "meta.json").write_text("{")
     assert Shards(path=str(activations)).meta == {}
 
 
-def test_a_missing_folder_is_reported_with_its_setting(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_folder_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match=r"data\.path: there is nothing at"):
         Shards(path=str(tmp_path / "gone"))

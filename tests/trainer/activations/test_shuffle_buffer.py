@@ -64,7 +64,7 @@ SIZES = {"size": st.integers(1, 40), "chunk": st.integers(1, 30), "lengths": st.
 
 
 @given(n_held_out=st.integers(0, 40), n_sample=st.integers(0, 80), **SIZES)
-def test_rows_read_before_the_first_row_of_a_run_are_not_read_again(
+def test_rows_read_for_measurements_before_a_run_are_not_read_again(
     n_held_out: int, n_sample: int, size: int, chunk: int, lengths: list[int]
 ) -> None:
     source, n_rows = Counting(200, chunk), 200
@@ -92,7 +92,7 @@ def test_every_row_occurs_once_until_the_stream_ends(n_rows: int, size: int, chu
 
 
 @given(n_rows=st.integers(1, 400), other_chunk=st.integers(1, 30), **SIZES)
-def test_a_refilled_buffer_continues_exactly(
+def test_a_refilled_buffer_continues_exactly_where_the_first_one_stopped(
     n_rows: int, other_chunk: int, size: int, chunk: int, lengths: list[int]
 ) -> None:
     buffer = buffer_of(n_rows, size, chunk=chunk)
@@ -105,7 +105,7 @@ def test_a_refilled_buffer_continues_exactly(
     assert numbers_of([again.take(len(rows.x)) for rows in expected]) == numbers_of(expected)
 
 
-def test_a_batch_has_rows_of_a_full_block_and_only_of_adjacent_blocks() -> None:
+def test_a_batch_mixes_the_rows_of_a_full_block_and_of_adjacent_blocks_only() -> None:
     buffer = buffer_of(10_000, 1000)
     first, second = (np.sort(buffer.take(500).numbers) for _ in range(2))
     assert sorted([*first, *second]) == list(range(1000))
@@ -115,7 +115,7 @@ def test_a_batch_has_rows_of_a_full_block_and_only_of_adjacent_blocks() -> None:
     assert np.abs(np.diff(following)).mean() > 200
 
 
-def test_a_stream_that_became_shorter_is_refused() -> None:
+def test_a_stream_that_has_become_shorter_is_refused() -> None:
     buffer = buffer_of(100, 40)
     buffer.take(75)
     with pytest.raises(UserError, match=r"^data\.source: the stream has fewer rows than when"):

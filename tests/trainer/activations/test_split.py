@@ -21,7 +21,9 @@ def test_training_and_held_out_rows_partition_all_rows(data: st.DataObject, n_to
 
 
 @given(data=st.data(), n_tokens=st.integers(2, 200), seed=st.integers(0, 99), start=st.integers(0, 10**6))
-def test_no_batch_and_no_sample_has_a_held_out_row(data: st.DataObject, n_tokens: int, seed: int, start: int) -> None:
+def test_no_batch_and_no_sample_contains_a_held_out_row(
+    data: st.DataObject, n_tokens: int, seed: int, start: int
+) -> None:
     split = Split(n_tokens, data.draw(st.integers(1, n_tokens - 1)), seed)
     held_out = set(split.held_out.tolist())
     assert held_out.isdisjoint(Order(split, seed).token_slice(start, 3 * n_tokens).tolist())
@@ -47,7 +49,7 @@ def test_row_numbers_may_be_unordered_and_repeated() -> None:
     assert split.rows(numbers).tolist() == [trained[number] for number in numbers]
 
 
-def test_a_sample_has_no_repeats_and_at_most_all_training_rows() -> None:
+def test_a_sample_contains_no_row_twice_and_at_most_all_training_rows() -> None:
     split = Split(1000, 100, 0)
     assert len(set(split.sample(500, 1).tolist())) == 500
     assert len(set(split.sample(5000, 1).tolist())) == 900
@@ -55,7 +57,7 @@ def test_a_sample_has_no_repeats_and_at_most_all_training_rows() -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [10**9, 2**40])
-def test_a_huge_data_set_takes_no_memory_for_its_row_order(n_tokens: int) -> None:
+def test_the_row_order_of_a_huge_data_set_takes_no_memory(n_tokens: int) -> None:
     split = Split(n_tokens, 32_768, 0)
     rows = Order(split, 0).token_slice(5 * n_tokens, 4096)
     assert len(set(rows.tolist())) == 4096

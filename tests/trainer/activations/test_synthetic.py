@@ -39,7 +39,7 @@ def test_features_are_unit_directions() -> None:
     torch.testing.assert_close(features.norm(dim=1), torch.ones(256))
 
 
-def test_an_sae_of_the_same_seed_does_not_start_from_the_features() -> None:
+def test_an_sae_with_the_same_seed_does_not_start_from_the_features() -> None:
     start = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
     assert mmcs(start, synthetic().features) < 0.45
 
@@ -55,7 +55,7 @@ def test_a_row_does_not_depend_on_the_other_rows_in_the_request(numbers: list[in
         assert torch.equal(row, again.rows(np.array([number]))[0])
 
 
-def test_another_seed_gives_other_features_and_other_rows() -> None:
+def test_a_different_seed_gives_different_features_and_rows() -> None:
     first, other = synthetic(), synthetic(data_seed=1)
     assert not torch.equal(first.features, other.features)
     fired = [coefficients(synthetic(n_features=32, active=3, data_seed=seed), 1000) > 0.1 for seed in (0, 1)]
@@ -64,7 +64,7 @@ def test_another_seed_gives_other_features_and_other_rows() -> None:
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
-def test_the_requested_number_of_features_is_active_and_independent(skew: float) -> None:
+def test_the_requested_number_of_features_is_active_and_features_are_independent(skew: float) -> None:
     n = 40_000
     fired = (coefficients(synthetic(n_features=32, active=6.0, skew=skew), n) > 0.1).double()
     assert fired.sum(dim=1).mean() == pytest.approx(6, abs=0.05)
@@ -78,7 +78,7 @@ def test_the_requested_number_of_features_is_active_and_independent(skew: float)
     assert error[~torch.eye(32, dtype=torch.bool)].abs().max() < 5
 
 
-def test_coefficients_are_uniform_around_one() -> None:
+def test_coefficients_are_uniformly_distributed_around_one() -> None:
     values = coefficients(synthetic(n_features=48, active=1.0), 50_000).flatten()
     values = values[values > 0.1]
     once = values[values < 1.5]
@@ -90,7 +90,7 @@ def test_coefficients_are_uniform_around_one() -> None:
     assert counts.max() < 1.1 * counts.mean()
 
 
-def test_noise_is_normal_and_added_to_every_number() -> None:
+def test_normal_noise_is_added_to_every_value() -> None:
     indices = np.arange(5000)
     added = synthetic(noise=0.3).rows(indices) - synthetic().rows(indices)
     assert added.std() == pytest.approx(0.3, rel=0.01)

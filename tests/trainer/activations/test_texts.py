@@ -75,7 +75,7 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
 
 
 @given(st.integers(2, 5000), st.data(), st.integers(0, 2**40))
-def test_blocks_have_exactly_the_requested_number_of_rows_in_many_places(
+def test_blocks_hold_out_exactly_the_requested_number_of_rows_in_many_places(
     n: int, data: st.DataObject, seed: int
 ) -> None:
     wanted = data.draw(st.integers(0, n - 1))
@@ -107,7 +107,7 @@ def test_texts_longer_than_the_request_are_held_out_only_if_there_are_no_shorter
 
 
 @pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
-def test_too_few_texts_are_refused_if_texts_are_requested_and_otherwise_use_blocks(of_rows: np.ndarray) -> None:
+def test_if_there_are_too_few_texts_blocks_are_held_out_unless_texts_are_requested(of_rows: np.ndarray) -> None:
     texts = Texts([of_rows.astype(np.int32)])
     with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, and the longest has"):
         Split(1000, 50, 0, hold_out="texts", texts=texts)
@@ -117,7 +117,7 @@ def test_too_few_texts_are_refused_if_texts_are_requested_and_otherwise_use_bloc
 
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=300))
-def test_no_text_is_in_both_halves_unless_it_has_nearly_all_rows(labels: list[int]) -> None:
+def test_no_text_is_in_both_halves_unless_it_contains_nearly_all_rows(labels: list[int]) -> None:
     halves, n = halves_of(np.array(labels)), len(labels)
     assert np.bincount(halves, minlength=2).min() >= n / 4
     if max(np.bincount(labels)) <= 3 * n / 4:
@@ -143,7 +143,7 @@ def test_equal_text_numbers_mean_the_same_text_unless_the_numbers_restart() -> N
     assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
-def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
+def test_a_mixture_holds_out_entire_texts_of_each_folder() -> None:
     of_rows = [np.repeat(np.arange(60), 20), np.repeat(np.arange(40), 50)]
     texts = [Texts([one]) for one in of_rows]
     split = MixedSplit([1200, 2000], None, 160, 3, hold_out="texts", texts=texts)
@@ -171,7 +171,7 @@ def split_by(job: JobConfig) -> Any:
     return open_data(source, job, Parallel(torch.device("cpu"))).split
 
 
-def test_texts_are_held_out_if_all_shards_record_them_for_any_training_seed(
+def test_texts_are_held_out_if_all_shards_record_them_and_for_any_training_seed(
     activations: Path, make_job: MakeJob
 ) -> None:
     assert make_job().hold_out == "blocks"
@@ -193,7 +193,7 @@ def test_holding_out_unrecorded_texts_is_refused_in_one_sentence(activations: Pa
         split_by(make_job(data={"hold_out": "texts"}))
 
 
-def test_rows_are_clustered_by_text_or_else_by_blocks(activations: Path, make_job: MakeJob) -> None:
+def test_rows_are_clustered_by_text_or_if_texts_are_unknown_by_block(activations: Path, make_job: MakeJob) -> None:
     def clusters() -> Any:
         job = make_job(data={"hold_out": "rows"})
         data = open_data(Shards(path=str(activations)), job, Parallel(torch.device("cpu")))
@@ -210,7 +210,7 @@ def test_rows_are_clustered_by_text_or_else_by_blocks(activations: Path, make_jo
 
 
 @pytest.mark.parametrize("knows_texts", [True, False])
-def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_lack_texts(
+def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_lack_text_ids(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)
@@ -253,7 +253,7 @@ def test_added_shards_move_no_held_out_row_to_another_half_or_cluster(
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
-def test_ranks_agree_on_halves_of_full_texts_and_do_not_read_shards_again(
+def test_ranks_agree_on_halves_made_of_entire_texts_and_read_no_shard_again(
     n_ranks: int, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)

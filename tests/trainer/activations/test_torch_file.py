@@ -33,7 +33,7 @@ def saved(value: object, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_match_torch_load(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_equal_those_that_torch_load_returns(dtype: torch.dtype, tmp_path: Path) -> None:
     first = {"token_ids": torch.arange(30), "activations": rows(30, 8, dtype=dtype), "hook": "resid", "layer": 3}
     torch.save(first, tmp_path / "a.pt")
     torch.save(rows(4, 5, 8, dtype=dtype), tmp_path / "b.pth")
@@ -44,7 +44,7 @@ def test_rows_match_torch_load(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_a_pickle_that_torch_reads_only_with_code_is_refused(protocol: int, tmp_path: Path) -> None:
+def test_a_pickle_that_torch_can_only_read_by_running_code_is_refused(protocol: int, tmp_path: Path) -> None:
     torch.save({"activations": rows(30, 8), "hook": "resid"}, tmp_path / "a.pt", pickle_protocol=protocol)
     assert "damaged, or contains more than tensors; write it again with torch.save(" in problem(tmp_path)
 
@@ -60,7 +60,7 @@ def test_a_pickle_that_torch_reads_only_with_code_is_refused(protocol: int, tmp_
     ],
     ids=["slice", "row", "parameter", "ordered", "other values"],
 )
-def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp_path: Path) -> None:
+def test_views_and_dicts_that_torch_loads_without_running_code_are_read(value: Any, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pt")
     expected = (value["activations"] if isinstance(value, dict) else value).detach()
     assert torch.equal(Shards(path=str(tmp_path)).rows(np.arange(expected.numel() // 8)), expected.reshape(-1, 8))
@@ -114,7 +114,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
     # Without explicit ids, pytest would name the cases after their bytes, which differ between processes.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
-def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     is_old = "1.6" in request.node.name
     old = "it is in the format of torch.save before 1.6; load it with torch and save it again"
@@ -158,13 +158,13 @@ REAL = members_of(saved(rows(3, 4)))
     ],
     ids=["no pickle", "compressed", "short", "no numbers", "big-endian", "damaged pickle", "large pickle"],
 )
-def test_a_damaged_zip_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_damaged_zip_archive_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {BEGINS}{reason}")
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
+def test_damage_to_a_file_never_leads_to_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     content = bytearray(saved({"activations": rows(3, 4)}))

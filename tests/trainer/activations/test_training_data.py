@@ -96,7 +96,7 @@ def numbers_of(rows: list[tuple[float, ...]]) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_stream_with_known_texts_holds_out_full_texts_in_all_parts(size: int) -> None:
+def test_a_stream_with_known_texts_holds_out_entire_texts_in_all_its_parts(size: int) -> None:
     parts = [stream_data(index, size, how=BY_TEXTS, text_rows=6) for index in range(size)]
     kept_back = [numbers_of(held_out(part)) for part in parts]
     assert sum(map(len, kept_back)) == 45
@@ -124,7 +124,7 @@ def test_no_text_of_a_stream_is_in_different_halves_on_different_ranks() -> None
     assert [part.n_texts for part in parts] == [len(first | second)] * 2
 
 
-def test_one_part_of_a_stream_holds_out_no_text_that_two_parts_trained_on() -> None:
+def test_a_single_reader_holds_out_no_text_that_two_readers_have_trained_on() -> None:
     alone = {number // 6 for number in numbers_of(held_out(stream_data(how=BY_TEXTS, text_rows=6)))}
     parts = [stream_data(index, 2, how=BY_TEXTS, text_rows=6) for index in range(2)]
     assert alone.isdisjoint(number // 6 for part in parts for number in numbers_of(go(part, 900)))
@@ -140,7 +140,7 @@ def test_a_stream_with_held_out_texts_continues_exactly_from_a_later_position() 
     assert held_out(first) != held_out(stream_data(how=HowHeldOut("texts", 1), text_rows=6))
 
 
-def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_is_refused() -> None:
+def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_gives_an_error() -> None:
     data = stream_data(how=BY_TEXTS, text_rows=3000)
     assert numbers_of(held_out(data)) == list(range(45))
     assert data.hold_out == "rows"
@@ -158,7 +158,7 @@ def test_rows_read_ahead_are_read_again_after_a_rewind() -> None:
     assert go(data, 30) == ahead
 
 
-def test_a_stream_that_ended_or_has_other_parts_is_refused_with_the_setting() -> None:
+def test_the_error_for_a_stream_that_ended_or_has_other_parts_names_the_setting() -> None:
     data = stream_data(ends_after=300)
     assert len(go(data, 255)) == 255
     with pytest.raises(
@@ -180,13 +180,13 @@ def test_a_bad_row_is_reported_only_for_the_steps_that_contain_it() -> None:
     assert str(data.bad_row(0, 200, 20)) in [
         f"a toy stream contains NaN or infinite values in row {n}" for n in (130, 131)
     ]
-    # Not counting held-out rows, the two bad rows are rows 85 and 86. They are shuffled within rows 50 to 99.
+    # Not counting held-out rows, the two bad rows are rows 85 and 86. Rows 50 to 99 are shuffled among themselves.
     steps = {start for start in range(0, 200, 20) if data.bad_row(start, start + 20, 20)}
     assert steps
     assert steps <= {40, 60, 80}
 
 
-def test_stored_rows_are_read_at_any_position_and_have_no_checkpoint_state(activations: Path) -> None:
+def test_stored_rows_can_be_read_at_any_position_and_need_no_checkpoint_state(activations: Path) -> None:
     data = IndexedData(Shards(path=str(activations)), 100, 0, Group())
     first = data.read(64, 64)
     data.read(10_000, 64)

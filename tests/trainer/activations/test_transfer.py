@@ -96,7 +96,7 @@ class Unaware(Shards):
 
 
 @pytest.mark.parametrize("kind", [Shards, Unaware])
-def test_late_copies_arrive_unchanged(kind: type[Shards], activations: Path) -> None:
+def test_rows_are_unchanged_even_if_they_are_copied_late(kind: type[Shards], activations: Path) -> None:
     source, lane = kind(path=str(activations)), LateLane()
     for (x, y), (expected, _) in zip(batches_of(source, 60, lane), batches_of(source, 60), strict=True):
         assert y is x
@@ -133,7 +133,7 @@ def test_the_targets_of_a_transcoder_arrive_with_its_inputs(activations: Path, t
         assert torch.equal(y, 2 * x[:, :5])
 
 
-def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
+def test_a_buffer_is_not_overwritten_before_it_has_been_copied() -> None:
     lane = LateLane()
     transfer = Overlapped(CPU, lane)
     sent: list[Sent] = []
@@ -146,7 +146,7 @@ def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3
 
 
-def test_a_buffer_grows_with_the_largest_batch() -> None:
+def test_a_buffer_grows_to_the_size_of_the_largest_batch() -> None:
     lane = LateLane()
     transfer = Overlapped(CPU, lane)
     for n in (1, 1, 4, 4, 2, 2):

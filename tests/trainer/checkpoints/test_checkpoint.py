@@ -87,7 +87,9 @@ def test_only_the_owner_can_read_a_checkpoint(saved: Path) -> None:
         ([None, 0.3, float("nan"), None, 0.4], [2, 4, 5]),
     ],
 )
-def test_the_newest_two_and_the_best_are_kept(fvu: list[float | None], kept: list[int], tmp_path: Path) -> None:
+def test_the_newest_two_checkpoints_and_the_best_one_are_kept(
+    fvu: list[float | None], kept: list[int], tmp_path: Path
+) -> None:
     for step, value in enumerate(fvu, start=1):
         save(tmp_path / "c", step, value)
     assert steps_in(tmp_path / "c") == kept
@@ -114,7 +116,7 @@ def cut_short(file: Path) -> None:
 
 @pytest.mark.parametrize("harm", [flip_a_byte, cut_short, Path.unlink])
 @pytest.mark.parametrize("name", ["tensors.safetensors", "random.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_its_folder(
+def test_a_damaged_checkpoint_is_refused_on_its_own_and_skipped_in_a_folder(
     harm: Callable[[Path], None], name: str, saved: Path, tmp_path: Path
 ) -> None:
     newer = save(tmp_path / "c", 9)
@@ -159,7 +161,7 @@ def test_an_invalid_manifest_counts_as_damage_and_raises_no_error(content: str, 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")])
-def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_is_damage(
+def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_counts_as_damage(
     name: str, put: Callable[[Path], object], saved: Path
 ) -> None:
     (saved / name).unlink()
@@ -181,7 +183,7 @@ def test_user_files_in_a_checkpoint_folder_outlive_the_checkpoint(tmp_path: Path
     assert [file.name for file in (tmp_path / "c" / "step-00000001").iterdir()] == ["notes.md"]
 
 
-def test_checkpoints_behind_a_link_are_neither_saved_nor_deleted(saved: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_is_saved_or_deleted_through_a_symbolic_link(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(saved.parent)
     with pytest.raises(UserError, match="link is a symbolic link, and symbolic links are not followed"):
         save(tmp_path / "link", 9, keep=1)
@@ -211,7 +213,7 @@ def test_the_newest_checkpoint_has_the_highest_step_and_not_the_last_name(tmp_pa
 # Tests with real processes and real failures.
 
 
-def test_a_save_killed_at_any_moment_leaves_complete_checkpoints(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_moment_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
     n_killed = in_loaded_process(kill_saves, tmp_path)
     assert n_killed > 8
     for moment in range(1, n_killed + 1):
@@ -282,7 +284,7 @@ def test_no_space_for_a_parent_folder_is_reported_as_a_full_disk(
         pass
 
 
-def test_an_older_checkpoint_is_deleted_for_space_but_never_the_last_good_one(tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_to_free_space_but_never_the_last_good_one(tmp_path: Path) -> None:
     def save_large(step: int, keep: int = 2) -> None:
         Checkpoints(disk / "c", keep).save({"large": torch.ones(250_000)}, Position(step, step))
 
@@ -325,7 +327,7 @@ def saved_steps(make_trainer: Callable, job: JobConfig, folder: Path, progress: 
     return steps_in(folder)
 
 
-def test_checkpoints_are_saved_by_steps_or_tokens(
+def test_checkpoints_are_saved_at_intervals_of_steps_or_tokens(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
 ) -> None:
     def steps(**train: Any) -> list[int]:
@@ -339,7 +341,7 @@ def test_checkpoints_are_saved_by_steps_or_tokens(
     assert steps(checkpoint_every_tokens=750, checkpoint_every=6) == [6, 8, 12, 15, 18, 20]
 
 
-def test_checkpoints_are_saved_by_minutes_since_the_last_of_any_kind(
+def test_checkpoints_are_saved_if_the_last_of_any_kind_is_some_minutes_old(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(folder: str, **train: Any) -> list[int]:
@@ -381,7 +383,7 @@ def test_the_best_checkpoint_of_a_run_outlives_newer_ones(
 # A test that kills a rank.
 
 
-def test_a_run_killed_in_a_step_and_in_a_save_ends_with_the_same_weights(
+def test_a_run_killed_during_a_step_and_during_a_save_ends_with_the_same_weights(
     make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, tmp_path: Path
 ) -> None:
     # `dead_after_tokens` is small so that AuxK is active and the dead-latent counters affect the result.
@@ -414,7 +416,7 @@ def test_a_run_killed_in_a_step_and_in_a_save_ends_with_the_same_weights(
         assert (tmp_path / "run" / "sae" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
 
 
-def test_held_out_fvus_of_different_rows_are_not_compared(tmp_path: Path) -> None:
+def test_held_out_fvus_on_different_rows_are_not_compared(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", keep=3)
     for step, (fvu, held_out) in enumerate([(0.1, "of other rows"), (0.3, "rows"), (0.2, "rows"), (0.4, "rows")]):
         checkpoints.save({}, Position(step, step), fvu, held_out=held_out)
