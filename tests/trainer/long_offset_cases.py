@@ -22,7 +22,7 @@ from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, tr
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The shapes of a matrix and of a tensor with levels. In both, the offset of the last row needs 64 bits.
+# The shapes of a matrix and of a tensor with levels, in which the offset of the last row needs 64 bits.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
 N_LEVELS, LEVEL_WIDTH, N_TOKENS = 8, 2**8, 2**20 + 1
 

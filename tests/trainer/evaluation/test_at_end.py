@@ -41,7 +41,7 @@ def trained(make_trainer: MakeTrainer, job: JobConfig, kept) -> Trainer:
     return trainer
 
 
-def test_the_card_of_a_run_equals_the_card_from_eval(
+def test_the_report_card_of_a_run_equals_the_one_that_eval_writes(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job()
@@ -60,7 +60,9 @@ def test_the_card_of_a_run_equals_the_card_from_eval(
     assert own["step"] == by_eval["step"]
 
 
-def test_each_sae_of_a_sweep_gets_a_card(make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path) -> None:
+def test_each_sae_of_a_sweep_gets_a_report_card(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
     job = make_job(sae={"k": [2, 4]})
     cards_of(trained(make_trainer, job, kept), job, kept).write()
     assert [message.partition(":")[0] for _, _, message in kept.events] == ["report card of k=2", "report card of k=4"]
@@ -68,7 +70,7 @@ def test_each_sae_of_a_sweep_gets_a_card(make_job: MakeJob, make_trainer: MakeTr
 
 
 @pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])
-def test_no_card_is_written_if_it_is_off_or_no_rows_are_held_out(
+def test_no_report_card_is_written_if_it_is_disabled_or_no_rows_are_held_out(
     change: dict, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job = make_job(**change)
@@ -77,7 +79,7 @@ def test_no_card_is_written_if_it_is_off_or_no_rows_are_held_out(
     assert not (tmp_path / "sae" / "card.json").exists()
 
 
-def test_a_stop_or_a_failure_skips_the_card_without_failing_the_run(
+def test_a_stop_or_an_error_skips_the_report_card_without_failing_the_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, stop = make_job(), threading.Event()
@@ -95,7 +97,7 @@ def test_a_stop_or_a_failure_skips_the_card_without_failing_the_run(
     assert not (tmp_path / "sae" / "card.json").exists()
 
 
-def test_measured_rows_are_a_small_share_and_come_from_all_parts(
+def test_the_measured_rows_are_a_small_share_from_all_parts_of_the_held_out_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert most_rows(10**9, 1) == MOST_ROWS
@@ -108,7 +110,8 @@ def test_measured_rows_are_a_small_share_and_come_from_all_parts(
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # The run records the card's standard error, since the measured rows come from the same texts as all held-out rows.
+    # The run records the standard error from the report card. The measured rows come from the same texts as all
+    # held-out rows.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 
@@ -145,7 +148,7 @@ def test_contexts_are_found_if_the_data_has_tokens(
     assert features.search("w7")
 
 
-def test_a_card_has_randomly_sampled_latents_with_their_texts(
+def test_a_report_card_contains_randomly_sampled_latents_with_their_texts(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)
@@ -165,7 +168,7 @@ def test_a_card_has_randomly_sampled_latents_with_their_texts(
         assert f"**{best['tokens'][best['at']].strip()}**" in readme
 
 
-def test_comparing_too_many_latents_is_left_to_eval(
+def test_with_too_many_latents_the_run_leaves_the_features_to_eval(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)
@@ -175,7 +178,7 @@ def test_comparing_too_many_latents_is_left_to_eval(
     assert not (tmp_path / "sae" / "features.safetensors").exists()
 
 
-def test_a_card_is_written_even_if_the_features_cannot_be(
+def test_a_report_card_is_written_even_if_its_features_cannot_be_written(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)

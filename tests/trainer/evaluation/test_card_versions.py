@@ -58,7 +58,7 @@ def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
     write_card(folder, msgspec.structs.replace(bare, step=there.step if step is None else step, **parts))
 
 
-def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: Path) -> None:
+def test_an_evaluation_on_rows_keeps_figures_of_the_model_and_promoted_tokens(run: Path) -> None:
     sae = run / "sae"
     add(sae, spliced=msgspec.convert(SPLICED, PatchedModel), probing=msgspec.convert(PROBING, Probing))
     write_card(sae, card_of(sae), moved_alone(MOVED, WORDS))
@@ -83,7 +83,7 @@ def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: 
     assert card_of(sae).spliced == before.spliced
 
 
-def test_figures_of_replaced_weights_become_an_older_version_and_can_return(run: Path) -> None:
+def test_figures_of_replaced_weights_are_archived_and_return_with_these_weights(run: Path) -> None:
     sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
     add(sae, spliced=msgspec.convert(SPLICED, PatchedModel))
     fvu = card_of(sae).figures.fvu
@@ -101,7 +101,7 @@ def test_figures_of_replaced_weights_become_an_older_version_and_can_return(run:
     assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, PatchedModel))
 
 
-def test_no_card_is_written_next_to_an_sae_replaced_during_evaluation(run: Path) -> None:
+def test_no_report_card_is_written_next_to_an_sae_replaced_during_the_evaluation(run: Path) -> None:
     sae, older = run / "sae", min((run / "checkpoints").iterdir())
     card = card_of(sae)
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
@@ -110,7 +110,7 @@ def test_no_card_is_written_next_to_an_sae_replaced_during_evaluation(run: Path)
     assert read_card(sae) is None
 
 
-def test_a_card_that_cannot_be_archived_is_removed_from_other_weights(run: Path) -> None:
+def test_a_report_card_that_cannot_be_archived_is_not_left_next_to_other_weights(run: Path) -> None:
     sae, older = run / "sae", min((run / "checkpoints").iterdir())
     (sae / FEATURES).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n")
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
@@ -129,7 +129,7 @@ def test_a_damaged_features_file_is_replaced_and_all_figures_are_kept(run: Path)
     assert Features(sae / FEATURES).n_latents == 64
 
 
-def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
+def test_all_parts_of_one_evaluation_form_one_version(run: Path) -> None:
     sae, before = run / "sae", card_of(run / "sae")
     first = write_card(sae, msgspec.structs.replace(before, step=21))
     spliced = msgspec.convert(SPLICED, PatchedModel)
@@ -147,7 +147,7 @@ def _add_many(folder: Path, name: str, begin: object) -> None:
         add(folder, **{name: part})
 
 
-def test_two_concurrent_evaluations_are_both_kept(run: Path) -> None:
+def test_the_results_of_two_concurrent_evaluations_are_both_kept(run: Path) -> None:
     context = multiprocessing.get_context("fork")
     begin = context.Barrier(2)
     both = [context.Process(target=_add_many, args=(run / "sae", name, begin)) for name in ("spliced", "probing")]
@@ -162,7 +162,7 @@ def test_two_concurrent_evaluations_are_both_kept(run: Path) -> None:
     assert card.parts.keys() >= {ROWS, IN_MODEL, PROBES}
 
 
-def test_equal_content_is_stored_once_and_the_oldest_versions_are_removed(run: Path) -> None:
+def test_identical_content_is_stored_once_and_the_oldest_versions_are_removed(run: Path) -> None:
     sae = run / "sae"
     for _ in range(2):
         evaluate(run)

@@ -41,7 +41,7 @@ W_ENC = torch.randn(D_IN, D_SAE, generator=torch.Generator().manual_seed(0))
 WORDS = [f" w{number}" for number in range(50)]
 
 
-def test_the_shipped_activations_record_their_text() -> None:
+def test_the_activations_shipped_with_the_app_record_their_text() -> None:
     place = Path(__file__).parents[3] / "data" / "sample"
     (text,) = texts_of(place)
     words = json.loads((place / "tokens.json").read_text())
@@ -155,7 +155,7 @@ def test_sparse_activations_give_the_same_file_as_dense_ones(tmp_path: Path) -> 
     assert (tmp_path / "a" / FEATURES).read_bytes() == (tmp_path / "b" / FEATURES).read_bytes()
 
 
-def test_each_token_of_a_context_has_the_activation_of_the_latent(tmp_path: Path) -> None:
+def test_each_token_of_a_context_is_stored_with_the_activation_of_the_latent(tmp_path: Path) -> None:
     found = [text([40], 3)]
     read, acts = features(found, tmp_path), dense(found[0].x).dense()
     for latent in read.order():
@@ -209,27 +209,27 @@ def test_the_rows_of_an_extraction_are_read_in_text_order(tmp_path: Path) -> Non
         assert said.strip() in texts[document]
 
 
-def test_data_without_tokens_has_no_contexts(tmp_path: Path) -> None:
+def test_data_without_tokens_gives_no_contexts(tmp_path: Path) -> None:
     save_file({"activations": torch.randn(8, D_IN)}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
     assert contexts_of(dense, texts_of(tmp_path), no_outliers(), D_SAE, N_CONTEXTS) is None
 
 
-def test_an_sae_without_active_latents_has_no_contexts_but_all_its_latents(tmp_path: Path) -> None:
+def test_without_active_latents_there_are_no_contexts_but_all_latents_are_counted(tmp_path: Path) -> None:
     read = features([text([8], 0)], tmp_path, lambda x: DenseActs(torch.zeros(len(x), D_SAE)))
     assert (read.order(), read.n_latents, read.n_rows) == ([], D_SAE, 8)
     assert read.feature(3).contexts == ()
     assert read.search("w") == []
 
 
-def test_tokens_of_another_shape_give_no_contexts(tmp_path: Path) -> None:
+def test_tokens_of_an_unexpected_shape_give_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     origin = {name: tensor.reshape(2, 4) for name, tensor in one.origin._asdict().items()}
     save_file({"activations": one.x, **origin}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
 
 
-def test_shuffled_rows_of_an_unknown_order_have_no_contexts(tmp_path: Path) -> None:
+def test_rows_shuffled_in_an_unknown_order_give_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     save_file({"activations": one.x, **one.origin._asdict()}, tmp_path / "shard.safetensors")
     assert [len(read.x) for read in texts_of(tmp_path)] == [8]
@@ -270,7 +270,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     assert read.search("天气")
 
 
-def test_a_cache_has_the_activations_of_the_exported_sae_on_each_token(tmp_path: Path) -> None:
+def test_a_cache_contains_the_activations_of_the_exported_sae_on_each_token(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{SAMPLE}"\n[launch]\ngpus = "cpu"\n')
     small = ["sae.d_sae=384", "sae.k=8", "train.n_steps=4", "train.batch_size=512", "train.report_card=false"]
     flags = [word for setting in small for word in ("--set", setting)]

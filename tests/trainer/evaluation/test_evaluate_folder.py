@@ -132,7 +132,7 @@ def test_an_sae_of_another_tool_is_measured_if_its_missing_settings_are_given(
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
 
 
-def test_rows_of_a_different_hook_give_a_warning(
+def test_rows_from_a_different_hook_give_a_warning(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     def is_of(hook: str) -> None:
@@ -153,7 +153,7 @@ def test_rows_of_a_different_hook_give_a_warning(
     assert "note: according to the SAE, its hook is blocks.3.hook_resid_post, but " in capsys.readouterr().out
 
 
-def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
+def test_missing_rows_and_rows_of_a_different_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
     assert main(["eval", alone]) == 2
     assert "does not belong to a run; give a folder of activations to measure on" in capsys.readouterr().err
     assert main(["eval", alone, "--best", "--data", "x"]) == 2
@@ -179,7 +179,7 @@ def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path
     assert not (Path(alone) / "card.json").exists()
 
 
-def test_a_card_is_written_next_to_an_sae_of_dictionary_learning(
+def test_a_report_card_is_written_next_to_a_dictionary_learning_sae(
     alone: str, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     reader, writer = SaeLens(), DictionaryLearning()
@@ -192,7 +192,7 @@ def test_a_card_is_written_next_to_an_sae_of_dictionary_learning(
     assert read_card(tmp_path / "theirs")
 
 
-def test_malformed_thresholds_of_the_halves_are_ignored(tmp_path: Path) -> None:
+def test_malformed_thresholds_for_the_held_out_halves_are_ignored(tmp_path: Path) -> None:
     sae = made("batch_topk")
     for stated, used in (([0.5, 2.0], 2.0), ([None, "x"], None), ([0.5, float("nan")], None), ([0.5, {}], None)):
         shared = shared_form(sae, {OF_HALVES: stated})
@@ -224,7 +224,7 @@ def test_untrusted_text_is_escaped_in_the_model_card(
         (("--tokens", "64"), "--tokens: requires --model; add --model, or leave out --tokens"),
     ],
 )
-def test_flags_that_do_not_apply_to_a_single_sae_are_refused(
+def test_flags_that_do_not_apply_to_an_sae_without_a_run_are_refused(
     alone: str, activations: Path, capsys: Shown, flags: tuple[str, ...], reason: str
 ) -> None:
     assert main(["eval", alone, "--data", str(activations), *flags]) == EXIT_USAGE

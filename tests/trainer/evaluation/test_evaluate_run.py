@@ -37,7 +37,7 @@ def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: 
     return folder
 
 
-def test_a_card_matches_the_held_out_fvu_and_is_written_next_to_the_weights(
+def test_a_report_card_matches_the_held_out_fvu_and_is_next_to_the_weights(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(), make_trainer, tmp_path / "run", kept)
@@ -68,7 +68,7 @@ def card_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])["cards"][0]
 
 
-def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
+def test_a_report_card_measures_entire_texts_and_stores_their_sums_for_comparisons(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -95,7 +95,7 @@ def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
         assert (of_other.rows == sums.rows) == (split_seed == 0)
 
 
-def test_a_run_of_an_earlier_version_is_measured_on_its_own_held_out_rows(
+def test_a_run_of_an_earlier_program_version_is_measured_on_its_own_held_out_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -144,7 +144,7 @@ def test_a_model_card_contains_no_path_of_this_machine(
     assert " rows, – rare, " in card
 
 
-def test_a_sweep_has_one_card_per_sae_and_keeps_a_foreign_readme(
+def test_a_sweep_gets_one_report_card_per_sae_and_keeps_a_readme_by_the_user(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(sae={"k": [2, 4]}, data={"held_out_tokens": 0})
@@ -159,7 +159,7 @@ def test_a_sweep_has_one_card_per_sae_and_keeps_a_foreign_readme(
     assert (run / "sae" / "k=4" / "card.json").exists()
 
 
-def test_the_card_of_a_transcoder_measures_its_output_against_the_targets(
+def test_the_report_card_of_a_transcoder_compares_its_output_with_the_targets(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = tmp_path / "targets"
@@ -188,7 +188,7 @@ def test_non_finite_rows_and_outliers_are_dropped_and_counted(
 
 
 @pytest.mark.parametrize("of_targets", [False, True])
-def test_a_card_names_dimensions_that_hold_most_of_the_variance(
+def test_a_report_card_names_dimensions_that_hold_most_of_the_variance(
     of_targets: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     heavy = tmp_path / "heavy"
@@ -247,7 +247,7 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     assert "FVU of all dimensions" in (tmp_path / "run" / "sae" / "README.md").read_text()
 
 
-def test_a_card_is_only_next_to_the_weights_that_it_was_measured_on(
+def test_a_report_card_is_kept_only_next_to_the_weights_that_it_was_measured_on(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
@@ -265,7 +265,7 @@ def test_a_card_is_only_next_to_the_weights_that_it_was_measured_on(
     assert (sae / "card.json").exists()
 
 
-def test_the_card_of_a_launched_job_is_written_next_to_its_sae(
+def test_the_report_card_of_a_launched_job_is_written_next_to_its_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, run, output = make_job(), tmp_path / "runs" / "1", tmp_path / "saes" / "1"
@@ -278,7 +278,7 @@ def test_the_card_of_a_launched_job_is_written_next_to_its_sae(
     assert not (run / "sae").exists()
 
 
-def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_gives_a_one_sentence_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_sae_from_files_reconstructs_like_the_trained_one(
+def test_an_sae_loaded_from_files_reconstructs_like_the_trained_sae(
     architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": architecture}))
@@ -40,7 +40,7 @@ def test_an_sae_from_files_reconstructs_like_the_trained_one(
     assert float((acts.values > 0).sum()) == pytest.approx(float((own.acts.dense() > 0).sum()), rel=1e-3)
 
 
-def test_a_transcoder_from_files_maps_like_the_trained_one(
+def test_a_transcoder_loaded_from_files_gives_the_same_output_as_the_trained_one(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"

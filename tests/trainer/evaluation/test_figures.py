@@ -88,7 +88,7 @@ def test_every_figure_matches_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Te
 
 
 @torch.no_grad()
-def test_figures_that_saelens_also_computes_are_equal(tmp_path: Path) -> None:
+def test_figures_that_saelens_also_computes_equal_those_of_saelens(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     from sae_lens.evals import get_sparsity_and_variance_metrics
     from sae_lens.load_model import load_model
@@ -157,7 +157,7 @@ def test_the_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
     assert math.isnan(ratio_error(torch.ones(1), torch.ones(1)))
 
 
-def test_the_share_of_rare_latents_needs_enough_rows() -> None:
+def test_the_share_of_rare_latents_is_measured_only_if_there_are_enough_rows() -> None:
     """Check that the share is None if there are too few rows to estimate such low densities."""
     fires = torch.zeros(LEAST_ROWS_FOR_RARE, 4)
     fires[:9, 0] = 1
@@ -175,7 +175,7 @@ def test_the_share_of_rare_latents_needs_enough_rows() -> None:
     assert rare(len(fires) - 1000) is None
 
 
-def test_densities_are_counted_by_half_decades_without_silent_latents() -> None:
+def test_densities_of_latents_that_fire_are_counted_by_half_decades() -> None:
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
     counts = histogram(torch.tensor([0.0, 1.0, 0.5, 0.2, 0.011, 1e-9]))
     assert len(counts) == n_bins
@@ -194,6 +194,6 @@ def test_nearest_directions_match_a_comparison_of_all_pairs(w_dec: Tensor) -> No
     assert recovered(known, w_dec) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_an_evaluation_without_rows_is_refused(w_dec: Tensor) -> None:
+def test_an_evaluation_on_no_rows_is_refused(w_dec: Tensor) -> None:
     with pytest.raises(ValueError, match="no row"):
         measure(lambda x, _: (DenseActs(x), x), list, w_dec)

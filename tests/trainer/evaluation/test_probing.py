@@ -52,7 +52,7 @@ def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -
 
 
 @pytest.mark.slow
-def test_uninformative_latents_are_at_chance_and_spread_information_needs_many_latents() -> None:
+def test_useless_latents_probe_at_chance_and_spread_information_needs_many_latents() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12
     spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)
@@ -60,7 +60,7 @@ def test_uninformative_latents_are_at_chance_and_spread_information_needs_many_l
     assert spread.k["1"].set_error is None
 
 
-def test_latents_are_in_the_same_order_as_in_a_naive_loop() -> None:
+def test_latents_are_ranked_as_in_a_naive_loop() -> None:
     generator = np.random.default_rng(0)
     acts = np.maximum(generator.normal(size=(60, 9)), 0) * generator.uniform(0.1, 10, size=9)
     acts[:, 7] = 0
@@ -91,7 +91,7 @@ def test_a_probe_equals_scikit_learn_with_the_penalty_best_on_the_last_fifth() -
     assert auc_of_probe(x_train, y_train, x_test, y_test) == pytest.approx(auc(best, 120, x_test, y_test), abs=0.01)
 
 
-def test_standard_errors_are_over_seeds_and_over_sets() -> None:
+def test_standard_errors_are_computed_over_seeds_and_over_data_sets() -> None:
     result = probe(probe_rows([labelled(seed, torch.full((D_IN,), 0.3)) for seed in range(3)]), torch.relu)
     of_sets = np.array([*result.dense.of_sets.values()])
     assert result.dense.auc == pytest.approx(of_sets.mean())
@@ -100,7 +100,7 @@ def test_standard_errors_are_over_seeds_and_over_sets() -> None:
 
 
 @pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), pytest.param("bert", False, marks=pytest.mark.slow)])
-def test_the_card_of_a_run_has_the_probing_results(
+def test_the_report_card_of_a_run_contains_the_probing_results(
     family: str,
     has_loss: bool,
     make_job: Callable[..., JobConfig],
@@ -162,14 +162,14 @@ def alone(folder: Path, text: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_text_has_the_same_row_as_without_batching(tiny: Callable[[str], Path], family: str) -> None:
+def test_each_text_gets_the_same_row_as_without_batching(tiny: Callable[[str], Path], family: str) -> None:
     texts = sentences(12)
     rows = last_rows(load(tiny(family)), texts, CONTEXT)
     expected = torch.stack([alone(tiny(family), text) for text in texts])
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_full_model_gives_the_same_rows_and_stops_at_its_hook(tiny: Callable[[str], Path]) -> None:
+def test_the_full_model_gives_the_same_rows_and_stops_at_the_hook(tiny: Callable[[str], Path]) -> None:
     texts, model = sentences(5), load(tiny("gpt2"), whole=True)
     reads: list[object] = []
     model._model.get_output_embeddings().register_forward_pre_hook(lambda *_: reads.append(1))

@@ -126,7 +126,7 @@ def test_losses_match_a_loop_over_single_documents(gpt2: Path, job: ExtractJob) 
     )
 
 
-def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) -> None:
+def test_the_standard_errors_of_scores_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     changes = {"clean": None, "sae": keep_first(half), "zeros": keep_first(torch.zeros_like)}
     lengths = [len(spied.tokenizer(one).input_ids) for one in sentences(80)]
@@ -151,7 +151,7 @@ def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) 
     assert spliced.n_texts == len(lengths)
     assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
     # Zero-ablating the hook barely changes an untrained model's loss, so bootstrapped CE scores would be meaningless.
-    # Compute the expected error from its definition instead.
+    # The expected error is therefore computed from its definition.
     clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
     left = (zeros - sae) - spliced.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
@@ -262,7 +262,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
         assert view.kl_score == pytest.approx(expected["kl_div_score"], rel=1e-3)
 
 
-def test_an_identity_reconstruction_loses_nothing(job: ExtractJob) -> None:
+def test_an_identity_reconstruction_has_perfect_scores(job: ExtractJob) -> None:
     spliced = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x), None)
     assert (spliced.ce_score, spliced.kl_score) == (pytest.approx(1), pytest.approx(1))
     assert spliced.kl_with_sae == pytest.approx(0, abs=1e-6)
@@ -281,7 +281,7 @@ def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: Extract
     assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
 
 
-def test_text_after_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
+def test_text_beyond_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
     run(job)
     unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
     assert unseen.is_unseen
@@ -298,7 +298,7 @@ def test_a_model_without_an_unembedding_is_refused(family: str, tmp_path: Path, 
         SplicedModel(other, HOOK, CPU)
 
 
-def test_the_extraction_that_wrote_the_data_is_found_and_another_hook_refused(job: ExtractJob) -> None:
+def test_the_extraction_that_wrote_the_data_is_found_but_another_hook_is_refused(job: ExtractJob) -> None:
     run(job)
     known = job_of_data(job.folder(HOOK))
     assert (known.model, known.text, known.extract) == (job.model, job.text, job.extract)
@@ -311,7 +311,7 @@ def test_the_extraction_that_wrote_the_data_is_found_and_another_hook_refused(jo
         job_of_data(Path("/nothing/here"))
 
 
-def test_data_of_another_user_cannot_run_remote_code(job: ExtractJob) -> None:
+def test_data_from_another_user_cannot_run_remote_code(job: ExtractJob) -> None:
     run(job)
     file = Path(job.extract.output) / "extraction.json"
     state = json.loads(file.read_text())
@@ -341,7 +341,7 @@ def test_measured_parts_are_kept_when_a_later_part_fails(
 
 
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk"])
-def test_a_transcoder_with_a_skip_replaces_its_mlp(
+def test_a_transcoder_with_a_skip_connection_replaces_its_mlp(
     architecture: str,
     job: ExtractJob,
     make_job: Callable[..., JobConfig],
@@ -366,7 +366,7 @@ def test_a_transcoder_with_a_skip_replaces_its_mlp(
     assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
-def test_the_card_of_a_run_on_extracted_rows_has_the_loss_of_the_model(
+def test_the_report_card_of_a_run_on_extracted_rows_contains_the_loss_of_the_model(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)
@@ -443,7 +443,7 @@ def test_hooks_outside_the_residual_stream_have_no_promoted_tokens(tmp_path: Pat
     assert SplicedModel(job_of(tmp_path, hook), hook, CPU).moved_tokens(W_DEC) == {}
 
 
-def test_a_model_with_more_than_a_norm_before_its_unembedding_is_skipped(tmp_path: Path) -> None:
+def test_a_model_with_more_than_a_norm_before_its_unembedding_gives_no_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bert")
     config = make_config("bert", len(tokenizer))
     config.is_decoder = True

@@ -30,7 +30,7 @@ from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_sta
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
-# A token id that occurs in most documents.
+# The id of a token that occurs in most documents.
 COMMON = 261
 
 
@@ -126,7 +126,7 @@ def test_metadata_describes_the_rows_and_their_mean_and_spread(example, tiny) ->
         assert len(shards) == 3
 
 
-def test_metadata_names_the_text_and_tokenizer_and_weights_and_limits(make: Make, tiny) -> None:
+def test_metadata_records_the_text_and_tokenizer_and_weights_and_limits(make: Make, tiny) -> None:
     job = make(name="limited", skip_first=2, keep_special=True, max_norm=3.0, column="text", hooks=["resid_post.1"])
     run(job)
     facts, folder = meta(job, "resid_post.1"), tiny("gpt2")
@@ -248,7 +248,7 @@ def changed(tiny, tmp_path: Path) -> Callable[[float], Path]:
     return copy
 
 
-def test_rows_of_a_token_with_a_huge_norm_are_counted_and_dropped(make: Make, changed) -> None:
+def test_rows_with_a_huge_norm_are_counted_and_dropped(make: Make, changed) -> None:
     plain, folder = make(name="plain", n_tokens=10**6), changed(1000)
     job = with_model(make(n_tokens=10**6), folder)
     every = with_model(make(name="every", n_tokens=10**6, max_norm=0), folder)
@@ -286,14 +286,14 @@ def test_rows_have_the_requested_dtype_and_metadata_describes_stored_rows(make: 
     np.testing.assert_allclose(meta(job, "resid_post.1")["mean"], x.double().mean(0).numpy(), rtol=1e-9, atol=1e-12)
 
 
-def test_a_text_that_ends_early_gives_all_its_rows(make: Make) -> None:
+def test_if_a_text_ends_early_all_its_rows_are_stored(make: Make) -> None:
     result = run(job := make(n_tokens=10**6, shard_rows=10**6))
     assert result.state == "finished"
     assert 300 < result.n_tokens == len(tensors(job, "mlp_out.0")["activations"])
     assert [file.name for file in job.folder("mlp_out.0").glob("*.safetensors")] == ["shard-00000.safetensors"]
 
 
-def test_a_text_without_rows_is_refused_and_may_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
+def test_a_text_without_rows_is_refused_and_may_then_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match=r"^text.path: the text yields no rows; provide more text$"):
         run(make(text=empty))
@@ -301,7 +301,7 @@ def test_a_text_without_rows_is_refused_and_may_be_replaced(make: Make, tmp_path
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"context": 16}, {"hooks": ["resid_post.0"]}, {"n_tokens": 301}])
-def test_the_folder_of_another_extraction_is_refused(example, change: dict[str, Any]) -> None:
+def test_an_output_folder_with_a_different_extraction_is_refused(example, change: dict[str, Any]) -> None:
     job, _ = example
     (name,) = change
     section = {"hooks": "model", "context": "text"}.get(name, "extract")
@@ -320,7 +320,7 @@ def refusal(job: ExtractJob) -> str:
     return str(error.value)
 
 
-def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) -> None:
+def test_a_stopped_extraction_does_not_continue_in_a_different_dtype(make: Make) -> None:
     job = make()
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
@@ -331,13 +331,13 @@ def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) 
         run(job)
 
 
-def test_a_finished_extraction_is_recognised_under_another_name(example) -> None:
+def test_a_finished_extraction_is_recognised_under_a_different_job_name(example) -> None:
     job, result = example
     state = stored_state(msgspec.structs.replace(job, name="other"))
     assert (state.is_finished, state.n_stored, state.left_out) == (True, 300, result.left_out)
 
 
-def test_shards_of_other_origin_are_not_mixed_with_ours(make: Make) -> None:
+def test_extracted_shards_are_not_mixed_with_shards_of_other_origin(make: Make) -> None:
     job = make()
     job.folder("mlp_out.0").mkdir(parents=True)
     save_file({"activations": torch.zeros(2, 2)}, job.folder("mlp_out.0") / "shard-00007.safetensors")
@@ -345,7 +345,7 @@ def test_shards_of_other_origin_are_not_mixed_with_ours(make: Make) -> None:
     assert refusal(job).startswith(shown)
 
 
-def test_a_deleted_shard_is_named(make: Make) -> None:
+def test_the_error_for_a_deleted_shard_names_it(make: Make) -> None:
     run(job := make())
     (file := job.folder("mlp_out.0") / "shard-00001.safetensors").unlink()
     shown = f"extract.output: {file} is missing; delete {job.extract.output} or choose another folder"
@@ -365,7 +365,7 @@ def test_an_output_inside_the_text_folder_is_refused(make: Make, tmp_path: Path)
     assert refusal(make(text=tmp_path)) == f"extract.output: {tmp_path}/activations {reason}"
 
 
-def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None:
+def test_two_simultaneous_extractions_into_one_folder_are_refused(make: Make) -> None:
     job = make()
     Path(job.extract.output).mkdir()
     with RunLock(Path(job.extract.output)), pytest.raises(UserError, match="is still running; stop it, wait until"):
@@ -407,7 +407,7 @@ def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make:
     assert digests(job) == digests(whole)
 
 
-def test_more_rows_than_disk_space_are_refused_at_the_start(make: Make) -> None:
+def test_an_extraction_that_exceeds_the_free_disk_space_is_refused_at_the_start(make: Make) -> None:
     job = make(n_tokens=10**13)
     with pytest.raises(
         UserError, match=r"could not be written: it needs [0-9.]+ \w+, but only [0-9.]+ \w+ are free; free some"

@@ -53,7 +53,9 @@ def job_file(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypa
     return file
 
 
-def test_the_json_output_has_the_folders_and_the_dropped_rows(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_the_json_output_contains_the_folders_and_counts_of_dropped_rows(
+    job_file: Path, tmp_path: Path, capsys
+) -> None:
     assert main(["extract", str(job_file), "--json"]) == EXIT_FINISHED
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result.keys() == {"state", "outputs", "n_tokens", "left_out", "tokens_per_s"}
@@ -64,7 +66,7 @@ def test_the_json_output_has_the_folders_and_the_dropped_rows(job_file: Path, tm
     assert result["tokens_per_s"] > 0
 
 
-def test_a_finished_extraction_is_reported_again_without_the_model(
+def test_a_finished_extraction_is_reported_again_without_loading_the_model(
     job_file: Path, tmp_path: Path, tiny, capsys
 ) -> None:
     moved = Path(shutil.copytree(tiny("gpt2"), tmp_path / "model"))
@@ -106,7 +108,9 @@ class Gate(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_a_gated_model_is_reported_with_its_licence_page_and_the_login(job_file: Path, tmp_path: Path) -> None:
+def test_the_error_for_a_gated_model_names_its_licence_page_and_the_login_command(
+    job_file: Path, tmp_path: Path
+) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Gate) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
@@ -194,7 +198,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.ranks.foreground_extraction.visible_gpus", list)
 
 
-def test_run_and_extract_refuse_jobs_of_the_other_kind(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_run_refuses_extraction_jobs_and_extract_refuses_training_jobs(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["run", str(job_file)]) == EXIT_USAGE
     assert 'kind: is "extract" and not "train"; ' in capsys.readouterr().err
     (training := tmp_path / "training.toml").write_text('[data]\npath = "activations/mlp_out.0"\n')

@@ -145,7 +145,7 @@ def linear(_: int) -> nn.Linear:
     return nn.Linear(2, 2)
 
 
-def test_blocks_are_the_longest_list_that_is_not_nested_in_another() -> None:
+def test_the_blocks_are_the_longest_module_list_that_is_not_nested_in_another() -> None:
     assert find_blocks(Mixed()) == BlockList("layers", 2)
 
 
@@ -170,14 +170,14 @@ def test_a_model_without_a_list_of_blocks_is_refused() -> None:
         ),
     ],
 )
-def test_a_hook_that_the_model_lacks_is_refused(hook: Hook, sentence: str) -> None:
+def test_a_hook_that_does_not_exist_in_the_model_is_refused(hook: Hook, sentence: str) -> None:
     model = Mixed()
     with pytest.raises(UserError) as error:
         find_point(model, find_blocks(model), hook)
     assert str(error.value) == sentence
 
 
-def test_a_module_outside_the_blocks_keeps_all_of_them() -> None:
+def test_with_a_hook_outside_the_blocks_no_block_is_dropped() -> None:
     model = Mixed()
     assert (
         drop_blocks_above(model, BlockList("layers", 2), [HookPoint("layers.0", False), HookPoint("norms", False)]) == 2
@@ -186,7 +186,7 @@ def test_a_module_outside_the_blocks_keeps_all_of_them() -> None:
     assert len(model.layers) == 1
 
 
-def test_hooks_are_removed_from_the_model_after_use() -> None:
+def test_hooks_are_removed_from_the_model_after_each_use() -> None:
     model, seen = nn.Sequential(linear(0), linear(0)), []
     with taking(model, [HookPoint("0", True), HookPoint("1", False)], lambda number, _: seen.append(number)):
         model(torch.zeros(1, 2))

@@ -64,7 +64,7 @@ def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBat
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_packed_document_is_read_as_if_alone(tiny: Callable[[str], Path], family: str) -> None:
+def test_a_packed_document_gives_the_same_rows_as_on_its_own(tiny: Callable[[str], Path], family: str) -> None:
     model = load(tiny(family))
     assert model.packs
     # The last context is shorter than the others, so it is in a separate batch.
@@ -85,7 +85,7 @@ def test_an_encoder_gets_one_document_per_row_and_padding_changes_nothing(tiny, 
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
-def test_an_encoder_with_weak_attention_is_not_packed(copy, weight: float) -> None:
+def test_documents_are_not_packed_for_an_encoder_with_weak_attention(copy, weight: float) -> None:
     file = (folder := copy("bert")) / "model.safetensors"
     weights = load_file(file)
     scaled = {name: one * weight if "attention.output.dense.weight" in name else one for name, one in weights.items()}
@@ -93,7 +93,7 @@ def test_an_encoder_with_weak_attention_is_not_packed(copy, weight: float) -> No
     assert not load(folder).packs
 
 
-def test_a_model_that_isolates_documents_only_in_single_batches_is_not_packed(
+def test_documents_are_not_packed_if_a_model_isolates_them_only_in_batches_of_one(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = LanguageModel._forward
@@ -132,7 +132,7 @@ def test_a_damaged_weight_file_is_refused(copy) -> None:
     require_refused('model.path: "', folder)
 
 
-def test_a_model_with_missing_weights_is_refused_and_not_initialised(copy) -> None:
+def test_missing_weights_are_refused_and_not_randomly_initialised(copy) -> None:
     file = (folder := copy("llama")) / "model.safetensors"
     weights = load_file(file)
     lacking = [name for name in weights if ".1.mlp" in name]
@@ -184,7 +184,7 @@ def test_an_excessive_configuration_is_refused_before_building_the_model(copy, s
         ("tokenizer.json", {"added_tokens": None}, r"one of its files is damaged \(TypeError: .*\); download it again"),
     ],
 )
-def test_a_damaged_model_is_described_in_one_sentence(copy, file, settings, sentence) -> None:
+def test_a_damaged_model_gives_a_one_sentence_error(copy, file, settings, sentence) -> None:
     folder = copy("gpt2")
     edit(folder / file, **settings)
     with pytest.raises(UserError, match=f" cannot be loaded: {sentence}"):
@@ -250,7 +250,7 @@ def test_a_folder_without_a_tokenizer_is_refused(copy) -> None:
     require_refused(f"model.path: {folder} has no tokenizer; copy the model's tokenizer.json and ", folder)
 
 
-def test_a_model_that_needs_more_than_text_is_refused(tiny, tmp_path: Path) -> None:
+def test_a_model_that_needs_other_inputs_than_token_ids_is_refused(tiny, tmp_path: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
     for file in tiny("gpt2").glob("tokenizer*"):
@@ -265,7 +265,7 @@ def test_a_context_longer_than_the_model_allows_is_refused(tiny) -> None:
     require_refused("text.context: must be above 2", tiny("bert"), context=2, skip_first=0)
 
 
-def test_a_context_above_the_window_of_longrope_is_noted(copy) -> None:
+def test_a_context_above_the_original_window_of_a_longrope_model_is_recorded(copy) -> None:
     folder = copy("llama")
     config = transformers.AutoConfig.from_pretrained(folder)
     factors = [1.0] * (config.head_dim // 2)
@@ -284,7 +284,7 @@ def test_unknown_token_ids_are_refused(tiny) -> None:
             rows_of(model, ContextBatch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
 
 
-def test_modules_without_a_row_per_token_or_that_do_not_run_are_refused(tiny) -> None:
+def test_modules_that_do_not_run_or_do_not_output_a_row_per_token_are_refused(tiny) -> None:
     batch = ContextBatch(np.arange(5, 13)[None], np.arange(8)[None], np.zeros((1, 8), np.int64))
     shape = r"^model.hooks: pooler outputs a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
     with pytest.raises(UserError, match=shape):
@@ -308,7 +308,7 @@ def test_weights_have_the_requested_dtype_and_fp32_on_the_cpu_by_default(
     assert model.packs
 
 
-def test_special_tokens_around_a_text_are_in_each_packed_piece(tiny) -> None:
+def test_special_tokens_around_a_text_are_added_to_each_packed_piece(tiny) -> None:
     model = load(tiny("llama"))
     (context, *_) = pack(model.tokenizer.tokens(sentences(6)), 32)
     bos = model.tokenizer._tokenizer.convert_tokens_to_ids(BOS)
@@ -339,7 +339,7 @@ def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load_whole: Load, 
         assert len({gpu for name, gpu in gpus.items() if name.startswith(f"{blocks}.{number}.")}) == 1
 
 
-def test_gpus_that_are_too_small_together_are_refused_in_a_sentence(load_whole: Load) -> None:
+def test_a_model_too_large_for_all_gpus_together_gives_a_one_sentence_error(load_whole: Load) -> None:
     with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; add more to launch.gpus$"):
         indices(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
 

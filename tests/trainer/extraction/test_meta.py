@@ -22,7 +22,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def test_local_weights_are_hashed_and_hub_weights_are_not(tiny: Tiny, tmp_path: Path) -> None:
+def test_local_weights_are_hashed_but_weights_on_the_hub_are_not(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"not what is read")
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in WEIGHTS}
@@ -30,14 +30,16 @@ def test_local_weights_are_hashed_and_hub_weights_are_not(tiny: Tiny, tmp_path: 
     assert weights_facts("someone/model-on-the-hub") == {}
 
 
-def test_a_single_file_such_as_gguf_is_hashed(tmp_path: Path) -> None:
+def test_a_model_in_a_single_file_such_as_gguf_is_hashed(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"weights")
     assert weights_facts(str(tmp_path / "a.gguf")) == {
         "weights_sha256": {"a.gguf": hashlib.sha256(b"weights").hexdigest()}
     }
 
 
-def test_large_weights_are_hashed_in_samples_and_labelled_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_hashed_by_samples_and_labelled_accordingly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meta, "WHOLE_BYTES", 1000)
     content = bytearray(40_000_000)
     (file := tmp_path / "model.gguf").write_bytes(content)
@@ -49,7 +51,7 @@ def test_large_weights_are_hashed_in_samples_and_labelled_so(tmp_path: Path, mon
     assert weights_facts(str(file)) != first
 
 
-def test_the_hash_of_a_tokenizer_depends_on_its_rules_and_not_its_folder(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_hash_of_a_tokenizer_depends_on_its_rules_and_not_on_its_folder(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "elsewhere")
     own = tokenizer_hash(tokenizer(tiny("llama")))
     assert tokenizer_hash(tokenizer(folder)) == own

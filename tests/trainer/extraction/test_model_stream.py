@@ -125,7 +125,7 @@ def test_a_stream_gives_the_rows_that_an_extraction_stores(make: Make, family: s
     assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
-def test_the_parts_of_ranks_make_up_the_stream_and_no_row_is_in_two(make: Make) -> None:
+def test_the_parts_that_ranks_read_make_up_the_stream_without_overlap(make: Make) -> None:
     whole, first, second = (stream_of(make()) for _ in range(3))
     whole.begin(0, 1, CPU)
     first.begin(0, 2, CPU)
@@ -151,7 +151,7 @@ def test_the_state_is_json_and_can_be_restored_in_another_stream(make: Make) -> 
 
 @pytest.mark.parametrize("hook", ["resid_post.1", "mlp.0"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
+def test_ranks_with_the_same_tokens_each_read_a_part_of_the_text_and_get_all_rows(
     size: int, hook: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_read: Counter[LanguageModel] = Counter()
@@ -210,7 +210,7 @@ def test_models_on_separate_devices_give_the_same_rows_in_order(make: Make, hook
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_ranks_that_divide_the_reading_distribute_it_to_their_own_devices(make: Make) -> None:
+def test_ranks_that_divide_the_reading_also_divide_their_part_among_their_devices(make: Make) -> None:
     alone, *streams = (stream_of(make()) for _ in range(3))
     for stream in streams:
         stream.own_devices = [CPU] * 2
@@ -230,7 +230,7 @@ def test_ranks_that_divide_the_reading_distribute_it_to_their_own_devices(make: 
         assert_same(again, whole[3:])
 
 
-def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_on_separate_devices_read_ahead_only_up_to_a_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     n_devices = 2
     n_read, is_ahead = Counter[LanguageModel](), threading.Event()
     read = LanguageModel.rows
@@ -254,7 +254,7 @@ def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkey
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
 
 
-def test_an_error_of_one_model_is_raised_once_after_the_rows_before_it(
+def test_the_error_of_one_model_is_raised_once_and_after_the_rows_before_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, several = (stream_of(make()) for _ in range(2))
@@ -421,7 +421,7 @@ def test_a_sweep_reads_the_text_once(
 
 
 @pytest.mark.slow
-def test_a_text_that_ends_before_the_run_is_reported(make: Make, corpus: Path, tmp_path: Path, capsys) -> None:
+def test_a_text_that_ends_before_the_run_does_is_reported(make: Make, corpus: Path, tmp_path: Path, capsys) -> None:
     from trainer.cli import main
 
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(make(), corpus)))
@@ -456,7 +456,7 @@ def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, A
     assert str(error.value).startswith(problem)
 
 
-def test_a_width_that_differs_from_the_width_of_the_hook_is_refused(make: Make) -> None:
+def test_a_d_in_that_differs_from_the_width_of_the_hook_is_refused(make: Make) -> None:
     stream = stream_of(make(), hook="h.0.mlp", d_in=7)
     stream.begin(0, 1, CPU)
     with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 values, not 7$"):
@@ -473,7 +473,7 @@ def test_paths_next_to_the_job_file_are_found_and_hub_names_are_kept(make: Make,
     assert (settings.text, settings.model) == (str(tmp_path / "texts.txt"), "somebody/some-model")
 
 
-def test_memory_and_time_include_the_language_model(make: Make, corpus: Path) -> None:
+def test_memory_and_time_estimates_include_the_language_model(make: Make, corpus: Path) -> None:
     job, problems = parse_job(table_of(make(), corpus))
     assert job, problems
     assert parse_job(table_from(job))[0] == job
@@ -492,7 +492,7 @@ def test_memory_and_time_include_the_language_model(make: Make, corpus: Path) ->
 @pytest.mark.parametrize(
     ("mode", "nodes", "n_parts"), [("ddp", 1, 4), ("tensor", 1, 4), ("tensor", 2, 1), ("ddp", 2, 4)]
 )
-def test_ranks_of_one_machine_divide_the_text_and_the_plan_shows_it(
+def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
     mode: str, nodes: int, n_parts: int, make: Make, corpus: Path
 ) -> None:
     table = table_of(make(), corpus) | {"parallel": {"mode": mode}}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import PADDING, ContextBatch, Tokenizer, Tokens, batches, pack, separate
 
-# The special tokens that the tokenizer adds before and after a text. No other token has these ids.
+# The ids of the special tokens before and after a text; no other token has these ids.
 BEFORE, AFTER = 900, 901
 
 
@@ -39,7 +39,7 @@ def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]
 
 @pytest.mark.parametrize("lay", [pack, separate])
 @given(texts())
-def test_pieces_joined_together_are_the_documents(lay, text: tuple[list[Tokens], int]) -> None:
+def test_joined_pieces_give_the_original_documents(lay, text: tuple[list[Tokens], int]) -> None:
     documents, length = text
     read: list[list[int]] = [[] for _ in documents]
     for number, ids, _ in pieces(list(lay(documents, length))):
@@ -49,7 +49,7 @@ def test_pieces_joined_together_are_the_documents(lay, text: tuple[list[Tokens],
 
 @pytest.mark.parametrize("lay", [pack, separate])
 @given(texts())
-def test_positions_restart_and_each_piece_has_the_surrounding_tokens(lay, text) -> None:
+def test_each_piece_restarts_at_position_0_and_has_the_surrounding_special_tokens(lay, text) -> None:
     documents, length = text
     around = 0 if not documents else len(documents[0].before) + len(documents[0].after)
     for number, ids, positions in pieces(list(lay(documents, length))):
@@ -64,7 +64,7 @@ def test_positions_restart_and_each_piece_has_the_surrounding_tokens(lay, text) 
 
 
 @given(texts())
-def test_packed_contexts_are_full_except_the_last_and_keep_the_order(text) -> None:
+def test_packed_contexts_keep_the_order_and_all_but_the_last_are_full(text) -> None:
     documents, length = text
     contexts = list(pack(documents, length))
     assert all(context.ids.shape == (1, length) for context in contexts[:-1])
@@ -74,14 +74,14 @@ def test_packed_contexts_are_full_except_the_last_and_keep_the_order(text) -> No
 
 
 @given(texts())
-def test_a_separate_context_has_one_document_and_the_length_limit(text) -> None:
+def test_a_separate_context_contains_one_document_and_is_not_too_long(text) -> None:
     contexts = list(separate(*text))
     assert all(len({*context.documents[0].tolist()}) == 1 for context in contexts)
     assert all(0 < context.ids.shape[1] <= text[1] for context in contexts)
 
 
 @given(texts(), st.integers(1, 5))
-def test_batches_of_packed_contexts_have_no_padding_and_lose_nothing(text, n: int) -> None:
+def test_batches_of_packed_contexts_have_no_padding_and_lose_no_tokens(text, n: int) -> None:
     contexts = list(pack(*text))
     made = list(batches(contexts, n, fills=False))
     assert all(len(batch.ids) <= n and (batch.documents != PADDING).all() for batch in made)
@@ -112,7 +112,7 @@ def load(tiny):
     return lambda family: Tokenizer(transformers.AutoTokenizer.from_pretrained(tiny(family)))
 
 
-def test_the_surrounding_tokens_of_each_model_family_are_detected(load) -> None:
+def test_the_special_tokens_around_a_text_are_detected_for_each_model_family(load) -> None:
     around = {family: (load(family).before, load(family).after) for family in ("gpt2", "llama", "bert")}
     assert around == {"gpt2": ([], []), "llama": ([0], []), "bert": ([0], [1])}
     assert load("gpt2").special == [0, 1, 2]

@@ -63,7 +63,7 @@ def n_rows(tiny: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_store_the_same_rows_as_one(make: Make, tmp_path: Path, size: int) -> None:
+def test_several_ranks_store_the_same_rows_as_one_rank(make: Make, tmp_path: Path, size: int) -> None:
     alone, several = (make(name=name, n_tokens=ALL, max_norm=1.02) for name in ("alone", "several"))
     whole = run(alone)
     result = run_ranks(several, size, tmp_path / "meet")[0]
@@ -101,7 +101,7 @@ def test_exactly_the_requested_number_of_rows_is_stored(make: Make, tmp_path: Pa
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 20])
-def test_other_ranks_make_up_for_one_that_runs_out_of_text(
+def test_if_a_rank_runs_out_of_text_the_other_ranks_extract_more_rows(
     make: Make, tmp_path: Path, n_rows: int, lacking: int
 ) -> None:
     job = make(n_tokens=n_rows - lacking, shard_rows=100)
@@ -113,7 +113,7 @@ def test_other_ranks_make_up_for_one_that_runs_out_of_text(
         assert [result.n_tokens for result in results[1:]] != shares[1:]
 
 
-def test_rows_of_a_shard_can_be_restored_to_text_order(make: Make, tmp_path: Path) -> None:
+def test_the_rows_of_a_shard_can_be_restored_to_text_order(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=600)
     run_ranks(job, 2, tmp_path / "meet")
     for text in texts_of(job.folder("mlp_out.0")):
@@ -153,7 +153,7 @@ def test_a_text_without_rows_is_refused_by_the_first_rank(make: Make, tmp_path: 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_rank_killed_at_any_moment_changes_no_byte(make: Make, tmp_path: Path, size: int) -> None:
+def test_killing_a_rank_at_any_moment_changes_no_byte_of_the_output(make: Make, tmp_path: Path, size: int) -> None:
     job = make(n_tokens=600, shard_rows=50)
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(to_table(job)))
     (root := tmp_path / "killed").mkdir()

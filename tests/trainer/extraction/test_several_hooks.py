@@ -122,7 +122,7 @@ def stored(make: Make, long_text: Path) -> Path:
 
 @pytest.mark.parametrize("hooks", [HOOKS, TRANSCODERS], ids=["SAEs", "transcoders"])
 @pytest.mark.parametrize("source", ["model", "shards"])
-def test_each_sae_equals_one_trained_at_its_hook_alone(
+def test_each_sae_equals_an_sae_trained_at_its_hook_alone(
     source: str,
     hooks: list[str],
     make: Make,
@@ -201,7 +201,7 @@ def test_a_killed_run_at_two_hooks_resumes_to_the_same_weights(make: Make, long_
         assert {"fvu@hook=L0", "fvu@hook=L1", "heldout_fvu@hook=L1"} <= {*reader.latest()}
 
 
-def test_a_checkpoint_and_the_cards_have_the_hook_of_each_sae(
+def test_the_checkpoint_and_the_report_cards_record_the_hook_of_each_sae(
     stored: Path, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"blocks.{layer}.hook_resid_post" for layer in (0, 1)]
@@ -253,7 +253,7 @@ def test_the_transcoders_of_one_run_form_a_set_for_circuit_tracer(
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_streamed_model_is_measured_in_that_model(
+def test_the_spliced_loss_is_measured_in_the_model_that_the_run_streams_from(
     make: Make, long_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(streamed(make(), long_text, TRANSCODERS))))
@@ -279,7 +279,7 @@ def write_hooks(folder: Path, **rows: torch.Tensor) -> Path:
     return folder
 
 
-def test_an_outlier_at_one_hook_is_kept_at_the_other(
+def test_a_row_that_is_an_outlier_at_one_hook_is_kept_at_the_other_hook(
     make_trainer: Callable[..., Any], tmp_path: Path, kept: Any
 ) -> None:
     first, second = torch.randn(2, 2000, 16).unbind()
@@ -345,7 +345,7 @@ def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., An
         ),
     ],
 )
-def test_incompatible_hooks_are_refused_in_a_sentence(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_incompatible_hooks_give_a_one_sentence_error(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
     x = torch.randn(2000, 16)
     path = write_hooks(
         tmp_path / "acts",
@@ -373,7 +373,7 @@ def test_a_folder_is_found_by_any_name_of_its_hook(stored: Path) -> None:
         assert [source.of_hook(hook).meta["hook"] for hook in (0, 1)] == ["resid_post.0", "resid_post.1"]
 
 
-def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Make, long_text: Path) -> None:
+def test_estimates_count_the_rows_of_all_hooks_but_only_one_forward_pass(make: Make, long_text: Path) -> None:
     def work(hook: Any) -> Workload:
         job = parsed(table_of(streamed(make(), long_text, hook)))
         return Workload(job, 1, job.data_shape(), CPU_PROCESS)
@@ -390,7 +390,7 @@ def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Mak
     assert times[2] - times[1] == pytest.approx(times[1] - times[0])
 
 
-def test_memory_counts_both_the_input_and_output_rows_of_an_mlp(make: Make, long_text: Path) -> None:
+def test_memory_estimates_count_both_the_input_and_the_output_rows_of_an_mlp(make: Make, long_text: Path) -> None:
     def activations(hook: str) -> int:
         job = parsed(table_of(streamed(make(), long_text, hook)))
         return estimate(Workload(job, 1, job.data_shape(), CPU_PROCESS)).activations

@@ -29,7 +29,7 @@ def blocks(tmp_path: Path) -> ShardBuffer:
     return ShardBuffer([tmp_path / "a", tmp_path / "b"], shard_rows=8, seed=3)
 
 
-def test_each_shard_has_the_next_rows_in_one_order_for_all_hooks(blocks: ShardBuffer, tmp_path: Path) -> None:
+def test_each_shard_contains_the_next_rows_in_the_same_order_for_all_hooks(blocks: ShardBuffer, tmp_path: Path) -> None:
     for first, n in ((0, 5), (5, 0), (5, 15)):
         blocks.add(*rows(first, n))
     for number in range(2):

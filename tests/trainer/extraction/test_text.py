@@ -55,7 +55,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["parquet", "datasets"])
-def test_other_texts_are_read_next_to_one_with_invalid_utf_8(form: str, tmp_path: Path) -> None:
+def test_a_text_with_invalid_utf_8_does_not_stop_other_texts_from_being_read(form: str, tmp_path: Path) -> None:
     raw = [b"a cat", b"the \xed\xa0\xbd cat", b"caf\xe9", None]
     table = pyarrow.table({"text": pyarrow.array(raw, pyarrow.binary()), "id": [1, 2, 3, 4]})
     buffers = table.column("text").chunk(0).buffers()
@@ -70,7 +70,7 @@ def test_other_texts_are_read_next_to_one_with_invalid_utf_8(form: str, tmp_path
     assert [mended(text) for text in found] == ["a cat", "the \ufffd cat", "caf\ufffd"]
 
 
-def test_other_chats_are_read_next_to_one_with_invalid_utf_8(tmp_path: Path) -> None:
+def test_a_chat_with_invalid_utf_8_does_not_stop_other_chats_from_being_read(tmp_path: Path) -> None:
     def chats(text: pyarrow.DataType) -> pyarrow.DataType:
         return pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", text)]))
 
@@ -203,7 +203,7 @@ def test_deeply_nested_json_gives_a_one_sentence_error(tmp_path: Path) -> None:
         read(write(tmp_path / "a.json", "[" * 100_000))
 
 
-def test_a_parquet_file_that_expands_beyond_memory_gives_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
+def test_a_parquet_file_that_would_exceed_memory_gives_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
     nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
     numbers = pyarrow.array([[7] * 2**19] * 4)
@@ -223,7 +223,7 @@ def test_a_parquet_file_that_expands_beyond_memory_gives_a_one_sentence_error(tm
 
 
 @pytest.mark.slow
-def test_constant_columns_next_to_token_ids_are_read_or_ignored(tmp_path: Path, monkeypatch) -> None:
+def test_constant_or_huge_columns_next_to_token_ids_do_not_matter(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(text, "_LARGEST_GROUP", 2**10)
     ids = [[7 * at % 5003 for at in range(4000)]] * 64
     ones, zeros = [[1] * 4000] * 64, [[0] * 4000] * 64
@@ -260,7 +260,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_and_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(UserError, match=r"^text.path: "):
         read(tmp_path / "a.txt")

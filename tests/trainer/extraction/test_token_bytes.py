@@ -69,7 +69,7 @@ def test_an_added_token_has_the_bytes_of_its_text() -> None:
     assert joined(tokenizer, "a é天<eos>") == "a é天<eos>".encode()
 
 
-def test_wordpiece_words_have_the_space_before_them() -> None:
+def test_wordpiece_words_include_the_space_before_them() -> None:
     model = tokenizers.models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2, "天": 3}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.WordPiece()
@@ -80,7 +80,7 @@ def test_wordpiece_words_have_the_space_before_them() -> None:
 @pytest.mark.parametrize(
     "decoder", [None, tokenizers.decoders.BPEDecoder(), tokenizers.decoders.Replace(tokenizers.Regex("h+"), "h")]
 )
-def test_tokens_of_another_decoder_are_decoded_one_by_one(decoder: Any) -> None:
+def test_tokens_of_a_tokenizer_with_another_decoder_are_decoded_one_by_one(decoder: Any) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "▁cat": 1}, unk_token="the"))
     if decoder:
         tokenizer.decoder = decoder
@@ -109,6 +109,6 @@ def test_a_file_that_is_not_a_list_of_tokens_gives_no_tokens(tmp_path: Path, con
     assert read_tokens(tmp_path) == []
 
 
-def test_a_list_from_before_byte_tokens_is_read(tmp_path: Path) -> None:
+def test_a_token_list_from_a_version_without_byte_tokens_is_read(tmp_path: Path) -> None:
     (tmp_path / TOKENS).write_text('[" the", "\\ufffd", "s"]')
     assert read_tokens(tmp_path) == [b" the", "�".encode(), b"s"]

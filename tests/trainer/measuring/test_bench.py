@@ -73,13 +73,13 @@ MARKS = [
 ]
 
 
-def test_on_a_cpu_phases_have_host_time_without_counting_the_encoder_twice() -> None:
+def test_on_a_cpu_phases_have_host_time_that_counts_the_encoder_only_once() -> None:
     found = phases_ms([*MARKS, event("aten::mm", 1100, 1200)])
     assert list(found) == list(PHASES)
     assert list(found.values()) == pytest.approx([0.2, 0.8, 0.5, 0.1, 0.001, 0.399])
 
 
-def test_on_a_gpu_phases_have_the_kernels_that_any_thread_launched_in_them() -> None:
+def test_on_a_gpu_each_phase_has_the_kernels_that_any_thread_launched_in_it() -> None:
     kernels = [
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
@@ -93,7 +93,7 @@ def test_on_a_gpu_phases_have_the_kernels_that_any_thread_launched_in_them() -> 
 
 
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
-def test_the_encoder_phase_is_found_in_each_architecture(
+def test_the_encoder_phase_is_measured_for_each_architecture(
     architecture: str, make_job: MakeJob, single: Parallel
 ) -> None:
     job = make_job(sae={"architecture": architecture}, train={"batch_size": 64})
@@ -101,7 +101,9 @@ def test_the_encoder_phase_is_found_in_each_architecture(
     assert figures["phases_ms"]["forward_encode"] > 0
 
 
-def test_the_floor_is_the_matmul_time_or_the_memory_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
+def test_the_floor_is_the_larger_of_matmul_time_and_memory_traffic_of_all_saes(
+    make_job: MakeJob, single: Parallel
+) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
     steps = RepeatedStep(job, 16, None, single)
     steps.take(1)
@@ -115,7 +117,7 @@ def test_the_floor_is_the_matmul_time_or_the_memory_traffic_of_all_saes(make_job
     assert figures["floor_ms"] == max(figures["encoder_product_ms"], figures["traffic_ms"])
 
 
-def test_without_a_job_file_the_defaults_are_measured_at_a_common_width() -> None:
+def test_without_a_job_file_the_default_sae_is_measured_at_a_common_width() -> None:
     job, (d_in, d_out, _) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
     assert d_out is None
     assert (d_in, job.sae.width(d_in), job.train.batch_size) == (768, 6144, 4096)

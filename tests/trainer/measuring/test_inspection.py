@@ -47,7 +47,7 @@ def test_figures_match_numpy_in_float64() -> None:
     assert "no problems found" in table(facts)
 
 
-def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
+def test_outliers_affect_neither_the_mean_nor_the_spread(tmp_path: Path) -> None:
     rows = ordinary()
     spoilt = rows.clone()
     spoilt[::200] *= 170
@@ -63,7 +63,7 @@ def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_few_non_finite_rows_are_a_warning_and_over_1_percent_an_error(value: float, tmp_path: Path) -> None:
+def test_a_few_non_finite_rows_give_a_warning_and_over_1_percent_give_an_error(value: float, tmp_path: Path) -> None:
     rows = ordinary()
     for n_bad, severity in ((2, "warning"), (50, "error")):
         rows[:n_bad, 5] = value
@@ -99,7 +99,7 @@ def test_few_dimensions_with_most_of_the_variance_are_reported(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1e15, "large"), (1e-19, "small")])
-def test_rows_too_large_or_too_small_for_fp32_are_an_error(factor: float, word: str, tmp_path: Path) -> None:
+def test_rows_too_large_or_too_small_for_fp32_give_an_error(factor: float, word: str, tmp_path: Path) -> None:
     facts = inspect_data(store(tmp_path / "a", ordinary() * factor))
     (found,) = facts.findings
     assert found.severity == "error"
@@ -141,7 +141,7 @@ def test_identical_rows_and_too_few_rows_are_reported(tmp_path: Path) -> None:
     assert "few for d_in 32" in sentences(inspect_data(store(tmp_path / "b", ordinary(100))))[0]
 
 
-def test_headers_are_reported_without_reading_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_headers_are_reported_without_reading_any_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a").mkdir()
     torch.save(torch.full((9, 4), torch.nan, dtype=torch.float64), tmp_path / "a" / "a.pt")
     (tmp_path / "a" / ".hidden").touch()
@@ -153,7 +153,7 @@ def test_headers_are_reported_without_reading_a_row(tmp_path: Path, capsys: pyte
     assert [(shard["file"], shard["n_tokens"]) for shard in answer["shards"]] == [(str(tmp_path / "a" / "a.pt"), 9)]
 
 
-def test_headers_of_a_file_whose_name_is_no_text_are_refused_as_json(
+def test_the_headers_of_a_file_whose_name_is_not_utf_8_give_an_error_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(torch.ones(9, 4), tmp_path / os.fsdecode(b"\xff.pt"))

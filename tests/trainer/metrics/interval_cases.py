@@ -19,7 +19,7 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 
 @pytest.mark.parametrize("n", [0, 1, 1024, 2500])
 @pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
-def test_numbers_are_added_only_if_all_are_finite(n: int, bad: float | None) -> None:
+def test_values_are_added_only_if_all_of_them_are_finite(n: int, bad: float | None) -> None:
     generator = torch.Generator().manual_seed(n)
     numbers = torch.randn(n, generator=generator).to(DEVICE)
     if bad is not None and n:

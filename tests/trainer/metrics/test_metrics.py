@@ -147,7 +147,7 @@ def test_whether_a_latent_is_dense_depends_on_the_tokens_of_all_ranks() -> None:
     assert DenseLatents().value(ranks[0] + ranks[1]) == 0
 
 
-def test_the_dead_fraction_is_the_one_at_the_end_of_the_interval() -> None:
+def test_the_dead_fraction_is_measured_at_the_end_of_the_interval() -> None:
     y = torch.zeros(8, 2)
     assert measured(DeadFraction, observation(y, dead=7), observation(y, dead=3)) == pytest.approx(0.3)
 
@@ -156,7 +156,7 @@ def test_the_dead_fraction_is_the_one_at_the_end_of_the_interval() -> None:
     ("metric", "expected"),
     [(L0, 3.0), (L1, 3.5), (DeadFraction, 0.1), (DenseLatents, 0.3), (Fvu, 0.0), (ExplainedVariance, 1.0)],
 )
-def test_a_ratio_is_the_same_from_one_rank_or_three(metric: type[Metric], expected: float) -> None:
+def test_a_ratio_is_the_same_for_one_rank_and_for_three_ranks(metric: type[Metric], expected: float) -> None:
     y, _ = random_batch(8)
     for ranks in (1, 3):
         assert metric().value(sums_of(metric, observation(y)) * ranks) == pytest.approx(expected)
@@ -177,7 +177,7 @@ def interval_of(*batches: Observation) -> dict[str, float]:
     return interval.values(interval.sums(Latents(batches[0].dead.numel())))
 
 
-def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_term() -> None:
+def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_loss_term() -> None:
     y, x_hat = random_batch()
     values = interval_of(observation(y[:30], x_hat[:30]), observation(y[30:], x_hat[30:]))
     assert set(values) == {*catalog.METRICS, "loss", "mse"}
@@ -200,7 +200,7 @@ def test_sums_restart_after_every_log_and_are_exact_over_a_long_interval() -> No
         assert torch.equal(sums[1][name], once if name == "dead_fraction" else 1000 * once), name
 
 
-def test_counts_and_sums_of_a_pass_are_reused() -> None:
+def test_counts_and_sums_that_the_training_pass_has_computed_are_reused() -> None:
     y, x_hat = random_batch(8)
     sums = Sums(Moments(torch.tensor(17.0), torch.full((5,), 2.0)), Moments(torch.tensor(34.0), torch.zeros(5)))
     seen = replace(observation(y, x_hat), mse=torch.tensor(17.0), counts=torch.arange(D_SAE).float(), sums=sums)
@@ -227,7 +227,7 @@ def test_a_batch_with_a_nan_is_left_out_as_in_training() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_batch_is_left_out_even_if_only_its_loss_is_not_finite(value: float) -> None:
+def test_a_batch_is_left_out_even_if_only_its_loss_is_non_finite(value: float) -> None:
     y, x_hat = random_batch()
     good = observation(y, x_hat)
     interval = Interval(("loss", "mse"))
@@ -236,7 +236,7 @@ def test_a_batch_is_left_out_even_if_only_its_loss_is_not_finite(value: float) -
     assert interval.values(interval.sums(Latents(D_SAE))) == interval_of(good)
 
 
-def test_an_interval_of_only_nan_batches_has_nan_values() -> None:
+def test_an_interval_with_only_nan_batches_has_nan_values() -> None:
     values = interval_of(with_a_nan())
     for name in ("fvu", "explained_variance", "l0", "l1", "loss", "mse"):
         assert math.isnan(values[name]), name
@@ -318,7 +318,7 @@ def test_the_busy_share_of_a_rank_has_a_minimum(parallel, clock) -> None:
     assert pace.sums(pace.end(4000, 4, 0.0))["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
 
 
-def test_memory_held_by_nccl_and_kernels_from_the_start_is_not_foreign(parallel, clock, monkeypatch) -> None:
+def test_memory_that_is_in_use_from_the_start_does_not_count_as_foreign(parallel, clock, monkeypatch) -> None:
     gb, pace = 10**9, Pace(parallel)
     held = iter([4 * gb, 4 * gb, 7 * gb, 3 * gb])
     monkeypatch.setattr(trainer.metrics.pace, "foreign_bytes", lambda device: next(held))
