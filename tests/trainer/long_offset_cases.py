@@ -60,19 +60,19 @@ def test_rows_are_centred() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [5, 3000], ids=["in groups", "of the whole row"])
-def test_the_largest_values_of_rows_are_found(k: int, dtype: torch.dtype) -> None:
+def test_the_largest_values_of_each_row_are_found(k: int, dtype: torch.dtype) -> None:
     row = numbers(1, WIDTH, dtype=dtype)
     found, expected = (triton_top_k.largest_of_each(values, k) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
 
 
-def test_the_largest_values_of_rows_are_kept() -> None:
+def test_the_largest_values_of_each_row_are_kept() -> None:
     row = numbers(1, WIDTH, dtype=torch.bfloat16)
     found, expected = (triton_top_k.strongest(values, 5) for values in (below(N_ROWS, row), row))
     assert_alike([found[-1:]], [expected])
 
 
-def test_the_largest_values_of_rows_are_marked() -> None:
+def test_the_largest_values_of_each_row_are_marked() -> None:
     row = numbers(1, WIDTH, dtype=torch.bfloat16)
     found, expected = (triton_top_k.are_largest(values, 5) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
@@ -87,7 +87,7 @@ def last_active(n_bags: int, d_sae: int) -> SparseActs:
 
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
-def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
+def test_weighted_sums_and_dot_products_of_rows_are_computed_per_bag(n_rows: int) -> None:
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     acts = last_active(n_rows, n_rows)
     indices, rows = acts.indices, below(n_rows, row)
@@ -98,7 +98,9 @@ def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
 
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
-def test_sums_and_products_of_latents_are_computed(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weighted_sums_and_dot_products_of_rows_are_computed_per_latent(
+    n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # With this limit, one program handles all columns.
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 2**40)
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
@@ -125,7 +127,7 @@ def given(n_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return numbers(width, seed=4), below(n_tokens, numbers(1, width, seed=5)), numbers(width, seed=6)
 
 
-def test_errors_of_levels_and_their_gradients_are_computed() -> None:
+def test_the_errors_of_levels_and_their_gradients_are_computed() -> None:
     part, alike = numbers(1, N_LEVELS, LEVEL_WIDTH), []
     for n_tokens in (N_TOKENS, 1):
         found = triton_errors.nested(below(n_tokens, part), *given(n_tokens, LEVEL_WIDTH))
@@ -135,7 +137,7 @@ def test_errors_of_levels_and_their_gradients_are_computed() -> None:
     assert_alike(*alike)
 
 
-def test_errors_of_levels_are_computed_from_sparse_entries() -> None:
+def test_the_errors_of_levels_are_computed_from_sparse_activations() -> None:
     row, alike = numbers(1, LEVEL_WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_TOKENS, 1):
         acts = last_active(n_tokens * N_LEVELS, 1)
@@ -144,7 +146,7 @@ def test_errors_of_levels_are_computed_from_sparse_entries() -> None:
     assert_alike(*alike)
 
 
-def test_errors_of_one_level_are_computed_in_both_dtypes() -> None:
+def test_the_error_of_a_single_level_is_computed_in_both_dtypes() -> None:
     row, alike = numbers(1, WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_ROWS, 1):
         found = triton_errors.errors_of_bags(last_active(n_tokens, 1), row, *given(n_tokens, WIDTH))
@@ -152,7 +154,7 @@ def test_errors_of_one_level_are_computed_in_both_dtypes() -> None:
     assert_alike(*alike)
 
 
-def test_the_error_that_dead_latents_leave_is_computed() -> None:
+def test_the_error_of_the_auxk_reconstruction_is_computed() -> None:
     part, other = numbers(1, WIDTH, dtype=torch.bfloat16), numbers(1, WIDTH, seed=1)
     alike = []
     for n_tokens in (N_ROWS, 1):

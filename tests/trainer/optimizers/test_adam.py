@@ -51,13 +51,13 @@ def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
-def test_the_weights_match_the_algorithm_of_the_paper(beta1: float) -> None:
+def test_the_weights_match_the_algorithm_in_the_paper(beta1: float) -> None:
     _, parameters = trained("fp32", 20, beta1=beta1)
     for parameter, expected in zip(parameters, naive(20, beta1, 0.999), strict=True):
         np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_in_tiles_equals_the_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_computed_in_tiles_equals_a_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, "bf16", CODECS["fp32"])
     monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # small enough for every matrix to have several tiles
     for one, other in zip(trained("bf16", 20)[1], trained("fp32", 20)[1], strict=True):
@@ -66,7 +66,7 @@ def test_a_step_in_tiles_equals_the_fused_step(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16"])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
-def test_a_checkpoint_resumes_with_moments_of_another_dtype(stored: str, to: str) -> None:
+def test_a_checkpoint_can_be_resumed_with_moments_of_another_dtype(stored: str, to: str) -> None:
     before, parameters = trained(stored, 20)
     after, own_parameters = made(to)
     for parameter, own in zip(parameters, own_parameters, strict=True):
@@ -84,7 +84,7 @@ def test_a_checkpoint_resumes_with_moments_of_another_dtype(stored: str, to: str
 
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
-def test_the_size_of_a_tile_changes_nothing(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_size_does_not_change_the_result(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(state, 3)[1]
     monkeypatch.setitem(tiled._TILE, "cpu", 1000)
     assert all(torch.equal(one, other) for one, other in zip(trained(state, 3)[1], whole, strict=True))
@@ -130,7 +130,7 @@ def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
     return CODECS[optimizer._codec].read(state)[1]
 
 
-def test_the_second_moment_never_decays_if_rounded_to_the_nearest_number() -> None:
+def test_the_second_moment_never_decays_if_it_is_rounded_to_nearest() -> None:
     state = {name: torch.full((4, 8), 1.0, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
     for _ in range(100):
         m, v = CODECS["bf16"].read(state)
@@ -140,7 +140,7 @@ def test_the_second_moment_never_decays_if_rounded_to_the_nearest_number() -> No
 
 @pytest.mark.parametrize("state", list(CODECS))
 @pytest.mark.parametrize("dim", [0, 1])
-def test_decoded_moments_are_encoded_again_bit_for_bit(state: str, dim: int) -> None:
+def test_decoding_and_encoding_moments_again_gives_the_same_bits(state: str, dim: int) -> None:
     codec, generator = CODECS[state], torch.Generator().manual_seed(4)
     m = torch.randn(BLOCK, 500, generator=generator) * 10 ** (-20 * torch.rand(BLOCK, 500, generator=generator))
     m[:, 7], m[9] = 0, 0
@@ -152,7 +152,7 @@ def test_decoded_moments_are_encoded_again_bit_for_bit(state: str, dim: int) -> 
 
 
 @pytest.mark.parametrize("state", list(CODECS))
-def test_rounding_keeps_the_mean(state: str) -> None:
+def test_rounding_preserves_the_mean(state: str) -> None:
     codec = CODECS[state]
     m = torch.linspace(-1, 1, 999)[:, None].repeat(1, 1) * torch.tensor([[1.0, 0.37, 0.011]])
     total_m, total_v = torch.zeros_like(m), torch.zeros_like(m)

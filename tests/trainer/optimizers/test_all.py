@@ -70,7 +70,9 @@ def test_there_is_a_case_for_every_optimizer() -> None:
 
 
 @each
-def test_each_optimizer_learns_at_its_automatic_rate(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_each_optimizer_learns_at_its_automatic_learning_rate(
+    choice: dict[str, Any], make: Callable[..., Learner]
+) -> None:
     one = make(choice)
     before = heldout_fvu(one)
     for step in range(60):
@@ -118,7 +120,7 @@ def test_decoder_rows_have_length_1_in_evaluation(choice: dict[str, Any], make: 
 
 
 @each
-def test_the_scale_of_the_gradients_is_divided_out(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_a_loss_scale_is_divided_out_of_the_gradients(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     plain, scaled = make(choice), make(choice)
     for step in range(5):
         for one in (plain, scaled):
@@ -158,6 +160,6 @@ def test_only_replaced_latents_lose_their_optimizer_state(choice: dict[str, Any]
 
 
 @each
-def test_the_automatic_rate_falls_with_the_width(choice: dict[str, Any]) -> None:
+def test_the_automatic_learning_rate_falls_with_the_number_of_latents(choice: dict[str, Any]) -> None:
     auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].settings().auto_lr
     assert auto_lr(512) >= auto_lr(3072) >= auto_lr(65_536) > 0

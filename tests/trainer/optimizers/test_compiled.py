@@ -44,7 +44,7 @@ def test_a_function_that_cannot_be_compiled_runs_uncompiled_and_warns_once(
     ]
 
 
-def test_running_out_of_memory_is_not_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_does_not_count_as_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise torch.OutOfMemoryError
 
@@ -72,7 +72,7 @@ def test_nothing_is_compiled_if_another_rank_cannot_compile(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_a_trial_of_the_compiler_checks_its_result(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_the_compiler_checks_the_result(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_it(function: Callable[..., None], **options: object) -> Callable[..., None]:
         return function if is_right else lambda values: None
 

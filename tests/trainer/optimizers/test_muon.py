@@ -16,7 +16,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(16, 50), (50, 16), (20, 20)])
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
-def test_singular_values_become_about_1_and_singular_vectors_stay(shape: tuple[int, int], size: float) -> None:
+def test_singular_values_become_about_1_and_singular_vectors_do_not_change(shape: tuple[int, int], size: float) -> None:
     matrix = size * random(*shape)
     left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     product = left.T @ orthogonal(matrix).double() @ right.T
@@ -45,7 +45,7 @@ def naive(weight: Tensor, gradients: list[Tensor], lr: float, momentum: float) -
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
-def test_updates_of_matrices_match_the_algorithm(shape: tuple[int, int]) -> None:
+def test_updates_of_matrices_match_the_algorithm_of_muon(shape: tuple[int, int]) -> None:
     weight, gradients = nn.Parameter(random(*shape)), [random(*shape, seed=seed) for seed in range(1, 9)]
     expected = naive(weight.detach(), gradients, 0.1, 0.95)
     optimizer = Muon([weight], 0.1, momentum=0.95, beta1=0.9, beta2=0.999)
@@ -55,7 +55,7 @@ def test_updates_of_matrices_match_the_algorithm(shape: tuple[int, int]) -> None
     torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_updates_of_matrices_are_about_as_large_as_with_adam() -> None:
+def test_updates_of_matrices_are_about_as_large_as_those_of_adam() -> None:
     lengths = []
     for optimizer_class, settings in ((Muon, {"momentum": 0.95}), (Adam, {"state": "fp32"})):
         weight = nn.Parameter(torch.zeros(30, 200))

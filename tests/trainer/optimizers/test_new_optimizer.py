@@ -31,7 +31,7 @@ def job(activations: Path) -> JobConfig:
     return job_of({"data": {"path": str(activations)}, "sae": {"d_sae": 64, "k": 4}, "train": train})
 
 
-def test_a_new_optimizer_is_a_choice_with_its_own_checked_settings() -> None:
+def test_a_new_optimizer_can_be_chosen_and_its_settings_are_checked() -> None:
     setting = find_setting("train.optimizer")
     assert setting
     assert "heavy_ball" in choices_of("train.optimizer", setting)
@@ -40,7 +40,7 @@ def test_a_new_optimizer_is_a_choice_with_its_own_checked_settings() -> None:
     assert [problem.path for problem in problems] == ["train.heaviness"]
 
 
-def test_the_state_of_a_new_optimizer_is_estimated(job: JobConfig) -> None:
+def test_the_memory_for_the_state_of_a_new_optimizer_is_estimated(job: JobConfig) -> None:
     adam = job_of({"data": {"path": "x"}, "sae": {"d_sae": 64, "k": 4}, "train": {"state": "fp32"}})
     assert memory.estimate(workload(job, 16)).optimizer * 2 == memory.estimate(workload(adam, 16)).optimizer
 
@@ -57,7 +57,7 @@ def test_a_new_optimizer_trains_and_resumes_from_a_checkpoint(
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
 
 
-def test_a_new_optimizer_trains_from_python() -> None:
+def test_a_new_optimizer_can_be_used_from_python() -> None:
     x = torch.randn(1024, 16)
     fitted = train([x], optimizer="heavy_ball", heaviness=0.5, d_sae=64, k=4, n_steps=10, device="cpu")
     assert fitted.values["fvu"] < 2

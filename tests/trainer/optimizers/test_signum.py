@@ -34,7 +34,9 @@ def naive(start: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("momentum", [0.95, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(6, 20), (20,)])
-def test_weights_and_their_average_follow_the_equations(momentum: float, shape: tuple[int, ...]) -> None:
+def test_the_weights_and_their_average_follow_the_equations_in_the_paper(
+    momentum: float, shape: tuple[int, ...]
+) -> None:
     weight = nn.Parameter(target(99, shape))
     x, y = naive(weight.detach(), momentum)
     optimizer = Signum([weight], 1.0, momentum=momentum)
@@ -49,7 +51,7 @@ def test_weights_and_their_average_follow_the_equations(momentum: float, shape: 
     torch.testing.assert_close(weight.detach().double(), y, rtol=1e-5, atol=1e-6)
 
 
-def test_the_size_of_a_gradient_does_not_matter() -> None:
+def test_the_size_of_a_gradient_does_not_change_the_step() -> None:
     results = []
     for size in (1e-20, 1.0, 1e20):
         weight = nn.Parameter(torch.zeros(3, 4))

@@ -9,5 +9,5 @@ from support.interpreted import run_cases
 CASES = Path(__file__).with_name("update_cases.py")
 
 
-def test_the_kernels_agree_with_float64_and_with_whole_passes() -> None:
+def test_the_kernels_match_float64_and_passes_over_entire_tensors() -> None:
     run_cases(CASES)

@@ -70,7 +70,7 @@ def test_measured_norms_and_dot_products_match_float64(width: int, size: float) 
     torch.testing.assert_close(squares.double(), grad.double().square().sum(dim=1), rtol=1e-6, atol=0)
 
 
-def test_measuring_some_rows_gives_the_same_as_measuring_all() -> None:
+def test_measuring_some_rows_gives_the_same_values_as_measuring_all_rows() -> None:
     grad, weight = rows(5, 36, 1), nn.functional.normalize(rows(5, 36, 2))
     whole, some = (torch.zeros(2, 5, device=DEVICE) for _ in range(2))
     triton_update.measure(grad, weight, *whole)
@@ -83,7 +83,7 @@ def test_measuring_some_rows_gives_the_same_as_measuring_all() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 1024, 2500])
-def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
+def test_vectors_can_be_measured_in_parts_or_as_a_whole(n: int) -> None:
     grad = rows(1, n, 1)[0]
     parts = torch.empty(triton_update.n_parts(n), device=DEVICE)
     whole = torch.empty(1, dtype=torch.float64, device=DEVICE)
@@ -93,7 +93,7 @@ def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
 
 
 class Twin(Group):
-    """A group of two replicas. The other replica always has the same values, and updates no weights."""
+    """A group of two replicas. The other replica always has the same values, but updates no weights."""
 
     size = 2
 
@@ -149,7 +149,7 @@ def assert_alike(one: Learner, other: Learner) -> None:
 
 
 @pytest.mark.parametrize(("sae", "moments"), WAYS, ids=str)
-def test_steps_match_whole_passes(sae: dict[str, Any], moments: str) -> None:
+def test_steps_match_passes_over_entire_matrices(sae: dict[str, Any], moments: str) -> None:
     by_rows, by_passes = learners(sae, state=moments)
     by_rows.loss_scale.enabled = True
     by_rows.loss_scale.factor.fill_(1024)  # exact, since 1024 is a power of 2
@@ -162,14 +162,14 @@ def test_steps_match_whole_passes(sae: dict[str, Any], moments: str) -> None:
     assert_alike(by_rows, by_passes)
 
 
-def test_steps_of_transcoders_match_whole_passes() -> None:
+def test_steps_of_transcoders_match_passes_over_entire_matrices() -> None:
     one, other = learners({"architecture": "batch_topk", "skip": True}, d_out=132)
     step(one, 0)
     step(other, 0)
     assert_alike(one, other)
 
 
-def test_steps_of_replicas_with_sharded_latents_match_whole_passes() -> None:
+def test_steps_of_replicas_with_sharded_latents_match_passes_over_entire_matrices() -> None:
     one, other = learners({"architecture": "topk"}, data=Twin(), state="int8")
     before = one.sae.W_dec.detach().clone()
     step(one, 0)
@@ -272,7 +272,7 @@ def test_rows_that_auxk_adds_are_measured_again(measuring: Measuring) -> None:
     assert_measured(by_rows)
 
 
-def test_a_whole_gradient_is_measured_if_anything_else_was_added(measuring: Measuring) -> None:
+def test_the_entire_gradient_is_measured_if_anything_else_was_added_to_it(measuring: Measuring) -> None:
     one, _ = learners({"architecture": "topk"})
     x = rows(16, 72, 0)
     one.accumulate(x, x)
@@ -287,7 +287,7 @@ def test_a_whole_gradient_is_measured_if_anything_else_was_added(measuring: Meas
     assert measuring.asked == [None]
 
 
-def test_gradients_are_measured_early_only_without_micro_batches_and_replicas(measuring: Measuring) -> None:
+def test_gradients_are_measured_early_only_if_there_are_no_micro_batches_or_replicas(measuring: Measuring) -> None:
     lone, several, shared = (
         learners({"architecture": "topk"}, **kwargs)[0] for kwargs in ({}, {"accumulate": 2}, {"data": Twin()})
     )
@@ -317,7 +317,7 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_is_the_same_with_16_bit_copies_of_the_last_step_or_new_ones() -> None:
+def test_a_step_is_the_same_with_the_16_bit_copies_of_the_last_step_or_new_copies() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
     for number in range(3):
         for copy in copies(other).values():
@@ -374,7 +374,7 @@ def test_any_other_change_of_weights_invalidates_their_16_bit_copies() -> None:
     assert torch.equal(kept_or_own(sae.W_dec, torch.bfloat16), sae.W_dec.bfloat16())
 
 
-def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
+def test_a_run_updated_by_kernels_can_continue_with_passes_over_entire_matrices() -> None:
     by_rows, by_passes = learners({"architecture": "topk"}, state="int8")
     for number in range(2):
         step(by_rows, number)
@@ -385,9 +385,9 @@ def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
-    # A latent's step is bit-identical and does not depend on the other latents.
-    # Therefore, it depends neither on the sharding nor on the order of programs.
+def test_the_step_of_a_latent_does_not_depend_on_the_other_latents_of_its_rank(moments: str) -> None:
+    # A latent's step has the same bits whichever other latents are updated with it, so the step depends neither on the
+    # sharding nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)
@@ -410,7 +410,7 @@ def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments
             assert torch.equal(part, all_rows[some])
 
 
-def test_the_weights_match_float64() -> None:
+def test_the_weights_match_a_float64_reference() -> None:
     weights = nn.Parameter(nn.functional.normalize(rows(4, 36, 1)))
     optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
     optimizer.unit_rows, optimizer.latent_axes = (weights,), {weights: LatentAxis(0, torch.arange(4, device=DEVICE))}
@@ -433,7 +433,7 @@ def test_the_weights_match_float64() -> None:
 
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 2500])
-def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: float) -> None:
+def test_steps_of_vectors_match_float64_and_torch_can_continue_them(n: int, beta1: float) -> None:
     matrix, vector = nn.Parameter(rows(2, 4, 1)), nn.Parameter(rows(1, n, 2)[0])
     optimizer = Adam([matrix, vector], 1e-2, beta1=beta1, beta2=0.999, state="int8")
     optimizer.latent_axes = {one: LatentAxis(0, torch.arange(len(one), device=DEVICE)) for one in (matrix, vector)}
@@ -464,7 +464,7 @@ def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: f
     assert float(optimizer.state[vector]["step"]) == count == 5
 
 
-def test_matrices_not_stored_by_latent_are_left_to_the_optimizer() -> None:
+def test_matrices_that_are_not_stored_latent_by_latent_are_left_to_torch() -> None:
     weights = nn.Parameter(rows(6, 8, 1))
     for axis, is_stepped in ((LatentAxis(0, torch.arange(6)), True), (LatentAxis(1, torch.arange(8)), False)):
         optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
@@ -472,7 +472,7 @@ def test_matrices_not_stored_by_latent_are_left_to_the_optimizer() -> None:
         assert (optimizer.by_rows() is not None) == is_stepped
 
 
-def test_rows_of_unsupported_widths_are_left_to_the_optimizer() -> None:
+def test_rows_of_unsupported_widths_are_left_to_torch() -> None:
     assert [width for width in (1, 16, 2300, 2302, 2304, 8192, 8196) if triton_update.fits(width)] == [
         16, 2300, 2304, 8192,
     ]  # fmt: skip

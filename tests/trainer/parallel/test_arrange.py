@@ -19,7 +19,7 @@ from trainer.parallel.threads import Threads, on_all
 
 
 @pytest.mark.timeout(200)
-def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path) -> None:
+def test_ranks_use_no_more_memory_than_they_are_allowed_to(make_job, start_ranks, tmp_path) -> None:
     job = make_job(sae={"d_sae": 4096}, train={"batch_size": 800, "n_steps": 1, "deterministic": True})
     free = PlannedResources(assumed_speeds(CPU, "fp32"))
     assert settle(Workload(job, 2, job.data_shape(), CPU), free).job.parallel.mode == "ddp"
@@ -62,7 +62,7 @@ def test_ranks_read_parts_of_the_rows_only_if_all_agree() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_memory_that_nccl_already_holds_is_not_required_again(
+def test_memory_that_nccl_already_holds_is_not_reserved_again(
     mode: str, make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = workload(make_job(parallel={"mode": mode}), 384, 2).on_device("NVIDIA H100 80GB HBM3")
@@ -90,7 +90,7 @@ def test_a_hybrid_reserves_memory_for_groups_that_are_not_connected_yet(make_job
     assert free == 10**9 + memory.outside_pytorch(work) - 2 * pairs
 
 
-def test_ranks_on_different_gpus_estimate_for_the_same_gpu() -> None:
+def test_ranks_on_different_gpus_base_their_estimates_on_the_same_gpu() -> None:
     gpus = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3")
 
     def of_rank(group: Threads) -> str:

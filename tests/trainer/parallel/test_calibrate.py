@@ -92,7 +92,7 @@ def test_smaller_measurements_are_tried_until_memory_suffices() -> None:
     assert tried == [1, 2, 4]
 
 
-def test_there_is_no_result_if_no_measurement_fits_into_memory() -> None:
+def test_there_is_no_result_if_even_the_smallest_measurement_does_not_fit() -> None:
     result = within_memory(lambda parts: torch.empty(2**60), torch.device("cpu"))
     assert result == Within(None, is_whole=False)
 
@@ -102,7 +102,7 @@ def test_other_failures_are_not_mistaken_for_a_lack_of_memory() -> None:
         within_memory(lambda parts: torch.ones(2, 3) @ torch.ones(2, 3), torch.device("cpu"))
 
 
-def test_ranks_without_memory_for_a_sum_agree_not_to_measure_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_memory_is_too_small_for_a_sum_all_ranks_skip_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert None not in on_all(2, lambda group: bus_of(group, cpu), timeout_s=60)
     monkeypatch.setitem(calibrate._SUMMED, "cpu", 2**60)

@@ -1,7 +1,7 @@
 """Tests that all ranks make the same `torch.distributed` calls in the same order.
 
-The ranks are real processes. Their process groups pack and shard tensors, and start several transfers at once. The GPU
-code path runs over gloo.
+The ranks are real processes, so their process groups pack and shard tensors, and start several transfers at once. The
+GPU code path uses gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # Latents that do not divide evenly over the replicas, and tokens that do not over the ranks that share latents.
+    # The latents do not divide evenly among the replicas, nor the tokens among the ranks that share latents.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]
@@ -65,7 +65,7 @@ def test_the_cases_cover_every_kind_of_exchange(calls: list[list[list[Call]]]) -
     assert any("bfloat16" in word for call in of_first for word in call.arguments)
 
 
-def test_rows_are_exchanged_between_the_exchanges_of_steps(
+def test_rows_are_exchanged_before_and_between_steps(
     calls: list[list[list[Call]]],
 ) -> None:
     number = USUAL.index(Case(8, "gpu", {"architecture": "topk"}, {"mode": "tensor"}))

@@ -47,7 +47,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
+def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one_rank(
     architecture: str, path: str, data: Tensor
 ) -> None:
     (alone,) = trained(job(architecture, 1, 1), data, 1, 1, N_STEPS)
@@ -55,13 +55,14 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # In the others, one pre-activation is so close to the bound that rounding decides whether it is active.
+        # In the other architectures, one pre-activation is so close to the bound that rounding decides whether it is
+        # active.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 
 
 @pytest.mark.parametrize("path", ["gpu"], indirect=True)
-def test_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
+def test_auxk_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
     path: str, data: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let each rank find the AuxK candidates among its own latents, and order them by id, as the kernel does."""

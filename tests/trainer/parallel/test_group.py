@@ -51,12 +51,12 @@ NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
         ("[gloo/pair.cc:534] Connection closed by peer [::1]:4", rf"^{LOST} \(.*Connection closed by peer .*\)$"),
     ],
 )
-def test_a_failed_exchange_names_its_cause_and_blames_another_rank_only_if_lost(error: str, said: str) -> None:
+def test_a_failed_exchange_names_its_cause_and_blames_a_rank_only_if_that_rank_is_lost(error: str, said: str) -> None:
     with pytest.raises(PeerLost, match=said), exchanging(waiting(torch.device("cpu"))):
         raise dist.DistBackendError(error)
 
 
-def test_different_numbers_of_rows_are_gathered_from_the_ranks_that_have_rows() -> None:
+def test_any_number_of_rows_is_gathered_from_each_rank_that_has_rows() -> None:
     own = [torch.randn(5, 3), torch.empty(0, 3), torch.randn(2, 3), torch.empty(0, 3)]
 
     def gather(group: Threads) -> list[torch.Tensor]:

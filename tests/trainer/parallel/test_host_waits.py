@@ -1,7 +1,6 @@
 """Tests that with several GPUs, the host waits for its GPU only in steps that log metrics.
 
-Other steps read no values from the GPU. Their exchanges therefore cannot depend on values that might differ between
-ranks.
+Other steps read no values from the GPU, so their exchanges cannot depend on values that might differ between ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("grid", "settings"), CASES)
-def test_no_step_waits_for_the_device(grid: str, settings: str, architecture: str) -> None:
+def test_the_host_never_waits_for_the_device_during_a_step(grid: str, settings: str, architecture: str) -> None:
     step = step_of(grid, architecture, settings)
     assert len(step.ops) > 50
     assert step.waits == []

@@ -16,7 +16,9 @@ shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 
 
 @given(st.integers(0, 500), shares)
-def test_apportioned_counts_add_up_and_are_off_by_less_than_one(total: int, wanted: list[float]) -> None:
+def test_apportioned_counts_add_up_and_differ_from_the_exact_share_by_less_than_one(
+    total: int, wanted: list[float]
+) -> None:
     counts = apportion(total, wanted)
     assert sum(counts) == total
     for count, share in zip(counts, wanted, strict=True):
@@ -37,7 +39,9 @@ def test_every_prefix_of_the_latents_is_sharded_in_proportion(total: int, wanted
 
 @pytest.mark.parametrize("wanted", [None, [1.0, 3.0, 2.0]])
 @pytest.mark.parametrize(("shape", "dim"), [((11,), 0), ((4, 11), 1), ((11, 4), 0)])
-def test_the_parts_of_all_ranks_make_up_the_whole(wanted: list[float] | None, shape: tuple[int, ...], dim: int) -> None:
+def test_the_parts_of_all_ranks_make_up_the_full_tensor(
+    wanted: list[float] | None, shape: tuple[int, ...], dim: int
+) -> None:
     whole = torch.randn(shape)
 
     def split_and_join(group: Threads) -> torch.Tensor | None:
@@ -56,13 +60,13 @@ def test_the_parts_of_all_ranks_make_up_the_whole(wanted: list[float] | None, sh
         assert Latents(11, Threads(None, 3, 0), wanted).sizes == [2, 5, 4]  # type: ignore[arg-type]
 
 
-def test_a_part_has_the_memory_layout_of_the_whole() -> None:
+def test_a_part_has_the_memory_layout_of_the_full_tensor() -> None:
     by_latent = torch.randn(12, 5).T
     (part, _) = on_all(2, lambda group: Latents(12, group).part(by_latent, 1))
     assert part.T.is_contiguous()
 
 
-def test_after_loading_all_ranks_know_that_one_has_a_dead_latent(make_job) -> None:
+def test_after_loading_all_ranks_know_that_one_of_them_has_a_dead_latent(make_job) -> None:
     job = make_job(sae={"dead_after_tokens": 500})
     tensors = dict(Learner(job, 16, None, Parallel(torch.device("cpu"))).state.tensors())
     tensors["sae.n_tokens_since_fired"] = torch.arange(64) * 0 + 10
@@ -77,7 +81,7 @@ def test_after_loading_all_ranks_know_that_one_has_a_dead_latent(make_job) -> No
     assert on_all(2, may_have_dead) == [True, True]
 
 
-def test_after_a_log_interval_all_ranks_agree_whether_any_latent_is_dead(make_job) -> None:
+def test_after_a_log_interval_all_ranks_agree_on_whether_any_latent_is_dead(make_job) -> None:
     job, x = make_job(sae={"dead_after_tokens": 500}), torch.randn(128, 16)
 
     def may_have_dead(group: Threads) -> list[bool]:
@@ -113,7 +117,7 @@ def test_parts_in_16_bits_are_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("n_tokens", [2, 7])
-def test_each_rank_gets_its_rows_of_a_sum_and_all_parts_get_their_gradient(n_ranks: int, n_tokens: int) -> None:
+def test_each_rank_gets_its_own_rows_of_a_sum_and_every_part_gets_its_gradient(n_ranks: int, n_tokens: int) -> None:
     parts = torch.randn(n_ranks, n_tokens, 3, dtype=torch.float64)
     target = torch.randn(n_tokens, 3, dtype=torch.float64)
     total = parts.sum(dim=0).requires_grad_()
@@ -131,7 +135,7 @@ def test_each_rank_gets_its_rows_of_a_sum_and_all_parts_get_their_gradient(n_ran
         torch.testing.assert_close(grad, total.grad)
 
 
-def test_rows_of_all_ranks_are_gathered_if_there_are_fewer_rows_than_ranks() -> None:
+def test_the_rows_of_all_ranks_are_gathered_even_if_there_are_fewer_rows_than_ranks() -> None:
     rows = torch.randn(2, 3)
     for rows_gathered in on_all(3, lambda group: all_gather(local_shard(rows, group), 2, group)):
         assert torch.equal(rows_gathered, rows)

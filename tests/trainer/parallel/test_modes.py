@@ -75,7 +75,7 @@ def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
 
 
 @pytest.mark.parametrize("mode", slow_except(["dp-2", "ddp-2", "tensor-2", "hybrid-4-uneven"], MODES))
-def test_all_modes_learn_the_same_as_one_process_with_every_architecture(
+def test_with_every_architecture_all_modes_learn_the_same_as_one_process(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     n_ranks, parallel, n_data = MODES[mode]
@@ -97,7 +97,7 @@ def test_all_modes_learn_the_same_as_one_process_with_every_architecture(
         ["ddp-2-not-dealt", "ddp-2-uneven", "tensor-3-uneven", "hybrid-4", "dp-2", "sweep-3"],
     ),
 )
-def test_all_modes_learn_the_same_skip_connection_as_one_process(
+def test_all_modes_learn_the_same_skip_connection_as_a_single_process(
     mode: str,
     make_job: MakeJob,
     make_trainer: Callable,
@@ -149,7 +149,7 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     ],
     ids=["resampled-signum", "resampled-gated-accumulated", "int8-clipped"],
 )
-def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_ones(
+def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_latents(
     sae: dict,
     train: dict,
     make_job: MakeJob,

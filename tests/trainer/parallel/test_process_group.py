@@ -37,7 +37,7 @@ def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
     ("device", "joined"),
     [(torch.device("cuda", 1), ("nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))],
 )
-def test_ranks_on_gpus_connect_through_their_own_gpu(
+def test_ranks_on_gpus_connect_through_the_gpu_of_each_rank(
     device: torch.device, joined: tuple[str, torch.device | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by: list[tuple[str, torch.device | None]] = []
@@ -84,7 +84,9 @@ def test_a_rank_exits_even_if_its_peers_do_not_disconnect(
     assert not closing.is_alive()
 
 
-def test_a_file_system_without_locks_is_reported_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_file_system_without_locks_suggests_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 

@@ -34,7 +34,7 @@ def told(verdicts: list[RebalanceDecision]) -> list[str]:
     return [event.message for verdict in verdicts for event in verdict.events]
 
 
-def test_a_persistently_slow_rank_is_reported_once_and_again_when_it_keeps_up() -> None:
+def test_a_persistently_slow_rank_and_its_recovery_are_each_reported_once() -> None:
     balancer = Balancer(even(3, 1), rebalance=False)
     assert told(looks(balancer, [10, 10, 10])) == []
     assert told(looks(balancer, [10, 10, 15], PATIENCE - 1)) == []
@@ -52,7 +52,7 @@ def test_a_persistently_slow_rank_is_reported_once_and_again_when_it_keeps_up() 
         ({}, "its device is slower or throttled"),
     ],
 )
-def test_the_likely_cause_of_a_slow_rank_is_reported(own: dict[str, Any], said: str) -> None:
+def test_the_likely_cause_of_the_slowness_of_a_rank_is_reported(own: dict[str, Any], said: str) -> None:
     (message,) = told(looks(Balancer(even(2, 1), rebalance=False), [10, 13], **own))
     assert said in message
 
@@ -94,7 +94,7 @@ def test_fixed_shares_do_not_change() -> None:
 
 
 @pytest.mark.parametrize("mode", slow_except(["ddp"], ["ddp", "tensor"]))
-def test_rebalancing_badly_shared_work_does_not_change_what_is_learnt(
+def test_rebalancing_uneven_work_does_not_change_what_the_sae_learns(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
     # The configured shares make rank 0 slower than rank 1.

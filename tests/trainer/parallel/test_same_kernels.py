@@ -1,4 +1,4 @@
-"""Tests that no rank uses a kernel that fails on any of them."""
+"""Tests that no rank uses a kernel that fails on any rank."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def check_owned(ranks: list[dict[str, Tensor]]) -> None:
         for rank, part in zip(ranks, parts, strict=True):
             assert torch.equal(rank[f"owned {name}"], part)
             assert torch.equal(rank[name], rank[f"own {name}"])
-    # There are fewer rows than ranks in this case.
+    # In this case, there are fewer rows than ranks.
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 
@@ -101,7 +101,7 @@ def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -
     assert all(float(rank["seconds"]) < 30 for rank in others)
 
 
-def test_ranks_can_wait_for_large_file_descriptors() -> None:
+def test_ranks_can_wait_for_file_descriptors_with_large_numbers() -> None:
     # A process that reads many shards can have 2,000 files open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -187,7 +187,7 @@ def test_a_rank_waits_if_other_users_fill_the_connection_queue() -> None:
             assert ours.recv(1) == b"."
 
 
-def test_a_rank_may_meet_the_others_while_its_data_is_in_transit() -> None:
+def test_a_rank_may_enter_a_barrier_while_its_data_is_in_transit() -> None:
     first, other = socket.socketpair()
     with first, other, ThreadPoolExecutor(1) as rank:
         lines = (

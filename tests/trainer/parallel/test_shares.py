@@ -13,13 +13,13 @@ def normal(shares: tuple[float, ...]) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
-def test_replicas_share_the_tokens_by_speed() -> None:
+def test_tokens_are_divided_among_replicas_by_speed() -> None:
     shares = by_speed([3.0, 1.0], 1)
     assert normal(shares.tokens) == pytest.approx([0.75, 0.25])
     assert shares.latents == (1.0,)
 
 
-def test_ranks_of_a_row_share_the_latents_by_speed() -> None:
+def test_latents_are_divided_among_the_ranks_of_a_row_by_speed() -> None:
     shares = by_speed([1.0, 2.0, 1.0], 3)
     assert normal(shares.latents) == pytest.approx([0.25, 0.5, 0.25])
     assert shares.tokens == (1.0,)
@@ -41,12 +41,14 @@ def test_a_fast_gpu_with_little_memory_gets_a_share_that_fits() -> None:
     assert normal(shares.latents) == pytest.approx([0.4, 0.3, 0.3])
 
 
-def test_memory_limits_the_shares_of_ranks_with_equal_speed() -> None:
+def test_memory_limits_the_shares_of_equally_fast_ranks() -> None:
     assert normal(by_speed([1.0, 1.0], 2, capacity=[0.25, 2.0]).latents) == pytest.approx([0.25, 0.75])
 
 
 @given(st.lists(speeds, min_size=1, max_size=8), st.lists(st.floats(0.01, 2), min_size=8, max_size=8))
-def test_every_rank_gets_a_share_and_memory_limits_hold_if_possible(found: list[float], capacity: list[float]) -> None:
+def test_every_rank_gets_a_share_and_memory_limits_are_respected_if_possible(
+    found: list[float], capacity: list[float]
+) -> None:
     capacity = capacity[: len(found)]
     shares = normal(by_speed(found, len(found), capacity).latents)
     assert sum(shares) == pytest.approx(1)
@@ -55,12 +57,12 @@ def test_every_rank_gets_a_share_and_memory_limits_hold_if_possible(found: list[
         assert all(share <= most + 0.05 for share, most in zip(shares, capacity, strict=True))
 
 
-def test_shares_can_be_set() -> None:
+def test_shares_can_be_set_by_the_user() -> None:
     assert normal(parse_shares("3:2", 1).tokens) == pytest.approx([0.6, 0.4])
     assert normal(parse_shares("3:2", 2).latents) == pytest.approx([0.6, 0.4])
 
 
-def test_even_shares_are_one_for_each_row_and_column() -> None:
+def test_even_shares_are_1_for_each_row_and_column() -> None:
     assert even(2, 3) == Shares((1.0, 1.0), (1.0, 1.0, 1.0))
 
 

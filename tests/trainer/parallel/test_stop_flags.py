@@ -1,4 +1,4 @@
-"""Tests for how ranks agree to stop or to save. The GPUs are simulated, and run queued work only on demand."""
+"""Tests for how ranks agree to stop or save. The GPUs are simulated, and run queued work only on demand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ NOTHING, STOP, SAVE = (False, False), (True, False), (False, True)
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(rank: int, gpu: Gpu) -> None:
+def test_a_request_on_any_rank_reaches_all_ranks_a_step_later_without_any_wait(rank: int, gpu: Gpu) -> None:
     requests = [NOTHING, SAVE, NOTHING, NOTHING, STOP, NOTHING, NOTHING]
 
     def run(thread: Threads) -> tuple[list[tuple[bool, ...]], int]:
@@ -95,7 +95,7 @@ def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(ra
     assert on_all(3, run, 20.0) == [([NOTHING, *requests[:-1]], 0)] * 3
 
 
-def test_a_gpu_that_lags_behind_leads_to_the_same_decisions_in_the_same_steps(gpu: Gpu) -> None:
+def test_if_a_gpu_lags_behind_the_same_decisions_are_made_in_the_same_steps(gpu: Gpu) -> None:
     totals = [(0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 0.0)]
     prompt, late = CudaRequests(), CudaRequests()
     answers = []

@@ -25,7 +25,7 @@ def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
         assert all(torch.equal(tensor, torch.full(tensor.shape, 6.0)) for tensor in tensors)
 
 
-def test_the_first_ranks_tensor_replaces_the_others() -> None:
+def test_the_tensor_of_the_first_rank_replaces_those_of_the_other_ranks() -> None:
     def work(group: Threads) -> float:
         own = torch.tensor([float(group.index)])
         group.copy_from_first_([own])
@@ -59,7 +59,7 @@ def test_a_failing_thread_releases_the_others_and_its_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize("n_rows", [7, 9])
-def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> None:
+def test_each_thread_sums_one_part_and_sends_the_result_to_all_threads(n_rows: int) -> None:
     owns = torch.randn(3, n_rows, 4)
 
     def in_parts(group: Threads) -> torch.Tensor:
@@ -88,7 +88,7 @@ EXCHANGES: dict[str, Callable[[Threads, torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_gpu_queues_wait_for_each_other_without_blocking_hosts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_queues_wait_for_each_other_without_blocking_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that an exchange waits after all writes and again after all reads, and that both waits are needed."""
 
     def give_and_change(group: Threads) -> None:

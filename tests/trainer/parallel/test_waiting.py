@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "recorded", 0)
 
 
-def test_a_gpus_waits_end_when_they_are_taken_even_if_they_are_read_later() -> None:
+def test_waits_of_a_gpu_are_counted_until_they_are_taken_even_if_they_are_read_later() -> None:
     waiting = CudaWaiting()
     for _ in range(3):
         with waiting.measure():
@@ -53,7 +53,7 @@ def test_a_gpus_waits_end_when_they_are_taken_even_if_they_are_read_later() -> N
     assert waiting.take().seconds() == 1.0
 
 
-def test_passed_events_do_not_accumulate() -> None:
+def test_completed_events_do_not_accumulate() -> None:
     waiting = CudaWaiting()
     for _ in range(10):
         with waiting.measure():

@@ -33,11 +33,11 @@ def listed(*uuids: str) -> list[Device]:
         ([], [], "", []),
     ],
 )
-def test_a_gpu_keeps_its_index_when_others_are_hidden(uuids, on_the_bus, visible, indices):
+def test_a_gpu_keeps_its_index_when_other_gpus_are_hidden(uuids, on_the_bus, visible, indices):
     assert [device.index for device in numbered(listed(*uuids), on_the_bus, VENDORS["nvml"], visible)] == indices
 
 
-def test_visible_gpus_keep_their_indices_in_a_shell_that_hides_others(tmp_path: Path, monkeypatch):
+def test_visible_gpus_keep_their_indices_in_a_shell_that_hides_other_gpus(tmp_path: Path, monkeypatch):
     (tmp_path / "torch.py").write_text("""
 import os
 from types import SimpleNamespace as Group
@@ -61,7 +61,7 @@ def test_the_serial_number_in_a_rocm_uuid_is_decoded(tmp_path: Path):
     assert uuid_of("58580000-0000-0000-0000-000000000000", "GPU-") == "GPU-58580000-0000-0000-0000-000000000000"
 
 
-def test_gpus_of_all_vendors_are_listed_in_bus_order(tmp_path: Path):
+def test_gpus_of_every_vendor_are_listed_in_bus_order(tmp_path: Path):
     files = {
         "proc/driver/nvidia/gpus/0000:41:00.0/information": "Model: H100\nGPU UUID: \t GPU-b\n",
         "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: H100\nGPU UUID: \t GPU-a\n",
@@ -75,7 +75,7 @@ def test_gpus_of_all_vendors_are_listed_in_bus_order(tmp_path: Path):
     assert uuids_on_the_bus(VENDORS["amdsmi"], tmp_path) == ["GPU-9f3a5c00d1e2f0a0", "GPU-9f3a5c00d1e2f0a1"]
 
 
-def test_the_vendor_is_the_one_that_pytorch_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_vendor_is_the_one_for_which_pytorch_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("nvml", "amdsmi"):
         monkeypatch.setitem(VENDORS, name, msgspec.structs.replace(VENDORS[name], driver_files=("/",)))
     (tmp_path / "torch").mkdir()

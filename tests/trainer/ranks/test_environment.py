@@ -45,7 +45,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_environment_of_a_run_is_written_for_its_owner_only(tmp_path: Path) -> None:
+def test_only_the_owner_of_a_run_can_read_its_recorded_environment(tmp_path: Path) -> None:
     write_environment(tmp_path / "environment.json")
     assert stat.S_IMODE((tmp_path / "environment.json").stat().st_mode) == 0o600
     environment = json.loads((tmp_path / "environment.json").read_text())
@@ -57,7 +57,7 @@ def test_the_environment_of_a_run_is_written_for_its_owner_only(tmp_path: Path) 
     assert hardware["memory_bytes"] > 2**28
     assert hardware.keys() == {"host", "cpu", "cores", "memory_bytes", "gpus", "driver"}
     assert len(hardware["gpus"]) == torch.cuda.device_count()
-    # The recorded command is that of this process's parent.
+    # The recorded command is the command of this process's parent.
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[0]
     assert environment["command"][0] == parent
     assert environment["started"][:2] == "20"
@@ -70,12 +70,12 @@ def test_the_commit_of_a_checkout_and_uncommitted_changes_are_recorded(checkout:
     assert git_state(checkout) == {"commit": commit, "dirty": True}
 
 
-def test_a_repository_around_an_installed_package_is_ignored(checkout: Path) -> None:
+def test_a_repository_that_contains_an_installed_package_is_ignored(checkout: Path) -> None:
     (checkout / "site-packages").mkdir()
     assert git_state(checkout / "site-packages") is None
 
 
-def test_variables_of_a_git_hook_do_not_select_another_repository(
+def test_environment_variables_of_a_git_hook_do_not_select_another_repository(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
@@ -101,7 +101,7 @@ def test_the_git_state_is_none_if_git_fails_hangs_or_is_missing(
     assert git_state(checkout) is None
 
 
-def test_unknown_values_are_null_and_nothing_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_values_are_null_and_raise_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the driver is gone")
 

@@ -71,7 +71,7 @@ def test_the_signal_that_killed_a_rank_is_recorded(witness, tmp_path, eventually
     assert (mark(tmp_path).exit_code, mark(tmp_path).exit_signal) == (None, signal.SIGKILL)
 
 
-def test_sigterm_reaches_the_rank_and_a_suspended_rank_has_not_ended(witness, tmp_path, eventually) -> None:
+def test_sigterm_reaches_the_rank_and_a_suspended_rank_does_not_count_as_ended(witness, tmp_path, eventually) -> None:
     process = witness("wait", EXIT_STOPPED)
     eventually((tmp_path / "rank0.json").exists)
     os.kill(mark(tmp_path).process.pid, signal.SIGSTOP)

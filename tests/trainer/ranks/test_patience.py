@@ -17,7 +17,7 @@ from trainer.ranks.training_work import patience_s
 MakeJob = Callable[..., JobConfig]
 
 
-def test_ranks_wait_as_long_as_a_slow_disk_takes_for_a_checkpoint(make_job: MakeJob) -> None:
+def test_ranks_wait_as_long_as_a_slow_disk_takes_to_write_a_checkpoint(make_job: MakeJob) -> None:
     job = make_job()
     assert patience_s(job, 2) == LEAST_PATIENCE_S
     d_in = job.data_shape().d_in
@@ -27,7 +27,7 @@ def test_ranks_wait_as_long_as_a_slow_disk_takes_for_a_checkpoint(make_job: Make
     assert 96 * 2**30 / 50e6 < patience_s(large, 2) < 1.05 * 96 * 2**30 / 50e6
 
 
-def test_ranks_wait_for_the_usual_time_if_the_data_is_missing(make_job: MakeJob, tmp_path: Path) -> None:
+def test_ranks_wait_for_the_default_time_if_the_data_is_missing(make_job: MakeJob, tmp_path: Path) -> None:
     assert patience_s(make_job(data={"path": str(tmp_path / "gone")}), 2) == LEAST_PATIENCE_S
 
 

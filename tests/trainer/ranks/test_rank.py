@@ -63,7 +63,7 @@ def steps_done(run_dir: Path) -> int:
     [({}, "auxk"), ({"architecture": "gated"}, "gate_l1"), ({"resample_every_tokens": 2048}, "auxk")],
     ids=str,
 )
-def test_two_ranks_learn_the_same_as_one_from_the_same_global_batches(
+def test_two_ranks_learn_the_same_as_one_rank_from_the_same_global_batches(
     sae: dict,
     term: str,
     make_job: Callable[..., JobConfig],
@@ -114,7 +114,7 @@ def test_a_stop_request_in_the_control_store_ends_both_ranks_after_a_checkpoint(
     assert (heartbeat.phase, heartbeat.step) == ("stopped", step)
 
 
-def test_when_one_rank_is_killed_the_other_ends_within_ten_seconds_and_says_why(
+def test_if_a_rank_is_killed_the_other_exits_within_ten_seconds_and_says_why(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
 ) -> None:
     ranks = start_ranks(make_job(train=ENDLESS), 2)
@@ -128,7 +128,7 @@ def test_when_one_rank_is_killed_the_other_ends_within_ten_seconds_and_says_why(
     assert "connection to another rank was lost" in ranks.processes[0].stderr.read().splitlines()[-1]
 
 
-def test_sigterm_stops_a_rank_with_a_checkpoint_and_ctrl_c_is_ignored(
+def test_sigterm_stops_a_rank_after_a_checkpoint_and_ctrl_c_is_ignored(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
 ) -> None:
     ranks = start_ranks(make_job(train=ENDLESS), 1, command=rank_command)
@@ -156,7 +156,7 @@ def test_sigterm_to_one_of_two_ranks_stops_both_between_log_rows(
     assert not (run_dir / "metrics.db-wal").exists()
 
 
-def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
+def test_the_rates_of_two_ranks_add_up_to_about_the_rate_of_the_job(
     make_job: Callable[..., JobConfig], start_ranks: Callable
 ) -> None:
     train = {"batch_size": 1024, "n_steps": 31, "log_every": 10}
@@ -181,7 +181,7 @@ def test_garbage_collection_is_enabled_again_after_loading() -> None:
     gc.unfreeze()
 
 
-def test_a_lack_of_memory_in_nccl_is_reported_with_the_setting_to_change(tmp_path: Path) -> None:
+def test_the_error_for_a_lack_of_memory_in_nccl_names_the_setting_to_change(tmp_path: Path) -> None:
     error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
     report(tmp_path / "left.json", error)
     assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
@@ -227,7 +227,7 @@ def test_a_rank_without_progress_counts_as_stuck_unless_it_saves_or_waits() -> N
 
 
 @pytest.mark.slow
-def test_a_run_folder_may_have_any_name(
+def test_a_run_folder_can_have_any_name(
     make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
 ) -> None:
     ranks = start_ranks(make_job(), 2, run_dir=tmp_path / "a #1?x=%20", command=rank_command)
@@ -251,7 +251,7 @@ signal.pause()
 """
 
 
-def test_a_waiting_rank_exits_with_its_supervisor_not_with_the_supervisors_thread(
+def test_a_waiting_rank_exits_with_its_supervisor_not_the_thread_that_started_it(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
 ) -> None:
     meeting_place, pid_file = tmp_path / "run" / "attempt1" / "rendezvous", tmp_path / "pid"
@@ -281,7 +281,7 @@ signal.pause()
 """
 
 
-def test_a_rank_in_a_hanging_exchange_ends_with_its_supervisor_and_rank_0(
+def test_a_rank_in_a_hanging_exchange_exits_once_its_supervisor_and_rank_0_are_gone(
     make_job: Callable, start_ranks: Callable, eventually: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung, tests = tmp_path / "hung", Path(__file__).parents[2]
@@ -378,7 +378,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     ("n_visible", "rank", "spec", "index"),
     [
         (8, 3, {}, 3),
-        # With `srun --gpus-per-task=1`, each rank sees one GPU, for any SLURM_LOCALID.
+        # With `srun --gpus-per-task=1`, each rank sees only one GPU, whatever its SLURM_LOCALID.
         (1, 3, {"by_files": True}, 0),
         (1, 3, {"on_one_host": False}, 0),
         (1, 0, {"gpu_uuids": ("GPU-1",)}, 0),
@@ -388,7 +388,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
         (2, 3, {}, None),
     ],
 )
-def test_a_rank_uses_its_gpu_even_if_a_launcher_makes_no_other_visible(
+def test_a_rank_uses_its_gpu_even_if_a_launcher_makes_only_this_gpu_visible(
     n_visible: int, rank: int, spec: dict[str, Any], index: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
@@ -401,7 +401,7 @@ def test_a_rank_uses_its_gpu_even_if_a_launcher_makes_no_other_visible(
         assert rank_device(of_rank, rank) == torch.device("cuda", index)
 
 
-def test_deterministic_ranks_sum_in_rings_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_ranks_sum_in_rings_unless_the_user_has_chosen_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     set_order_of_sums(False)
     assert "NCCL_ALGO" not in os.environ

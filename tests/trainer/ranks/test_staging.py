@@ -41,14 +41,14 @@ def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], lis
 
 
 @pytest.mark.slow
-def test_ranks_with_hanging_transfers_restart_in_place_through_host_memory(tmp_path: Path) -> None:
+def test_if_transfers_hang_ranks_restart_in_place_and_use_host_memory(tmp_path: Path) -> None:
     write_box(tmp_path / "box.json", MeasuredHardware())
     pids, reported = ranks_of(tmp_path, "hangs")
     assert reported == [{"pid": pid, "staged": True, "variable": "1"} for pid in pids]
     assert read_box(tmp_path / "box.json").peers_fail
 
 
-def test_ranks_that_also_hang_through_host_memory_fail_in_one_sentence(tmp_path: Path) -> None:
+def test_ranks_that_hang_with_host_memory_too_give_a_one_sentence_error(tmp_path: Path) -> None:
     _, reported = ranks_of(tmp_path, "always", NCCL_P2P_DISABLE="1")
     assert {one["error"] for one in reported} == {HOPELESS}
     assert not read_box(tmp_path / "box.json").peers_fail

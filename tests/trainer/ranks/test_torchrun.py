@@ -72,7 +72,7 @@ def on_two_hosts(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("hanging", "shares_store"), [("1", True), ("0", False)])
-def test_ranks_of_torchrun_restart_together_if_the_first_exchange_hangs(
+def test_ranks_of_torchrun_restart_together_if_their_first_exchange_hangs(
     hanging: str, shares_store: bool, make_job: MakeJob, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 3}, parallel={"mode": "ddp"}, launch={"gpus": "cpu"})
@@ -88,7 +88,7 @@ def test_ranks_of_torchrun_restart_together_if_the_first_exchange_hangs(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_hosts_train_like_one_and_the_same_command_resumes_the_run(
+def test_two_hosts_train_like_one_host_and_the_same_command_resumes_the_run(
     make_job: MakeJob, make_trainer: Callable, kept, tmp_path: Path
 ) -> None:
     train = {"global_batch_size": 240, "n_steps": 20}
@@ -110,7 +110,7 @@ def test_two_hosts_train_like_one_and_the_same_command_resumes_the_run(
     assert position_of(newest_whole(out / "checkpoints")).step == 30
 
 
-def test_join_without_torchrun_says_how_to_start(
+def test_join_without_torchrun_says_how_to_start_it(
     make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -120,7 +120,7 @@ def test_join_without_torchrun_says_how_to_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_join_refuses_the_folder_of_a_run_of_another_sae(
+def test_join_refuses_the_folder_of_a_run_with_a_different_sae(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     run_dir = tmp_path / "run"
@@ -148,11 +148,11 @@ def test_model_only_gpus_are_refused_under_torchrun(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
-def test_variables_that_pytorch_reads_once_are_set_before_it_is_loaded(
+def test_variables_that_pytorch_reads_only_once_are_set_before_it_is_loaded(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loaded(Exception):
-        """Raised when torch would be imported."""
+        """Raised when the code would import torch."""
 
     def load() -> None:
         raise Loaded

@@ -5,7 +5,7 @@ import threading
 from trainer.reporting.backlog import Backlog
 
 
-def test_items_that_are_put_back_come_before_newer_ones() -> None:
+def test_items_that_are_put_back_come_before_newer_items() -> None:
     backlog: Backlog[int] = Backlog(10)
     backlog.add(range(4))
     taken = backlog.take(2)
@@ -15,7 +15,7 @@ def test_items_that_are_put_back_come_before_newer_ones() -> None:
     assert (len(backlog), backlog.dropped) == (0, 0)
 
 
-def test_the_oldest_items_are_dropped_and_counted_even_after_put_back() -> None:
+def test_the_oldest_items_are_dropped_and_counted_even_if_they_were_put_back() -> None:
     backlog: Backlog[int] = Backlog(3)
     backlog.add(range(5))
     taken = backlog.take(2)
@@ -26,7 +26,7 @@ def test_the_oldest_items_are_dropped_and_counted_even_after_put_back() -> None:
     assert backlog.dropped == 4
 
 
-def test_no_item_is_lost_or_doubled_between_two_threads() -> None:
+def test_no_item_is_lost_or_duplicated_between_two_threads() -> None:
     backlog: Backlog[int] = Backlog(10**6)
     done = threading.Event()
 

@@ -51,7 +51,9 @@ def test_a_resumed_run_writes_its_start_position_first(tmp_path: Path) -> None:
     assert lines(tmp_path) == [ProgressLine(rewind=at)]
 
 
-def test_data_for_a_missing_folder_is_written_later(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_data_for_a_missing_folder_is_written_once_the_folder_exists(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
     folder = tmp_path / "run"
     with reporting(folder) as progress:
         progress.rows([MetricRow("loss", 1, 1.0)])
@@ -65,7 +67,7 @@ def test_data_for_a_missing_folder_is_written_later(tmp_path: Path, eventually: 
     assert whole_lines[-1].heartbeat.dropped == 0
 
 
-def test_a_truncated_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
+def test_a_truncated_line_is_terminated_before_the_next_line(tmp_path: Path) -> None:
     with reporting(tmp_path) as progress:
         (tmp_path / "progress.jsonl").write_bytes(b'{"rows":[["lo')
         progress._store._cut = True
@@ -84,7 +86,9 @@ def test_a_stop_file_requests_a_stop(tmp_path: Path, eventually: Callable[..., N
         eventually(stop.is_set)
 
 
-def test_a_stop_file_written_again_is_another_request(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_a_stop_file_that_is_written_again_requests_another_stop(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
     stop = threading.Event()
     with reporting(tmp_path, stop=stop) as progress:
         write_own(tmp_path / "stop", "")

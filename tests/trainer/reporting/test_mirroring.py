@@ -90,7 +90,7 @@ def test_a_mirror_gets_all_rows_and_is_closed(make_job: MakeJob, tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["open", "log"])
-def test_a_failing_mirror_is_reported_once_and_costs_no_rows(
+def test_a_failing_mirror_is_reported_only_once(
     where: str, make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Toy, "fails_in", where)
@@ -151,7 +151,7 @@ def test_saes_of_a_sweep_get_their_own_values_and_the_values_of_the_run() -> Non
 
 
 @pytest.mark.parametrize("mirror", ["tensorbord", ["toy", "x"], ["toy", "toy"], 5])
-def test_an_unknown_mirror_is_refused_by_name(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_mirror_names_it(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, JobFileError), match=r"train\.mirror.*must be \"tensorboard\""):
         make_job(train={"mirror": mirror})
 

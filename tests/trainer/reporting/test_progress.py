@@ -43,7 +43,7 @@ def test_reported_data_is_in_the_store_after_closing(tmp_path: Path) -> None:
         assert (heartbeat.phase, heartbeat.step, heartbeat.total_steps, heartbeat.tokens) == ("training", 10, 100, 400)
 
 
-def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write(
+def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write_to_disk(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -100,7 +100,7 @@ def test_data_reported_while_the_store_is_locked_is_written_later(
     assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", text)
 
 
-def test_while_rows_cannot_be_stored_each_step_touches_a_file(
+def test_each_step_touches_a_file_while_rows_cannot_be_stored(
     tmp_path: Path, impatient: None, eventually: Callable[..., None]
 ) -> None:
     path, sign = tmp_path / "metrics.db", tmp_path / "ranks.json"
@@ -116,12 +116,12 @@ def test_while_rows_cannot_be_stored_each_step_touches_a_file(
             eventually(lambda: progress._outage)
             tries = progress._outage.retry_at
             eventually(lambda: progress._outage.retry_at > tries)
-            assert sign.stat().st_mtime == 1  # no step has been taken since
+            assert sign.stat().st_mtime == 1  # no step has been taken in the meantime
             progress.heartbeat("training", 3, 120)
             eventually(lambda: sign.stat().st_mtime > 1)
 
 
-def test_rows_beyond_the_capacity_are_dropped_from_the_oldest_and_counted(
+def test_the_oldest_rows_beyond_the_capacity_are_dropped_and_counted(
     tmp_path: Path, impatient: None, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.reporting.progress.MOST_ROWS", 100)
@@ -142,7 +142,9 @@ def test_rows_beyond_the_capacity_are_dropped_from_the_oldest_and_counted(
     assert "150 rows were lost" in events(path)[0]
 
 
-def test_rows_wait_for_a_missing_folder(tmp_path: Path, impatient: None, eventually: Callable[..., None]) -> None:
+def test_rows_are_kept_until_their_missing_folder_exists(
+    tmp_path: Path, impatient: None, eventually: Callable[..., None]
+) -> None:
     path = tmp_path / "run" / "metrics.db"
     with reporting(path) as progress:
         progress.rows([MetricRow("loss", 1, 1.0)])
@@ -230,7 +232,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
         yield control
 
 
-def test_a_stop_request_sets_the_flag_and_one_for_another_job_does_not(
+def test_a_stop_request_sets_the_flag_but_a_request_for_another_job_does_not(
     tmp_path: Path, control: Control, eventually: Callable[..., None]
 ) -> None:
     job = Job(name="a", config="", user="u", host="h", device="cpu", gpu_source="none")
@@ -251,13 +253,13 @@ def test_a_stop_request_sets_the_flag_and_one_for_another_job_does_not(
         eventually(stop.is_set, 5)
 
 
-def test_an_unreadable_control_store_makes_no_request(tmp_path: Path, control: Control) -> None:
+def test_an_unreadable_control_store_gives_no_request(tmp_path: Path, control: Control) -> None:
     requests = Requests(tmp_path / "later.db", 1)
     assert not requests.wanted().stop
     assert not (tmp_path / "later.db").exists()
 
 
-def test_data_reported_before_a_save_is_stored_when_the_save_starts(tmp_path: Path, monkeypatch) -> None:
+def test_data_reported_before_a_save_is_in_the_store_when_the_save_starts(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("trainer.reporting.progress.FLUSH_S", 60.0)
     with reporting(tmp_path / "metrics.db") as progress:
         for step in range(1, 4):

@@ -38,7 +38,7 @@ def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_ids(train: Callable[..., Path]) -> None:
+def test_a_resumed_run_keeps_its_run_ids(train: Callable[..., Path]) -> None:
     run_dir = train("wandb")
     before = {run["id"] for run in runs(run_dir)}
     resume(run_dir)
