@@ -39,7 +39,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_interval.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_interval, "add_if_finite", lambda total, numbers: total.add_(numbers))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_interval.try_out(DEVICE)

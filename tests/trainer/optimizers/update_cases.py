@@ -482,7 +482,7 @@ def test_the_kernels_pass_their_own_trial() -> None:
     triton_update.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("measure", "measure_vector", "step", "step_vector"):
         with monkeypatch.context() as patched:
             patched.setattr(triton_update, name, lambda *_: None)

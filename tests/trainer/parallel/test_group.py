@@ -51,7 +51,7 @@ NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
         ("[gloo/pair.cc:534] Connection closed by peer [::1]:4", rf"^{LOST} \(.*Connection closed by peer .*\)$"),
     ],
 )
-def test_a_failed_exchange_names_its_cause_and_blames_a_rank_only_if_that_rank_is_lost(error: str, said: str) -> None:
+def test_a_failed_exchange_names_its_cause_and_blames_a_rank_only_if_it_is_lost(error: str, said: str) -> None:
     with pytest.raises(PeerLost, match=said), exchanging(waiting(torch.device("cpu"))):
         raise dist.DistBackendError(error)
 

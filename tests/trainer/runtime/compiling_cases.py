@@ -42,7 +42,7 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.set_active(NoGpu())
 
 
-def test_each_compiled_kernel_has_its_own_phase_until_training_starts(
+def test_until_training_starts_each_compiled_kernel_is_reported_as_a_phase(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training_work, "SLOW_S", 0.0)

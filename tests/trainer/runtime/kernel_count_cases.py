@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 from trainer.runtime.triton_kernels import COMPILED_UPDATES, KERNELS, _hook_of_triton, n_kernels, try_all
 
 
-def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trials_launch_as_many_kernels_as_the_reported_total(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: set[tuple[str, str]] = set()
     compiled: dict[int, JITFunction] = {}
     run = InterpretedFunction.run

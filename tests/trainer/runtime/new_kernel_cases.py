@@ -43,7 +43,7 @@ def reported() -> list[str]:
     return sentences
 
 
-def test_a_new_kernel_is_one_file_and_one_line() -> None:
+def test_a_new_kernel_takes_only_one_file_and_one_line() -> None:
     toy = Kernels("support.toy_kernels", "doubled numbers", 1)
     assert n_kernels() == 1
     with mock.patch.object(toy_kernels, "try_out", wraps=toy_kernels.try_out) as trial:
@@ -54,7 +54,7 @@ def test_a_new_kernel_is_one_file_and_one_line() -> None:
     trial.assert_called_once_with(CPU)
 
 
-def test_a_kernel_with_wrong_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_wrong_results_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Path(toy_kernels.__file__).read_text()
     (tmp_path / "wrong_kernels.py").write_text(right.replace("2 * tl.load", "3 * tl.load"))
     monkeypatch.syspath_prepend(tmp_path)

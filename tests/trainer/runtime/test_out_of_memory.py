@@ -10,7 +10,7 @@ from support.forked import in_loaded_process
 from trainer.runtime.out_of_memory import is_shortage
 
 
-def test_all_errors_of_products_with_too_little_memory_are_recognised() -> None:
+def test_every_error_of_a_product_that_lacks_memory_is_recognised() -> None:
     unknown = [words for words, is_known in in_loaded_process(little_memory.errors) if not is_known]
     assert unknown == []
 
@@ -27,5 +27,5 @@ def test_all_errors_of_products_with_too_little_memory_are_recognised() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_only_errors_about_memory_count_as_a_lack_of_memory(error: Exception, expected: bool) -> None:
+def test_only_errors_about_memory_count_as_running_out_of_memory(error: Exception, expected: bool) -> None:
     assert is_shortage(error) == expected

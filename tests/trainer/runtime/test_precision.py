@@ -66,7 +66,7 @@ GPUS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), 
 
 
 @pytest.mark.parametrize(("capability", "expected"), GPUS)
-def test_auto_is_the_low_precision_that_is_fast_on_a_gpu(
+def test_auto_selects_the_low_precision_that_is_fast_on_a_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compute capability is simulated, since no machine has GPUs of all these generations.
@@ -88,7 +88,7 @@ def test_auto_is_the_low_precision_that_is_fast_on_a_gpu(
         ("gfx1030", "AMD Radeon RX 6900 XT", "fp16"),
     ],
 )
-def test_auto_depends_on_an_amd_gpus_architecture_and_a_plan_on_its_name(
+def test_auto_uses_the_architecture_of_an_amd_gpu_and_a_plan_uses_its_name(
     monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
@@ -101,7 +101,7 @@ def test_auto_depends_on_an_amd_gpus_architecture_and_a_plan_on_its_name(
     ("chosen", "expected"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_only_products_have_the_chosen_dtype(chosen: str, expected: torch.dtype) -> None:
+def test_only_matrix_products_use_the_chosen_dtype(chosen: str, expected: torch.dtype) -> None:
     a = torch.randn(4, 4)
     with autocast(chosen, CPU):
         assert (a @ a).dtype == expected
@@ -126,7 +126,7 @@ def test_weights_and_optimizer_state_stay_fp32(chosen: str, make_job: MakeJob) -
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
-def test_products_in_16_bits_train_like_fp32(chosen: str, make_job: MakeJob) -> None:
+def test_training_with_16_bit_products_is_similar_to_training_in_fp32(chosen: str, make_job: MakeJob) -> None:
     errors = []
     for name in (chosen, "fp32"):
         made = learner(make_job(train={"precision": name, "n_steps": 40}))
@@ -150,7 +150,7 @@ def test_deterministic_training_on_a_cpu_is_reproducible(architecture: str, make
     assert all(torch.equal(first[name], third[name]) for name in first)
 
 
-def test_determinism_is_switched_off_by_the_next_job() -> None:
+def test_the_next_job_switches_determinism_off_again() -> None:
     set_deterministic(True)
     assert torch.backends.cudnn.deterministic
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -171,7 +171,7 @@ print([*asked, getattr(config, "deterministic", None)])
 """
 
 
-def test_a_compiler_loaded_later_is_deterministic_and_is_not_loaded_for_this() -> None:
+def test_a_compiler_loaded_later_is_deterministic_but_is_not_loaded_just_for_this() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
     is_loaded, options = done.stdout.splitlines()
     assert is_loaded == "False"
@@ -186,7 +186,7 @@ class Older:
     __slots__ = ()
 
 
-def test_a_compiler_without_the_option_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_the_deterministic_option_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._inductor.config", Older())
     for deterministic in (True, False):
         set_deterministic(deterministic)

@@ -21,7 +21,7 @@ OF_TRITON = [one for one in KERNELS.values() if one != COMPILED_UPDATES]
 
 
 @pytest.mark.parametrize("kernels", OF_TRITON, ids=lambda one: one.purpose)
-def test_if_triton_fails_there_is_a_warning_and_no_kernel_is_used(
+def test_if_triton_fails_a_warning_is_issued_and_no_kernel_is_used(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Kernels cannot run on this CPU. The warning is issued only once.
@@ -32,7 +32,9 @@ def test_if_triton_fails_there_is_a_warning_and_no_kernel_is_used(
         assert kernels.on(torch.zeros(1), torch.float16) is None
 
 
-def test_no_kernel_is_tried_on_a_cpu_or_by_dtype_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_tried_on_a_cpu_and_kernels_that_depend_on_dtype_not_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     triton_kernels.forget()
     assert [one.on(torch.zeros(1)) for one in OF_TRITON] == [None] * len(OF_TRITON)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -84,7 +86,7 @@ def test_a_trial_is_repeated_once_if_another_process_changes_the_cache(kernels: 
         assert twice.working(CPU) is None
 
 
-def test_all_kernels_are_tried_and_withheld_ones_are_not_used(kernels: Trials) -> None:
+def test_all_kernels_are_tried_but_failed_or_withheld_kernels_are_not_used(kernels: Trials) -> None:
     several = [kernels("fine"), kernels("broken", RuntimeError("no compiler\nin /usr/bin")), kernels("others_lack")]
     with pytest.warns(UserWarning, match="steps of broken"):
         failures = triton_kernels.try_all(CPU, torch.bfloat16, several)
@@ -97,11 +99,11 @@ def test_each_kernel_is_reported_before_triton_compiles_it() -> None:
     run_cases(Path(__file__).with_name("compiling_cases.py"), compiles=True)
 
 
-def test_the_reported_number_of_kernels_equals_the_number_in_the_trials() -> None:
+def test_the_reported_number_of_kernels_equals_the_number_that_the_trials_launch() -> None:
     run_cases(Path(__file__).with_name("kernel_count_cases.py"), on_cpu=True)
 
 
-def test_a_new_kernel_is_tried_counted_and_refused_if_it_is_wrong() -> None:
+def test_a_new_kernel_is_counted_and_tried_and_not_used_if_it_is_wrong() -> None:
     run_cases(Path(__file__).with_name("new_kernel_cases.py"), on_cpu=True)
 
 
@@ -111,7 +113,7 @@ def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:
             yield one
 
 
-def test_no_kernel_combines_a_check_for_none_with_another_condition() -> None:
+def test_no_kernel_combines_a_check_for_none_with_another_condition_in_one_branch() -> None:
     # If the tensor is None, Triton 3.2 (PyTorch 2.6) still compiles a branch with such a condition, and fails.
     modules = sorted(Path(trainer.__file__).parent.rglob("triton_*.py"))
     kernels = [(module, kernel) for module in modules for kernel in kernels_of(module)]

@@ -50,7 +50,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_scale.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_scale.judge
     monkeypatch.setattr(triton_scale, "judge", lambda *given: right(*given[:-2], 64, 2.5))
     with pytest.raises(RuntimeError, match="wrong results"):

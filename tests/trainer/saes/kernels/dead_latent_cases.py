@@ -88,14 +88,14 @@ def test_candidates_are_the_dead_latents_that_fired_least_recently(n_dead: int, 
 
 @pytest.mark.parametrize("n_latents", [1, 2, 31, 1024, 1025, 4097])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_candidates_are_right_for_any_number_of_latents(n_latents: int, share: float) -> None:
+def test_candidates_are_correct_for_any_number_of_latents(n_latents: int, share: float) -> None:
     silent = silences(n_latents, round(share * n_latents), 20)
     for n in {1, max(1, n_latents // 40), min(n_latents, 700)}:
         assert_found(silent, n)
 
 
 @pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), pytest.param(32_768, 32_768, marks=pytest.mark.slow)])
-def test_candidates_are_right_for_the_largest_size_of_one_program(n_latents: int, n_dead: int) -> None:
+def test_candidates_are_correct_for_the_largest_size_that_one_program_handles(n_latents: int, n_dead: int) -> None:
     # All 32,768 latents have gone the same number of tokens without firing.
     assert_found(silences(n_latents, n_dead, 1), 700)
 
@@ -106,14 +106,14 @@ def test_candidate_biases_have_the_dtype_of_products(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dead_after", [1, 10_000, 2**31 - 2])
-def test_more_than_2_billion_tokens_since_fired_do_not_overflow(dead_after: int) -> None:
+def test_counts_of_more_than_2_billion_tokens_do_not_overflow(dead_after: int) -> None:
     beyond = 2**40, 2**31, 2**32, 2**32 - 1, 2**33 - 1, 2**62
     silent = torch.tensor([5, *beyond, 0, 2**31 - 1, 2**31 - 2, 10_000], device=DEVICE)
     for n in (1, 3, 7, 11):
         assert_found(silent, n, dead_after)
 
 
-def test_sizes_beyond_one_program_are_left_to_torch() -> None:
+def test_sizes_that_one_program_cannot_handle_are_left_to_torch() -> None:
     few = silences(9, 3, 1)
     assert triton_dead_latents.fits(few, DEAD_AFTER)
     assert not triton_dead_latents.fits(few, 2**31)
@@ -143,7 +143,7 @@ def test_rows_are_copied_in_the_dtype_of_products(widths: tuple[int, int], dtype
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("learns_bias", [True, False])
-def test_gradients_of_some_latents_are_added_and_raise_the_tensor_version(
+def test_adding_gradients_of_some_latents_increments_the_version_of_the_tensor(
     widths: tuple[int, int], dtype: torch.dtype, learns_bias: bool
 ) -> None:
     wholes = Weights(numbers(9, widths[0]), numbers(9, seed=1), numbers(9, widths[1], seed=2))
@@ -166,7 +166,7 @@ def test_gradients_of_some_latents_are_added_and_raise_the_tensor_version(
 
 @pytest.mark.parametrize("n_dead", [3, 20])
 @pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
-def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int) -> None:
+def test_an_sae_learns_the_same_with_kernels_as_without_them(sae: dict[str, object], n_dead: int) -> None:
     others = RECONSTRUCTION_ERRORS, TOKENS_SINCE_FIRED, SPARSE_PRODUCTS, LATENT_SELECTIONS, OPTIMIZER_STEPS
     d_out = 12 if sae else None
     with use_kernels(dict.fromkeys(others)):
@@ -218,7 +218,7 @@ def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["longest_since_fired", "rows", "add"])
-def test_a_trial_with_wrong_results_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right: ModuleType = getattr(triton_dead_latents, name)
 
     def wrong(*given: object) -> object:

@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (8, 256), (21, 300)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_are_centred_and_rounded_as_torch_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_rows_are_centred_and_rounded_as_in_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, bias = (torch.randn(*size, generator=torch.Generator().manual_seed(7)).to(DEVICE) for size in (shape, shape[1:]))
     x[:, 0] = torch.nan
     found = triton_encode.centre(x, bias, dtype)
@@ -38,7 +38,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_encode.try_out(DEVICE, torch.float16)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_encode, "centre", lambda x, bias, dtype: x.to(dtype))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_encode.try_out(DEVICE, torch.float16)

@@ -18,7 +18,9 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [1, 1024, 5000])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_chosen_entries_come_first_in_order_and_only_they_count(n: int, share: float, dtype: torch.dtype) -> None:
+def test_chosen_entries_come_first_in_their_order_and_all_others_are_padding(
+    n: int, share: float, dtype: torch.dtype
+) -> None:
     chance = torch.Generator().manual_seed(n)
     is_chosen = torch.rand(n, generator=chance) < share
     latents = torch.randint(0, 2**40, (n,), generator=chance)
@@ -39,7 +41,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_entries.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_entries.chosen_first
     monkeypatch.setattr(triton_entries, "chosen_first", lambda *given: right(*given)._replace(n_chosen=given[0][5]))
     with pytest.raises(RuntimeError, match="wrong results"):

@@ -61,7 +61,7 @@ def assert_right(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (32, 128), (33, 129), (100, 300)], ids=str)
-def test_errors_and_their_sums_match_float64(shape: tuple[int, int]) -> None:
+def test_errors_and_their_sums_match_a_float64_reference(shape: tuple[int, int]) -> None:
     assert_right(numbers(*shape, seed=0), numbers(*shape, seed=1), numbers(*shape, seed=2)[0])
 
 
@@ -75,7 +75,7 @@ def test_non_contiguous_tensors_are_read_correctly() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_non_finite_values_reach_the_sums(value: float) -> None:
+def test_non_finite_values_appear_in_the_sums(value: float) -> None:
     y, x_hat = numbers(40, 20, seed=0), numbers(40, 20, seed=1)
     y[37, 3] = value
     errors, sums = triton_errors.errors_of(y, x_hat, numbers(1, 20, seed=2)[0])
@@ -84,7 +84,7 @@ def test_non_finite_values_reach_the_sums(value: float) -> None:
     assert sums.error.total.isfinite().sum() == 19
 
 
-def test_other_dtypes_and_empty_batches_are_left_to_torch() -> None:
+def test_unsupported_dtypes_and_empty_batches_are_left_to_torch() -> None:
     y = numbers(4, 3, seed=0)
     assert triton_errors.fits(y, y)
     assert not triton_errors.fits(y.double(), y.double())
@@ -100,7 +100,7 @@ def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("n_levels", [1, 2, 5])
 @pytest.mark.parametrize("is_vector", [True, False])
-def test_nested_prefixes_and_their_gradients_match_float64(n_levels: int, is_vector: bool) -> None:
+def test_errors_of_nested_prefixes_and_their_gradients_match_float64(n_levels: int, is_vector: bool) -> None:
     n_tokens, d_out = 35, 131
     parts, y = numbers(n_tokens * n_levels, d_out, seed=0).view(n_tokens, n_levels, d_out), numbers(35, d_out, seed=1)
     offset = numbers(n_tokens, d_out, seed=2)
@@ -167,7 +167,7 @@ def all_of(found: triton_errors.NestedErrors) -> tuple[Tensor, ...]:
     ],
     ids=["uneven", "with padding", "fp32", "one level", "no entry", "one column"],
 )
-def test_errors_of_entries_summed_by_level_match_float64(
+def test_errors_computed_from_entries_sorted_by_level_match_float64(
     counts: list[list[int]], n_beside: int, d_out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acts, n_levels, d_sae = by_level(counts, 11, n_beside), len(counts[0]), 11
@@ -198,7 +198,7 @@ def test_errors_of_entries_summed_by_level_match_float64(
 
 @pytest.mark.parametrize("n_beside", [0, 3], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int, dtype: torch.dtype) -> None:
+def test_errors_of_a_single_level_are_also_written_in_the_dtype_of_the_rows(n_beside: int, dtype: torch.dtype) -> None:
     acts, rows = by_level([[4], [0], [11]] * 2, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
     y, (y_mean, offset) = numbers(6, 140, seed=1), numbers(2, 140, seed=2)
     found = triton_errors.errors_of_bags(acts, rows, offset, y, y_mean)
@@ -212,14 +212,14 @@ def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_errors_of_levels_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
+def test_the_errors_of_levels_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
     acts, rows, y = by_level(UNEVEN, 11), numbers(11, 300, seed=0).bfloat16(), numbers(6, 300, seed=1)
     programs.assert_same_bits(lambda: all_of(triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 129), (70, 300)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_error_that_dead_latents_leave_has_their_dtype_and_its_square_fp32(
+def test_the_auxk_error_has_the_dtype_of_its_reconstruction_but_its_square_is_fp32(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
@@ -265,7 +265,7 @@ def test_the_factor_of_a_16_bit_gradient_is_not_rounded() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bf16_still_uses_the_kernels_that_do_not_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton 3.2 raises this error on GPUs older than sm_80.
     def fail(*_: Any) -> Any:
         raise RuntimeError("no bf16")
@@ -291,12 +291,13 @@ SLOW = ("topk", "matryoshka_batch_topk")
             pytest.param(one, triton_sparse, marks=pytest.mark.slow if one in SLOW else ())
             for one in catalog.ARCHITECTURES
         ),
-        # The error kernels are also tested without the others: for one level, for several levels, and with a penalty.
+        # The error kernels are also tested without other kernels: for one level, for several levels, and with a
+        # penalty.
         *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
     ],
     ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
 )
-def test_an_sae_learns_and_reports_the_same_with_kernels(
+def test_an_sae_learns_and_reports_the_same_with_kernels_as_without_them(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
@@ -324,7 +325,7 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the test needs a CPU that pretends to be a GPU")
-def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_gradients_of_levels_match_those_computed_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     x, gradients = numbers(24, 20, seed=0), []
     for some in ({RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: triton_sparse}, {}):
@@ -351,7 +352,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_errors.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     right, right_of_bags = triton_errors.errors_of, triton_errors.nested_bags
     monkeypatch.setattr(triton_errors, "errors_of", lambda y, x_hat, mean: right(y, x_hat + 1, mean))
     with pytest.raises(RuntimeError, match="wrong results"):

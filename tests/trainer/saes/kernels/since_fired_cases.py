@@ -26,7 +26,7 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 @pytest.mark.parametrize("n_others", [2, 3, 16])
 @pytest.mark.parametrize("n_tokens", [0, 4096])
 @pytest.mark.parametrize("bad", [1.5, torch.nan, torch.inf])
-def test_the_kernel_matches_single_operations(n: int, n_others: int, n_tokens: int, bad: float) -> None:
+def test_the_kernel_matches_the_equivalent_torch_operations(n: int, n_others: int, n_tokens: int, bad: float) -> None:
     generator = torch.Generator().manual_seed(n)
     silent = torch.randint(2**40, (n,), generator=generator).to(DEVICE)
     sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
@@ -76,7 +76,7 @@ def test_the_residual_variance_matches_that_of_torch(n_tokens: float, error: flo
 @pytest.mark.parametrize(
     "sae", [{"architecture": "batch_topk"}, {"architecture": "jumprelu"}, {"architecture": "matryoshka_batch_topk"}]
 )
-def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
+def test_steps_end_in_the_same_state_as_with_torch_and_skipped_steps_change_nothing(
     sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of({"d_sae": 12, "k": 3} | sae, {"batch_size": 16, "precision": "fp32", "lr": 1e-2})
@@ -120,7 +120,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
         ("take_variance", lambda variance, sums: None),
     ],
 )
-def test_a_trial_with_wrong_results_raises(
+def test_a_trial_with_wrong_results_raises_an_error(
     name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_since_fired, name, wrong)

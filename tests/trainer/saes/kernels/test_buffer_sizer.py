@@ -1,4 +1,4 @@
-"""Tests for selecting the values above a bound when the host must guess their number, and may guess too low."""
+"""Tests for selecting the values above a bound if the host must guess their number, and may guess too low."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_buffer_that_is_too_small_is_always_detected() -> None:
 
 
 @pytest.mark.parametrize("bound", [0.0, torch.zeros(40)])
-def test_a_nan_is_chosen_and_is_not_a_buffer_overflow(bound: Any) -> None:
+def test_a_nan_is_chosen_and_does_not_count_as_a_buffer_overflow(bound: Any) -> None:
     matrix = torch.randn(50, 40)
     matrix[:10] = torch.nan
     (_, values), n_above = largest_above(PreActs(matrix), bound, 300)
@@ -111,7 +111,7 @@ def test_all_values_are_kept_while_their_number_grows_quickly(sizer: BufferSizer
     assert capacities(sizer, 64, 66, 66) == [80, 96, 96]
 
 
-def test_all_values_are_kept_after_an_overflow_or_if_too_many_are_above(sizer: BufferSizer) -> None:
+def test_all_values_are_kept_after_an_overflow_or_if_too_many_exceed_the_bound(sizer: BufferSizer) -> None:
     assert capacities(sizer, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
     assert sizer.overflowed
     assert capacities(sizer, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
@@ -120,7 +120,7 @@ def test_all_values_are_kept_after_an_overflow_or_if_too_many_are_above(sizer: B
     assert capacities(sizer, 9) == [None]
 
 
-def test_micro_batches_get_the_capacity_of_the_largest_in_earlier_steps(sizer: BufferSizer) -> None:
+def test_the_capacity_follows_the_largest_micro_batch_in_earlier_steps(sizer: BufferSizer) -> None:
     steps = [(4, 4, 1), (9, 3, 1), (1, 8, 1), (1, 1, 9), (9, 8, 1)]
     assert [capacities_in_step(sizer, *step) for step in steps] == [[None] * 3] * buffer_sizer.MEMORY + [[12] * 3]
 
@@ -132,20 +132,20 @@ def test_growth_is_measured_between_steps_not_between_micro_batches(sizer: Buffe
         assert capacities_in_step(sizer, n, n) == [capacity, capacity]
 
 
-def test_all_values_are_kept_from_the_step_after_an_overflow_of_a_micro_batch(sizer: BufferSizer) -> None:
+def test_all_values_are_kept_from_the_step_after_a_micro_batch_overflows(sizer: BufferSizer) -> None:
     capacities(sizer, 8, 8, 8, 8)
     assert capacities_in_step(sizer, 8, 40, 8) == [10] * 3
     assert [capacities_in_step(sizer, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
 
 
-def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
+def test_no_micro_batch_waits_for_the_count_of_another_micro_batch_in_its_step(
     sizer: BufferSizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_step: list[HostCopy] = []
     waits = []
 
     class Number(HostCopy):
-        """A number that the GPU computes only after the host has queued the entire step."""
+        """A count that the GPU computes only after the host has queued the entire step."""
 
         def __init__(self, number: Tensor) -> None:
             super().__init__(number)
@@ -159,7 +159,7 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
     for _ in range(6):
         of_step.clear()
         capacities_in_step(sizer, 8, 9, 8)
-    # Every number except the last step's was read after its own step had ended.
+    # Every count except those of the last step was read after its own step had ended.
     assert waits == [False] * 15
 
 
@@ -172,7 +172,7 @@ def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(s
     assert capacities(sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert sizer.overflowed
     assert capacities(sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
-    # If capacities are not decided in advance, the numbers of all earlier batches are known.
+    # If capacities are not decided in advance, the counts of all earlier batches are known.
     assert capacities(sizer, 40, 30, 30, 30, 30) == [56] * 5
 
 
@@ -183,7 +183,7 @@ def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(sizer: B
     assert capacities(sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
     assert capacities(sizer, *[32] * 20, ahead=True) == [48] * 20
     assert capacities(sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
-    # After an overflow, the numbers of earlier batches are forgotten.
+    # After an overflow, the counts of earlier batches are forgotten.
     assert capacities(sizer, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [
         20,
         20,
@@ -217,7 +217,7 @@ def test_a_rank_without_tokens_never_overflows(sizer: BufferSizer) -> None:
         assert not sizer.overflowed
 
 
-def test_in_deterministic_mode_nothing_depends_on_earlier_batches(sizer: BufferSizer) -> None:
+def test_in_deterministic_mode_the_capacity_does_not_depend_on_earlier_batches(sizer: BufferSizer) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert capacities(sizer, *[8] * 6) == [None] * 6

@@ -63,7 +63,7 @@ def test_the_gradients_of_encoding_match_finite_differences(mask: Tensor | None,
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_under_autocast_the_product_is_bf16_and_gradients_are_fp32(is_sparse: bool) -> None:
+def test_under_autocast_the_product_is_in_bf16_and_gradients_are_in_fp32(is_sparse: bool) -> None:
     x, *weights = inputs(dtype=torch.float32)
     W_enc, b_enc, b_dec = weights
     dtypes: list[torch.dtype] = []
@@ -83,7 +83,7 @@ def test_under_autocast_the_product_is_bf16_and_gradients_are_fp32(is_sparse: bo
         torch.testing.assert_close(gradient, reference, rtol=0, atol=0.02 * float(reference.abs().max()))
 
 
-def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
+def test_later_batches_do_not_overwrite_earlier_results() -> None:
     # The buffer of pre-activations is reused, but never while it is still in use.
     # In `batches`, 1 stands for sparse and 0 for dense.
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())

@@ -43,7 +43,7 @@ def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
 
 @settings(max_examples=100)
 @given(cases, st.integers(1, 16))
-def test_the_largest_of_each_token_match_the_exact_product(case: Factors, k: int) -> None:
+def test_the_largest_values_of_each_token_match_the_exact_product(case: Factors, k: int) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc)
     columns, values = largest_of_each(case, k)
     assert all(len(set(row)) == k for row in columns.tolist())
@@ -53,7 +53,7 @@ def test_the_largest_of_each_token_match_the_exact_product(case: Factors, k: int
 
 @settings(max_examples=100)
 @given(cases, st.integers(1, 32))
-def test_the_bounds_of_the_first_pass_hold(case: Factors, n: int) -> None:
+def test_the_exact_values_lie_within_the_bounds_of_the_first_pass(case: Factors, n: int) -> None:
     x, W_enc, b_enc = (tensor.double() for tensor in case)
     exact = torch.addmm(b_enc, x, W_enc)
     looked = rounded_top_k.look(case, n)
@@ -64,7 +64,7 @@ def test_the_bounds_of_the_first_pass_hold(case: Factors, n: int) -> None:
     assert (others.amax(dim=1) <= looked.ceiling).all()
 
 
-def test_only_values_that_can_be_among_the_largest_are_computed_exactly() -> None:
+def test_only_values_that_may_be_among_the_largest_are_computed_exactly() -> None:
     case = factors(500, 384, 3072, 0, 0.1)
     looked = rounded_top_k.look(case, 64)
     exact = torch.addmm(case.b_enc, case.x, case.W_enc)
@@ -78,7 +78,7 @@ def test_only_values_that_can_be_among_the_largest_are_computed_exactly() -> Non
 
 @settings(max_examples=100)
 @given(cases, st.floats(0.05, 3.0))
-def test_the_largest_of_a_batch_match_the_exact_product(case: Factors, k: float) -> None:
+def test_the_largest_values_of_a_batch_match_the_exact_product(case: Factors, k: float) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()
     n = max(1, round(k * len(case.x)))
     if top := largest_of_all(case, n):
@@ -88,7 +88,7 @@ def test_the_largest_of_a_batch_match_the_exact_product(case: Factors, k: float)
         assert_same(values.sort(descending=True).values, product.topk(n).values, product)
 
 
-def test_the_usual_case_is_found_without_the_exact_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_values_are_usually_found_without_the_exact_product(monkeypatch: pytest.MonkeyPatch) -> None:
     made, addmm = [], torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda b, x, W, **out: made.append((x.dtype, len(x))) or addmm(b, x, W, **out))
     case = factors(500, 384, 3072, 0, 0.1)

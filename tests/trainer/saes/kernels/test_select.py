@@ -46,7 +46,7 @@ def values_at(pre_acts: Tensor, indices: SparseIndices) -> Tensor:
 
 @settings(max_examples=60)
 @given(matrices())
-def test_the_k_largest_of_each_token_match_a_full_sort(case: tuple[Tensor, int]) -> None:
+def test_the_k_largest_values_of_each_token_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     indices, values = k_per_token(PreActs(pre_acts), k)
     assert_consistent(indices, len(pre_acts))
@@ -57,7 +57,7 @@ def test_the_k_largest_of_each_token_match_a_full_sort(case: tuple[Tensor, int])
 
 @settings(max_examples=60)
 @given(matrices())
-def test_the_largest_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> None:
+def test_the_largest_values_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     indices, values = k_per_batch(PreActs(pre_acts), k)
     assert_consistent(indices, len(pre_acts))
@@ -68,7 +68,7 @@ def test_the_largest_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> N
 
 @settings(max_examples=30)
 @given(matrices())
-def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: tuple[Tensor, int]) -> None:
+def test_the_entries_chosen_from_a_batch_are_ordered_by_latent_within_a_token(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     indices, _ = k_per_batch(PreActs(pre_acts), k)
     flat = indices.tokens * pre_acts.shape[1] + indices.latents
@@ -126,7 +126,7 @@ def test_a_nan_is_chosen_so_that_it_reaches_the_loss(choice: object) -> None:
     assert choice(PreActs(pre_acts), 2)[1].isnan().any()
 
 
-def test_a_nan_is_among_the_largest_if_others_are_equal() -> None:
+def test_a_nan_is_among_the_largest_even_if_all_other_values_are_equal() -> None:
     values = torch.tensor([[float("nan"), 1.0, 1.0, 0.0]])
     is_chosen, _ = are_largest(values, 2)
     assert is_chosen[0, 0]
@@ -135,7 +135,7 @@ def test_a_nan_is_among_the_largest_if_others_are_equal() -> None:
 
 @settings(max_examples=30)
 @given(matrices())
-def test_the_indices_of_a_mask_are_those_of_its_true_entries(case: tuple[Tensor, int]) -> None:
+def test_the_indices_of_a_mask_are_the_positions_of_its_true_entries(case: tuple[Tensor, int]) -> None:
     pre_acts, _ = case
     mask = pre_acts > pre_acts.flatten().sort().values[-max(1, pre_acts.numel() // 20)]
     indices = where(mask)

@@ -42,7 +42,7 @@ def matrix(values: Tensor, indices: SparseIndices) -> Tensor:
 
 
 @pytest.mark.parametrize("indices", [some_indices(), no_indices()], ids=["some", "none"])
-def test_products_with_sparse_activations_equal_dense_ones(indices: SparseIndices) -> None:
+def test_products_with_sparse_activations_equal_dense_products(indices: SparseIndices) -> None:
     values, rows, dense = random(len(indices.latents)), random(D_SAE, D), random(N_TOKENS, D)
     acts, whole = SparseActs(values, indices, D_SAE), matrix(values, indices)
     torch.testing.assert_close(decode(acts, rows), whole @ rows)
@@ -111,7 +111,7 @@ def test_expanded_gradients_and_transposed_weights_are_read_correctly() -> None:
 
 
 @pytest.mark.parametrize("d_sae", [9, 2**15 + 1, 2**16, 2**16 + 1, 2**17])
-def test_entries_are_sorted_by_latent_and_then_token_at_any_width(d_sae: int) -> None:
+def test_entries_are_sorted_by_latent_and_then_by_token_at_any_width(d_sae: int) -> None:
     latents = [min(latent * 2**14, d_sae - 1) for latent in LATENTS] if d_sae > 9 else LATENTS
     indices = some_indices(latents)
     order, starts = indices.by_latent(d_sae)

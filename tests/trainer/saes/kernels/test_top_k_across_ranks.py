@@ -68,7 +68,7 @@ def over_latents(
     st.integers(0, 99),
 )
 @settings(max_examples=80)
-def test_the_k_largest_of_a_token_are_found_on_any_rank(
+def test_the_k_largest_values_of_a_token_are_found_on_whichever_rank_they_are(
     n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, may_wait: bool, seed: int
 ) -> None:
     k, n_ranks = min(k, d_sae), min(n_ranks, d_sae)
@@ -82,14 +82,14 @@ def test_the_k_largest_of_a_token_are_found_on_any_rank(
     assert torch.equal(largest, expected)
 
 
-def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
+def test_ranks_with_unequal_numbers_of_latents_find_the_same_values() -> None:
     pre_acts = torch.randn(30, 50)
     chosen, _ = over_latents(pre_acts, 8, 3, [8.0, 1.0, 3.0])
     expected = torch.zeros_like(chosen).scatter(1, pre_acts.topk(8, dim=1).indices, True)
     assert torch.equal(chosen, expected)
 
 
-def test_a_rank_sends_few_candidates_and_more_only_for_tokens_that_need_them() -> None:
+def test_a_rank_sends_few_candidates_and_sends_more_only_for_tokens_that_need_more() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
     # Sorted values are dealt to the ranks in turn, so every rank has the same number of the largest values.
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
@@ -108,7 +108,7 @@ def test_a_rank_sends_few_candidates_and_more_only_for_tokens_that_need_them() -
 @pytest.mark.parametrize("sizes", [[10, 10], [3, 17], [1, 2, 17]])
 @pytest.mark.parametrize("gap", [0.0, 50.0])
 @pytest.mark.parametrize("may_wait", [True, False])
-def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
+def test_the_largest_values_of_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
@@ -126,7 +126,7 @@ def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
     assert torch.equal(chosen.flatten(), expected)
 
 
-def test_the_nth_largest_of_the_values_of_all_ranks_is_found() -> None:
+def test_the_nth_largest_value_over_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
     # The values of each rank come in several tensors, and some tensors have fewer than n values.

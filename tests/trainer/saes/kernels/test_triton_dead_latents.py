@@ -10,5 +10,5 @@ CASES = Path(__file__).with_name("dead_latent_cases.py")
 
 
 @in_two_shares
-def test_the_kernels_agree_with_single_operations(among: str) -> None:
+def test_the_kernels_match_the_equivalent_torch_operations(among: str) -> None:
     run_cases(CASES, among=among)

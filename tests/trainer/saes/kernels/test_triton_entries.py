@@ -9,5 +9,5 @@ from support.interpreted import run_cases
 CASES = Path(__file__).with_name("entry_cases.py")
 
 
-def test_the_kernel_agrees_with_sorting() -> None:
+def test_the_kernel_matches_a_stable_sort() -> None:
     run_cases(CASES)

@@ -10,5 +10,5 @@ CASES = Path(__file__).with_name("error_cases.py")
 
 
 @in_two_shares
-def test_the_kernel_agrees_with_float64(among: str) -> None:
+def test_the_kernels_match_a_float64_reference(among: str) -> None:
     run_cases(CASES, among=among)

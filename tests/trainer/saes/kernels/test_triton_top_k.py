@@ -10,5 +10,5 @@ CASES = Path(__file__).with_name("top_k_cases.py")
 
 
 @in_two_shares
-def test_the_kernels_agree_with_a_full_sort_in_float64(among: str) -> None:
+def test_the_kernels_match_a_full_sort_in_float64(among: str) -> None:
     run_cases(CASES, among=among)

@@ -60,7 +60,7 @@ CASES = [*some_cases()]
 # The three kinds of results that a selection can return.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
-# Cases whose outcome depends on the bit patterns of values. They are tested with all dtypes.
+# Cases whose outcome depends on the bit patterns of values, which are tested with all dtypes.
 OF_BITS = ("any numbers", "numbers of all magnitudes", "NaN, infinities and zeros of both signs")
 
 
@@ -86,7 +86,7 @@ def expected(values: Tensor, k: int) -> Tensor:
 
 
 @cases_of("values")
-def test_the_largest_of_each_row_match_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_the_largest_values_of_each_row_match_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
     values = values.to(dtype)
     columns, largest = triton_top_k.largest_of_each(values.to(DEVICE), k)
     assert torch.equal(columns.cpu(), expected(values, k))
@@ -96,7 +96,9 @@ def test_the_largest_of_each_row_match_a_full_sort(values: Tensor, k: int, dtype
 
 
 @cases_of("kept")
-def test_positive_values_among_the_largest_are_kept_in_place(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_positive_values_among_the_largest_keep_their_places_and_others_become_0(
+    values: Tensor, k: int, dtype: torch.dtype
+) -> None:
     values = values.to(dtype)
     kept = triton_top_k.strongest(values.to(DEVICE), k).cpu()
     is_kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, expected(values, k), True) & ~(values <= 0)
@@ -104,7 +106,7 @@ def test_positive_values_among_the_largest_are_kept_in_place(values: Tensor, k: 
 
 
 @cases_of("marks")
-def test_the_largest_are_marked_and_the_smallest_of_them_is_returned(
+def test_the_largest_values_are_marked_and_the_smallest_of_them_is_returned(
     values: Tensor, k: int, dtype: torch.dtype
 ) -> None:
     values = values.to(dtype)
@@ -127,9 +129,9 @@ def test_random_rows_of_random_widths_match_a_full_sort(seed: int) -> None:
     for number, share in zip(odd, chance.choices([0.0, 0.01, 0.3, 1.0], weights=[5, 2, 2, 1], k=3), strict=True):
         values[torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share] = number
     dtype = chance.choice(DTYPES)
-    test_the_largest_of_each_row_match_a_full_sort(values, k, dtype)
-    test_positive_values_among_the_largest_are_kept_in_place(values, k, dtype)
-    test_the_largest_are_marked_and_the_smallest_of_them_is_returned(values, k, dtype)
+    test_the_largest_values_of_each_row_match_a_full_sort(values, k, dtype)
+    test_positive_values_among_the_largest_keep_their_places_and_others_become_0(values, k, dtype)
+    test_the_largest_values_are_marked_and_the_smallest_of_them_is_returned(values, k, dtype)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_random_rows_of_random_widths_match_a_full_sort(seed: int) -> None:
     ),
     ids=str,
 )
-def test_the_largest_of_all_rows_match_a_full_sort(
+def test_the_largest_values_of_all_rows_match_a_full_sort(
     sizes: tuple[tuple[int, int], int], kind: str, dtype: torch.dtype
 ) -> None:
     shape, n = sizes
@@ -166,7 +168,7 @@ def test_the_largest_of_all_rows_match_a_full_sort(
 def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(12, 512).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
-        # The bound is the second value, whose low bits are all 0, or all 1 for -0.0. It occurs in all tiles but one.
+        # The bound is the second value, which occurs in all tiles but one. Its low bits are all 0, or all 1 for -0.0.
         indices = torch.arange(12 * 512, device=DEVICE).view(12, 512)
         values = torch.where(indices % 150 == 7, numbers[2], torch.where(indices // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
@@ -221,7 +223,7 @@ def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
     assert not triton_top_k.fits_whole(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
 
 
-def test_no_rows_give_an_empty_result() -> None:
+def test_a_matrix_without_rows_gives_an_empty_result() -> None:
     columns, largest = triton_top_k.largest_of_each(torch.empty(0, 64, device=DEVICE), 3)
     assert columns.shape == largest.shape == (0, 3)
 
@@ -230,7 +232,7 @@ def test_the_kernels_pass_their_own_trial() -> None:
     triton_top_k.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_top_k, "strongest", lambda values, k: torch.zeros_like(values))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_top_k.try_out(DEVICE)

@@ -123,7 +123,7 @@ def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
 
 @OF_CASES
 @pytest.mark.parametrize("longest", [256, 3])
-def test_the_activations_of_each_latent_are_summed_together_with_its_rows(
+def test_activations_and_the_rows_they_multiply_are_summed_for_each_latent(
     case: Case, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
@@ -134,7 +134,7 @@ def test_the_activations_of_each_latent_are_summed_together_with_its_rows(
 
 @OF_CASES
 @pytest.mark.parametrize("slab_bytes", [2**24, 256], ids=["whole", "in parts"])
-def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
+def test_the_gradient_of_an_entry_is_the_dot_product_of_its_rows(
     case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "SLAB_BYTES", slab_bytes)
@@ -184,7 +184,7 @@ def test_gradients_by_latent_match_dense_products(
 
 @pytest.mark.parametrize("across", [1.0, 1e-4, 0.0])
 @pytest.mark.parametrize(("d", "widest"), [(48, 4096), (48, 32), (100, 32), (17, 16)], ids=str)
-def test_the_component_of_a_split_sum_across_its_row_stays_precise(
+def test_the_component_of_a_sum_orthogonal_to_its_row_stays_precise_if_split(
     d: int, widest: int, across: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "WIDEST", widest)
@@ -208,7 +208,7 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     torch.testing.assert_close(squares.double(), exact, rtol=1e-3, atol=1e-12)
 
 
-def test_squares_of_split_sums_are_right_without_unit_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squared_norms_of_split_sums_are_correct_without_unit_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sparse, "WIDEST", 32)
     case = make([3, 5, 1], 7, 80)
     squares = torch.full((7,), torch.nan, device=DEVICE)
@@ -217,7 +217,7 @@ def test_squares_of_split_sums_are_right_without_unit_rows(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("longest", [1, 4, 7, 64])
-def test_programs_share_latents_with_any_number_of_tokens(
+def test_latents_with_any_number_of_tokens_are_divided_among_programs(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One latent is active on all tokens and others on few or none, so windows start and end at arbitrary positions.
@@ -227,7 +227,7 @@ def test_programs_share_latents_with_any_number_of_tokens(
         assert_both_are_right(followed(make([2] * 16, 7, width, latents=latents)))
 
 
-def test_only_the_atomic_kernel_splits_latents_and_only_with_many_tokens(
+def test_only_the_atomic_kernel_splits_latents_and_only_those_with_many_tokens(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
@@ -290,7 +290,7 @@ def test_the_gradients_of_a_step_match_a_dense_step(deterministic: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_rows_are_16_bit_and_sums_are_fp32(dtype: torch.dtype) -> None:
+def test_under_autocast_rows_are_in_16_bits_and_sums_are_in_fp32(dtype: torch.dtype) -> None:
     case = make([3, 5, 1], 7, 30)
     rows, values = case.rows.clone().requires_grad_(), case.acts.values.clone().requires_grad_()
     with torch.autocast(DEVICE.type, dtype):
@@ -346,7 +346,7 @@ def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
     triton_sparse.try_out(DEVICE, dtype)
 
 
-def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> Tensor:
         return torch.zeros(1, device=DEVICE)
 
