@@ -22,7 +22,7 @@ def batches(n: int, size: int = 128, seed: int = 0) -> Iterator[Tensor]:
         yield 3 * used @ directions + torch.arange(16)
 
 
-def test_training_needs_only_an_iterator_of_tensors() -> None:
+def test_training_requires_only_an_iterator_of_tensors() -> None:
     fvus: dict[int, float] = {}
     fitted = train(batches(60), n_steps=60, on_log=lambda step, values: fvus.update({step: values["fvu"]}), **SETTINGS)
     assert list(fvus) == [10, 20, 30, 40, 50, 60]
@@ -31,7 +31,7 @@ def test_training_needs_only_an_iterator_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk"])
-def test_held_out_rows_are_evaluated_and_set_the_threshold(architecture: str) -> None:
+def test_held_out_rows_are_evaluated_and_determine_the_threshold(architecture: str) -> None:
     rows = next(batches(1, 1000, seed=5))
     fitted = train(batches(60), n_steps=60, held_out=rows, architecture=architecture, **SETTINGS)
     error = (rows - fitted.reconstruct(rows)).square().sum() / (rows - rows.mean(0)).square().sum()
@@ -41,7 +41,7 @@ def test_held_out_rows_are_evaluated_and_set_the_threshold(architecture: str) ->
     assert fitted.values["fvu"] != fitted.values["heldout_fvu"]
 
 
-def test_held_out_rows_of_another_shape_than_the_data_are_refused_in_one_sentence() -> None:
+def test_held_out_rows_with_another_shape_than_the_data_give_a_one_sentence_error() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
         with pytest.raises(
             UserError, match=r"^held_out: must have the shape of the batches of data, \[128, 16\], not "
@@ -90,7 +90,7 @@ def test_a_list_of_batches_is_repeated_and_an_iterator_ends() -> None:
         ({"k": [1, 2]}, r"^sae\.k: accepts only one value"),
     ],
 )
-def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
+def test_the_error_for_a_wrong_setting_names_it(settings: dict[str, object], message: str) -> None:
     with pytest.raises(JobFileError, match=message):
         train(batches(2), n_steps=2, **settings)
 
@@ -118,7 +118,7 @@ def batches_of(n: int, *shape: int) -> Iterator[Tensor]:
     return (torch.randn(*shape) for _ in range(n))
 
 
-def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
+def test_the_warning_about_data_that_ends_early_says_what_to_do() -> None:
     message = r"^data: ended after 5 of 10 steps, .*; give a list"
     with pytest.warns(UserWarning, match=message):
         fitted = train(batches_of(5, 64, 16), n_steps=10, d_sae=64, k=4)
@@ -136,7 +136,7 @@ def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
     ],
     ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
 )
-def test_data_of_an_unsupported_form_is_refused_in_one_sentence(data: Any, told: str) -> None:
+def test_data_in_an_unsupported_form_gives_a_one_sentence_error(data: Any, told: str) -> None:
     with pytest.raises(UserError, match=rf"^data: every batch must be a tensor .*{told}$"):
         train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
 
@@ -147,6 +147,6 @@ def test_an_unknown_architecture_is_reported_before_its_settings() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch_size", "n_tokens", "accumulate", "eval_every", "keep_checkpoints"])
-def test_settings_that_only_runs_with_files_have_are_refused(name: str) -> None:
+def test_settings_that_apply_only_to_runs_with_files_are_refused(name: str) -> None:
     with pytest.raises(JobFileError, match=rf"^{name}: has no meaning here: "):
         train(batches_of(3, 64, 16), n_steps=3, **{name: 1})

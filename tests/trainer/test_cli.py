@@ -85,7 +85,7 @@ def test_a_foreground_run_prints_its_result_last_and_stores_measured_speeds(
     assert stat.S_IMODE(DataDir(tmp_path / "home" / "data").box_file.stat().st_mode) == 0o600
 
 
-def test_a_run_shorter_than_its_log_interval_still_reports_rows_left_out(
+def test_a_run_shorter_than_its_log_interval_still_reports_the_rows_it_left_out(
     job_file: Path, activations: Path, tmp_path: Path
 ) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
@@ -115,7 +115,8 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
     assert result["best_sae"] == "k=4"
 
 
-# Signals that batch systems send to all processes of a job. The test also covers Ctrl-C and a closed terminal.
+# Signals that batch systems send to all processes of a job. The next test also sends the signals of Ctrl-C and of a
+# closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 
@@ -159,7 +160,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_even_if_a_rank_does_not_respond(
     ("killed", "fix"),
     [pytest.param(0, "", marks=pytest.mark.slow), (1, "resume it: sae-train resume {}/out; ")],
 )
-def test_a_killed_rank_is_named_with_its_last_log_line_and_the_way_to_resume(
+def test_the_error_for_a_killed_rank_shows_its_last_log_line_and_how_to_resume(
     killed: int, fix: str, job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     every = ["--set", f"train.checkpoint_every={3 if fix else 0}"]
@@ -178,7 +179,7 @@ def test_a_killed_rank_is_named_with_its_last_log_line_and_the_way_to_resume(
     assert "Traceback" not in errors
 
 
-def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
+def test_ctrl_c_while_ranks_start_ends_all_of_them_without_a_traceback(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, cwd=tmp_path, process_group=0)
@@ -235,7 +236,7 @@ def test_the_cause_of_a_failed_rank_is_reported_even_if_sigchld_is_ignored(
     assert re.match(rf"{activations} contains NaN or infinite values in row 16\d\d of a\.safetensors", told["message"])
 
 
-def test_every_problem_of_a_bad_job_file_is_reported_on_its_own_line(
+def test_every_problem_in_a_bad_job_file_is_reported_on_its_own_line(
     job_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job_file.write_text('[data]\npath = "gone"\n[sae]\nkk = 1\nd_sae = "wide"\n[train]\nlr = -1\n')
@@ -276,7 +277,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return set_to
 
 
-def test_an_estimate_on_busy_cores_says_so(
+def test_an_estimate_on_busy_cores_says_that_the_job_will_be_slower(
     job_file: Path, load: Callable[[float], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -287,7 +288,7 @@ def test_an_estimate_on_busy_cores_says_so(
         assert told == ([times] if times else [])
 
 
-def test_a_checkout_without_an_install_says_to_install_it(
+def test_the_error_for_a_checkout_that_is_not_installed_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkout = Path(__file__).parents[2]
@@ -298,7 +299,7 @@ def test_a_checkout_without_an_install_says_to_install_it(
     assert f"install it first: pip install -e {checkout}" in capsys.readouterr().err
 
 
-def test_an_estimate_adds_up_and_names_every_part(
+def test_the_parts_of_an_estimate_are_named_and_add_up_to_the_total(
     job_file: Path, load: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", str(job_file), "--json"]) == EXIT_FINISHED
@@ -323,7 +324,7 @@ def test_an_estimate_adds_up_and_names_every_part(
     assert len(bar) < 80
 
 
-def test_an_estimate_warns_of_latents_that_do_not_divide_evenly(
+def test_an_estimate_warns_about_latents_that_do_not_divide_evenly(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replicas = ["--set", "launch.gpus=auto:3", "--set", "parallel.mode=ddp"]
@@ -331,7 +332,7 @@ def test_an_estimate_warns_of_latents_that_do_not_divide_evenly(
     assert "warning: sae.d_sae: 64 latents do not divide evenly over 3 GPUs" in capsys.readouterr().out
 
 
-def test_an_estimate_uses_measured_speeds_or_else_assumed_ones(
+def test_an_estimate_uses_measured_speeds_or_if_there_are_none_assumed_speeds(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def estimate() -> tuple[dict[str, Any], str]:
@@ -383,7 +384,7 @@ def test_every_example_in_help_texts_parses(command: list[str], capsys: pytest.C
         make_parser().parse_args(words[1:])
 
 
-def test_help_and_messages_name_the_console_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_help_texts_and_messages_name_the_console_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words in (["--help"], ["run", "--help"], ["run"], ["stop", str(tmp_path), "--finish"]):
         main(words)
         output = "".join(capsys.readouterr())
@@ -427,7 +428,7 @@ def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subp
         (["rank", "ranks.json"], "ranks.json"),
     ],
 )
-def test_a_relative_path_in_a_deleted_working_folder_is_refused_in_one_sentence(
+def test_a_relative_path_in_a_deleted_working_folder_gives_a_one_sentence_error(
     arguments: list[str], named: str, job_file: Path, tmp_path: Path
 ) -> None:
     words = [str(job_file) if argument == "JOB" else argument for argument in arguments]
@@ -466,7 +467,9 @@ def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytes
     return file
 
 
-def test_model_only_gpus_have_no_rank_and_a_resumed_run_may_change_them(on_four_gpus: Path, tmp_path: Path) -> None:
+def test_gpus_only_for_the_model_have_no_rank_and_a_resumed_run_may_change_them(
+    on_four_gpus: Path, tmp_path: Path
+) -> None:
     out, apart = tmp_path / "out", ["--set", "data.model_gpus=2"]
     assert main(["run", str(on_four_gpus), "--out", str(out), *apart]) == EXIT_FINISHED
     logs = [file.read_text() for file in sorted((out / "logs").glob("rank*"))]
@@ -482,7 +485,7 @@ def test_model_only_gpus_have_no_rank_and_a_resumed_run_may_change_them(on_four_
     assert placed == [(2, 2, 4), (2, 2, 4), (1, 3, 4), (4, 0, 4)]
 
 
-def test_an_estimate_shows_the_memory_of_a_model_only_gpu(
+def test_an_estimate_shows_the_memory_of_a_gpu_that_is_only_for_the_model(
     on_four_gpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def estimate(*overrides: str) -> dict[str, Any]:

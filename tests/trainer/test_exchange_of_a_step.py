@@ -35,7 +35,7 @@ EXPECTED = {"sum": 112_000, "broadcast": 64_000, "gather": 56_000, "all to all":
 
 
 @pytest.mark.parametrize("shape", [pytest.param("A", marks=pytest.mark.slow), "B"])
-def test_the_exchanges_of_a_step_match_the_table(shape: str) -> None:
+def test_the_exchanges_of_a_step_match_those_in_the_table(shape: str) -> None:
     now, (columns, *listed) = list(rows([shape])), TABLE.read_text().splitlines()
     before = [columns, *(row for row in listed if row.split(",")[2] == shape)]
     changed = [f"- {row}" for row in before if row not in now] + [f"+ {row}" for row in now if row not in before]
@@ -44,7 +44,7 @@ def test_the_exchanges_of_a_step_match_the_table(shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENT)
-def test_a_collective_counts_the_bytes_of_a_ring(kind: str) -> None:
+def test_the_bytes_of_a_collective_are_counted_as_in_a_ring(kind: str) -> None:
     log, ask = OpLog(), SENT[kind]
     with counted_collectives():
         ask(CountedRanks("world", 8, log))
@@ -64,7 +64,7 @@ def counted(work: Callable[[CountedRanks, OpLog], None]) -> Step:
     return Step(tuple(log.ops), (), tuple(log.exchanges))
 
 
-def test_a_transfer_overlaps_operations_before_its_wait() -> None:
+def test_a_transfer_overlaps_with_operations_before_its_wait() -> None:
     tensor, work = torch.zeros(2**20), operation(2**32)
     sum_s = LATENCY + 1.75 * tensor.nbytes / LINK
 

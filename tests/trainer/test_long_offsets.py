@@ -1,4 +1,4 @@
-"""Tests that kernels find a row that starts 2³¹ elements into a matrix."""
+"""Tests that kernels work on a row that starts 2³¹ elements into a matrix."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ CASES = Path(__file__).with_name("long_offset_cases.py")
 
 
 @pytest.mark.slow
-def test_kernels_find_rows_beyond_32_bit_offsets() -> None:
+def test_kernels_read_and_write_rows_beyond_32_bit_offsets() -> None:
     run_cases(CASES, on_cpu=True)

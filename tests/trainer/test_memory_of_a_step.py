@@ -268,7 +268,7 @@ def marked() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("sae", "train", "d_in", "d_out", "n_ranks"), list(marked()), ids=str)
-def test_the_estimate_is_within_5_percent_of_torchs_count(
+def test_the_estimate_is_within_5_percent_of_the_memory_that_torch_counts(
     sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake: None
 ) -> None:
     job = job_of(sae, train, {"mode": "tensor"} if n_ranks > 1 else {})
@@ -297,5 +297,5 @@ def test_the_estimate_is_within_5_percent_if_replicas_share_the_optimizer(
     assert of_tensors == pytest.approx(counted(job, d_in, None, n_ranks), rel=0.05)
 
 
-def test_there_are_enough_cases() -> None:
+def test_there_are_at_least_60_cases() -> None:
     assert len(list(cases())) >= 60

@@ -58,7 +58,7 @@ def start(*argv: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_sockets_and_unpickled_data_are_recorded(written_down: Path) -> None:
+def test_the_recording_covers_sockets_and_unpickled_data(written_down: Path) -> None:
     program = "import pickle, socket; socket.create_server(('0.0.0.0', 0)); pickle.loads(pickle.dumps(OSError))"
     assert start("-c", program).wait() == 0
     bound, listened, *unpickled = (what for _, what in lines(written_down))
@@ -69,7 +69,7 @@ def test_sockets_and_unpickled_data_are_recorded(written_down: Path) -> None:
     assert all(what.startswith("unpickle __main__") for what in unpickled)
 
 
-def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
+def test_ranks_on_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
     make_job: MakeJob, written_down: Path, tmp_path: Path
 ) -> None:
     files = {}
@@ -118,7 +118,7 @@ def test_probe_and_bench_open_no_port_and_unpickle_nothing(written_down: Path, c
 
 
 @pytest.mark.slow
-def test_only_torchrun_listens_for_joined_ranks_and_nothing_is_unpickled(
+def test_only_torchrun_listens_for_ranks_that_join_and_nothing_is_unpickled(
     make_job: MakeJob, written_down: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "job.toml").write_text(

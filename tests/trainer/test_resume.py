@@ -59,7 +59,7 @@ def finish(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "k=2"])
-def test_a_change_to_the_config_of_a_run_is_refused_with_the_name_of_its_flag(
+def test_the_error_for_a_change_to_the_config_of_a_run_names_the_flag(
     setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (run_dir / "job.toml").read_text()
@@ -69,7 +69,7 @@ def test_a_change_to_the_config_of_a_run_is_refused_with_the_name_of_its_flag(
     assert (run_dir / "job.toml").read_text() == before
 
 
-def test_length_intervals_and_devices_may_change(run_dir: Path) -> None:
+def test_the_length_and_intervals_and_devices_of_a_run_may_change(run_dir: Path) -> None:
     changes = {
         "n_steps": 50, "log_every": 3, "eval_every": 7, "checkpoint_every": 9, "checkpoint_every_tokens": 11,
         "checkpoint_every_minutes": 1.5, "keep_checkpoints": 4,
@@ -81,20 +81,20 @@ def test_length_intervals_and_devices_may_change(run_dir: Path) -> None:
     assert job.sae == stored_job(run_dir, []).sae
 
 
-def test_a_run_older_than_encoder_follows_continues_without_it(run_dir: Path) -> None:
+def test_a_run_from_before_encoder_follows_existed_continues_without_it(run_dir: Path) -> None:
     assert stored_job(run_dir, []).sae.encoder_follows == "auto"
     file = run_dir / "job.toml"
     file.write_text(file.read_text().replace('encoder_follows = "auto"\n', ""))
     assert stored_job(run_dir, ["train.n_steps=50"]).sae.encoder_follows == "off"
 
 
-def test_a_run_older_than_lr_scaling_continues_without_it(run_dir: Path) -> None:
+def test_a_run_from_before_lr_scaling_existed_continues_without_it(run_dir: Path) -> None:
     file = run_dir / "job.toml"
     file.write_text(file.read_text().replace('lr_scaling = "auto"\n', ""))
     assert stored_job(run_dir, []).train.lr_scaling == "off"
 
 
-def test_a_run_older_than_lr_length_keeps_its_learning_rate(run_dir: Path) -> None:
+def test_a_run_from_before_lr_length_existed_keeps_its_learning_rate(run_dir: Path) -> None:
     file = run_dir / "job.toml"
     assert stored_job(run_dir, []).train.lr_length == "auto"
     file.write_text(file.read_text().replace('lr_length = "auto"\n', ""))
@@ -102,7 +102,7 @@ def test_a_run_older_than_lr_length_keeps_its_learning_rate(run_dir: Path) -> No
 
 
 @pytest.mark.parametrize(("seed", "first"), [("3", 3), ("[5, 6]", 5)])
-def test_a_run_of_an_earlier_version_keeps_its_held_out_rows(seed: str, first: int, run_dir: Path) -> None:
+def test_a_run_of_an_earlier_program_version_keeps_its_held_out_rows(seed: str, first: int, run_dir: Path) -> None:
     file = run_dir / "job.toml"
     text = file.read_text()
     assert stored_job(run_dir, []).data.hold_out == "auto"
@@ -114,7 +114,9 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_rows(seed: str, first: i
         assert (job.data.hold_out, job.data.split_seed) == ("rows", first)
 
 
-def test_a_run_keeps_its_tokens_per_step_although_auto_would_choose_others(run_dir: Path, make_job: MakeJob) -> None:
+def test_a_run_keeps_its_tokens_per_step_even_if_auto_would_choose_another_number(
+    run_dir: Path, make_job: MakeJob
+) -> None:
     job = make_job(train={"batch_size": "auto", "n_tokens": 12_800, "n_steps": None}, launch={"gpus": "cpu"})
     (run_dir / "job.toml").write_text(dump_job(job))
     plan = Plan("single", 1, 1, 512, 512, 1, step_s=0.1, needs_bytes=0)
@@ -139,7 +141,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.Ca
         assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it contains no job.toml\n"
 
 
-def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused(
+def test_a_run_without_checkpoints_restarts_but_damaged_checkpoints_are_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tensors,) = (run_dir / "checkpoints").glob("step-*/tensors.safetensors")
@@ -181,7 +183,7 @@ def test_a_run_whose_sae_was_not_written_is_not_finished(run_dir: Path) -> None:
     assert not stored_run(run_dir).is_finished(stored_job(run_dir, []))
 
 
-def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_length_that_ends_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(run_dir), "--set", "train.n_steps=10"]) == EXIT_USAGE
     assert capsys.readouterr().err.startswith("train.n_steps: the run is already at step 10")
     assert load_job(run_dir / "job.toml").train.n_steps == 20
@@ -193,7 +195,7 @@ def record_data(run_dir: Path) -> None:
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 
 
-def test_a_run_whose_data_has_changed_is_not_resumed(
+def test_a_run_with_changed_data_is_not_resumed(
     run_dir: Path, activations: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record_data(run_dir)
@@ -234,7 +236,7 @@ def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_an_active_run_is_not_started_a_second_time(
+def test_a_run_that_is_active_is_not_started_a_second_time(
     run_dir: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume", str(run_dir)]) == EXIT_FAILED
@@ -347,7 +349,7 @@ def test_a_moved_run_folder_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) 
         ({"batch_size": 128}, 2, 2, (128, 1)),
     ],
 )
-def test_a_step_keeps_its_number_of_tokens_on_another_number_of_ranks(
+def test_a_step_has_the_same_number_of_tokens_on_a_different_number_of_ranks(
     train: dict[str, int], before: int, now: int, expected: tuple[int, int], make_job: MakeJob
 ) -> None:
     job = make_job(train=train)
@@ -365,7 +367,7 @@ def test_a_step_keeps_its_number_of_tokens_on_another_number_of_ranks(
     ("parallel", "before", "now"),
     [({"mode": "tensor"}, 2, 4), ({"mode": "tensor"}, 4, 1), ({"mode": "hybrid"}, 4, 8), ({"mode": "hybrid"}, 8, 2)],
 )
-def test_the_tokens_per_step_do_not_depend_on_the_ranks_that_share_latents(
+def test_the_tokens_per_step_do_not_depend_on_how_many_ranks_share_the_latents(
     parallel: dict[str, str], before: int, now: int, make_job: MakeJob
 ) -> None:
     job = make_job(parallel=parallel)
@@ -373,7 +375,7 @@ def test_the_tokens_per_step_do_not_depend_on_the_ranks_that_share_latents(
     assert Layout(shared, now).tokens_per_step == Layout(job, before).tokens_per_step
 
 
-def test_a_step_keeps_its_number_of_tokens_in_another_mode(make_job: MakeJob) -> None:
+def test_a_step_has_the_same_number_of_tokens_in_a_different_mode(make_job: MakeJob) -> None:
     job = make_job()
     shared, notes = with_same_step(job, job.replace("parallel", mode="tensor"), 4, 4)
     assert Layout(shared, 4).tokens_per_step == Layout(job, 4).tokens_per_step
@@ -403,7 +405,7 @@ def run_trainer(*arguments: object) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
+def test_a_run_that_has_lost_its_last_steps_resumes_to_the_same_result(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path
 ) -> None:
     job = make_job(

@@ -128,7 +128,7 @@ def test_a_killed_and_resumed_run_has_the_same_weights_as_an_uninterrupted_one(w
     assert whole.curve("heldout_fvu")[-1] == pytest.approx(whole.curve("fvu")[-1], rel=0.3)
 
 
-def test_a_stream_is_not_resumed_on_another_number_of_data_parallel_ranks(tmp_path: Path) -> None:
+def test_a_stream_is_not_resumed_on_a_different_number_of_data_parallel_ranks(tmp_path: Path) -> None:
     run = Attempts(toy_job(train={"n_steps": 10}), tmp_path / "run")
     run.go()
     run.job = toy_job(train={"n_steps": 20, "global_batch_size": BATCH})
@@ -150,7 +150,7 @@ def test_ranks_that_share_the_latents_read_the_same_rows_as_one_rank(tmp_path: P
 # Tests for non-finite rows.
 
 
-def test_a_non_finite_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kept: Any) -> None:
+def test_a_non_finite_row_of_a_stream_is_replaced_and_reported(make_trainer: Callable, kept: Any) -> None:
     trainer = make_trainer(toy_job(data={"first_bad": 1000}, train={"log_every": 2}), kept)
     assert trainer.run()
     assert sum(kept.curve("skipped_steps")) == 0
@@ -185,7 +185,7 @@ def test_a_job_on_a_stream_without_a_length_is_refused() -> None:
         assert Layout(toy_job(train={"n_steps": None} | length), 1).total_steps == (length.get("n_steps") or 15_625)
 
 
-def test_a_stream_is_estimated_from_the_number_of_steps_alone(
+def test_the_estimate_for_a_stream_needs_only_the_number_of_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.toml").write_text(dump_job(toy_job(train={"n_steps": 10_000})))

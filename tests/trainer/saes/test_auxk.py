@@ -94,7 +94,7 @@ def test_ranks_that_share_latents_get_the_gradients_of_one_rank(case: str, path:
         assert_alike(gradients(n_ranks, sharing, silent), gradients(1, 1, silent), f"{n_ranks} ranks, {sharing} share")
 
 
-def test_a_rank_without_tokens_takes_part(path: str) -> None:
+def test_a_rank_without_tokens_takes_part_in_exchanges(path: str) -> None:
     silent = silences("many are dead", 4)
     assert_alike(gradients(4, 4, silent, n_tokens=3), gradients(1, 1, silent, n_tokens=3), "")
 

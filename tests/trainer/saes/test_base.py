@@ -37,7 +37,7 @@ def test_tokens_since_fired_are_counted_until_a_latent_is_dead() -> None:
     assert sae.may_have_dead()
 
 
-def test_the_hosts_bound_on_tokens_since_fired_is_corrected_after_later_steps() -> None:
+def test_the_bound_on_tokens_since_fired_on_the_host_is_corrected_steps_later() -> None:
     sae, x = random_topk(), batch(80)
     for _ in range(3):
         sae(x, x)
@@ -90,7 +90,7 @@ def test_a_step_without_tokens_leaves_the_state_unchanged() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_a_loaded_sae_knows_its_dead_latents() -> None:
+def test_a_loaded_sae_knows_which_latents_are_dead() -> None:
     old, new = random_topk(), random_topk()
     old.n_tokens_since_fired[3] = 1000
     new.load_state_dict(old.state_dict())
@@ -98,7 +98,7 @@ def test_a_loaded_sae_knows_its_dead_latents() -> None:
     assert new.may_have_dead()
 
 
-def test_the_gradient_component_along_decoder_rows_is_removed() -> None:
+def test_the_component_of_the_gradient_along_decoder_rows_is_removed() -> None:
     sae, x = random_topk(), batch()
     sae.objective(sae(x, x).losses).backward()
     assert sae.W_dec.grad is not None
@@ -117,7 +117,7 @@ def test_decoder_rows_are_normalised_to_length_1() -> None:
     torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40, dtype=torch.float64))
 
 
-def test_an_sae_subtracts_b_dec_from_its_input_and_a_transcoder_its_mean() -> None:
+def test_an_sae_subtracts_b_dec_from_its_input_and_a_transcoder_subtracts_the_mean() -> None:
     sae, transcoder = random_topk(), random_topk(d_out=7)
     assert sae.input_bias is sae.b_dec
     assert transcoder.input_bias is transcoder.x_mean

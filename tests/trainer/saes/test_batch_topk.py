@@ -62,7 +62,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 
 
 @pytest.mark.parametrize("rescales", [False, True])
-def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
+def test_the_training_class_of_saelens_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
     # Our class and SAELens's class agree under three conditions:
     # decoder rows have norm 1, at most k_aux = d_in / 2 latents are dead, and dead latents have positive activations.
     # SAELens's AuxK loss is a plain squared error.
@@ -96,7 +96,7 @@ def test_tokens_with_larger_activations_get_more_active_latents() -> None:
     assert per_token[::2].mean() > 2 * per_token[1::2].mean()
 
 
-def test_fewer_than_k_latents_are_active_if_fewer_are_positive() -> None:
+def test_fewer_than_k_latents_are_active_if_fewer_pre_activations_are_positive() -> None:
     sae, x = random_batch_topk(), batch()
     sae.b_enc.data[3:] = -1e6
     output = sae(x, x)
@@ -104,7 +104,7 @@ def test_fewer_than_k_latents_are_active_if_fewer_are_positive() -> None:
     assert_same(gradients(sae, output.losses["mse"]), gradients(sae, naive_losses(sae, x, x)[0]["mse"]))
 
 
-def test_a_batch_without_any_activation_works() -> None:
+def test_a_batch_without_any_positive_pre_activation_works() -> None:
     sae, x = random_batch_topk(), batch()
     sae.b_enc.data[:] = -1e6
     output = sae(x, x)
@@ -169,7 +169,7 @@ def test_in_evaluation_exactly_the_latents_above_the_threshold_are_active() -> N
     torch.testing.assert_close(sae(x[:7], x[:7]).x_hat, output.x_hat[:7])
 
 
-def test_many_activations_are_stored_dense_with_the_same_result() -> None:
+def test_many_activations_are_stored_in_a_dense_matrix_with_the_same_result() -> None:
     sae, x = random_batch_topk().eval(), batch()
     output = sae(x, x)
     assert isinstance(output.acts, DenseActs)
@@ -197,7 +197,7 @@ def test_evaluation_after_training_has_about_k_active_latents() -> None:
     assert float((sae(x, x).acts.values > 0).sum() / len(x)) == pytest.approx(8, rel=0.03)
 
 
-def test_a_state_dict_carries_threshold_and_residual_variance() -> None:
+def test_a_state_dict_contains_the_threshold_and_the_residual_variance() -> None:
     old, new = random_batch_topk(), random_batch_topk()
     for seed in (3, 4):
         learn(old, batch(seed=seed))

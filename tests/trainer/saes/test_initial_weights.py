@@ -39,7 +39,7 @@ def test_the_geometric_median_of_equal_points_is_that_point() -> None:
     assert geometric_median(torch.full((9, 3), 2.5)).tolist() == [2.5] * 3
 
 
-def test_the_unit_scale_makes_the_mean_distance_from_the_mean_the_root_of_d_in() -> None:
+def test_the_unit_scale_makes_the_mean_distance_to_the_mean_equal_to_sqrt_of_d_in() -> None:
     x = sample()
     scaled = x * unit_scale(x)
     assert (scaled - scaled.mean(dim=0)).norm(dim=1).mean().item() == pytest.approx(6**0.5, rel=1e-5)
@@ -49,7 +49,7 @@ def test_the_unit_scale_makes_the_mean_distance_from_the_mean_the_root_of_d_in()
 
 @pytest.mark.parametrize(("n_latents", "d"), [(100, 7), (97, 16), (33, 1), (5, 2)])
 @pytest.mark.parametrize("at_once", [1, 320])
-def test_two_ranks_that_draw_rows_in_blocks_get_the_rows_of_one_rank(
+def test_two_ranks_that_draw_rows_in_blocks_get_the_same_rows_as_one_rank(
     n_latents: int, d: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initial_weights, "_AT_ONCE", at_once)
@@ -85,7 +85,7 @@ def test_b_dec_mean_and_variance_are_those_of_the_normalised_data(how: str, norm
 
 @pytest.mark.parametrize(("scale", "norm"), [("auto", TopK.traits.encoder_scale), (0.7, 0.7)])
 @pytest.mark.parametrize("how", ["tied", "independent"])
-def test_the_encoder_starts_tied_or_independent_with_the_configured_scale(
+def test_the_encoder_starts_tied_or_independent_and_with_the_configured_scale(
     how: str, scale: float | str, norm: float, make_job: MakeJob
 ) -> None:
     sae = new_topk()

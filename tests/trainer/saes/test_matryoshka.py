@@ -57,7 +57,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
     assert_same(gradients(sae, sae.objective(output.losses)), gradients(sae, expected))
 
 
-def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
+def test_the_training_class_of_saelens_has_the_same_losses_and_gradients() -> None:
     # Our class and SAELens's class agree under three conditions.
     # SAELens gets our widths as its matryoshka_widths, its per-level AuxK is disabled, and decoder rows have norm 1.
     # SAELens sums the errors of the levels, whereas our loss averages them.
@@ -83,7 +83,7 @@ def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
     ("d_sae", "n_levels", "expected"),
     [(3072, 5, [192, 384, 768, 1536, 3072]), (40, 1, [40]), (41, 3, [11, 21, 41]), (3, 5, [1, 2, 3]), (1, 5, [1])],
 )
-def test_every_level_is_twice_as_wide_as_the_one_before(d_sae: int, n_levels: int, expected: list[int]) -> None:
+def test_every_level_is_twice_as_wide_as_the_previous_level(d_sae: int, n_levels: int, expected: list[int]) -> None:
     sae = random_matryoshka(12, d_sae, k=1, n_levels=n_levels)
     assert sae.widths == expected
     x = batch(4)
@@ -101,7 +101,7 @@ def test_tokens_and_levels_without_active_latents_are_reconstructed_correctly() 
     torch.testing.assert_close(output.losses["inner_mse"], naive["inner_mse"])
 
 
-def test_in_evaluation_inner_levels_are_measured_for_dense_and_sparse_activations() -> None:
+def test_evaluation_measures_inner_levels_for_dense_and_sparse_activations() -> None:
     sae, x = random_matryoshka().eval(), batch(200)
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
     # The threshold is halfway between two values, so rounding does not change which values are above it.
@@ -134,7 +134,7 @@ def left_over_by_the_first(n_levels: int, width: int) -> float:
     return ((x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum()).item()
 
 
-def test_the_first_latents_reconstruct_more_with_five_levels_than_with_one() -> None:
+def test_the_first_latents_reconstruct_more_with_five_levels_than_with_a_single_one() -> None:
     assert left_over_by_the_first(5, width=8) < 0.85 * left_over_by_the_first(1, width=8)
 
 

@@ -52,7 +52,7 @@ def make_loudest(activations: Path) -> MakeJob:
     return make
 
 
-def test_a_new_architecture_is_a_choice_with_its_own_settings() -> None:
+def test_a_new_architecture_can_be_chosen_and_has_its_own_settings() -> None:
     setting = find_setting("sae.architecture")
     assert setting
     assert "loudest" in choices_of("sae.architecture", setting)
@@ -76,7 +76,7 @@ def test_the_memory_of_a_new_architecture_is_estimated_from_its_entry(make_job: 
     assert Estimate.of(make_loudest()).as_json()["seconds"] > 0
 
 
-def test_a_new_architecture_is_trained_resumed_and_exported(
+def test_a_new_architecture_can_be_trained_and_resumed_and_exported(
     make_loudest: MakeJob, make_trainer: Callable[..., Trainer], kept: Any, tmp_path: Path
 ) -> None:
     assert make_trainer(make_loudest(), kept).run()
@@ -105,7 +105,7 @@ def test_an_export_keeps_all_weights_even_if_no_format_has_the_architecture(
     assert refusal.startswith("SAELens has no architecture loud; " if name == "loud" else "SAELens has no TopK")
 
 
-def test_an_author_must_know_at_most_8_names() -> None:
+def test_the_author_of_an_architecture_must_know_at_most_8_names() -> None:
     families = {one for entry in ARCHITECTURES.values() for one in entry.load().__mro__ if issubclass(one, Sae)}
     defined = {name for one in families - {Sae} for name in vars(one)}
     assert {name for name in defined & vars(Sae).keys() if not name.startswith("_")} == OVERRIDABLE
@@ -114,12 +114,12 @@ def test_an_author_must_know_at_most_8_names() -> None:
         assert not {name for name in OVERRIDABLE if f"`{name}" not in text}
 
 
-def test_an_architecture_may_not_override_another_name() -> None:
+def test_an_architecture_may_not_override_any_other_name() -> None:
     with pytest.raises(TypeError, match="Eager must not override end_step"):
         type("Eager", (toy_architecture.Loudest,), {"end_step": lambda self, n_tokens: None})
 
 
-def test_a_parameter_must_declare_whether_it_lies_along_latents(make_loudest: MakeJob) -> None:
+def test_an_architecture_must_declare_which_parameters_have_an_axis_of_latents(make_loudest: MakeJob) -> None:
     sae = build_sae(Layout(make_loudest(), 1), 16)
     with pytest.raises(TypeError, match="Loudest: add gain to `declared`"):
         sae.gain = torch.nn.Parameter(torch.ones(64))
@@ -147,7 +147,7 @@ def test_the_dead_latents_of_a_new_architecture_are_counted(make_loudest: MakeJo
     assert not (learner.sae.dead() & fired).any()
 
 
-def test_a_new_architecture_is_trained_from_python() -> None:
+def test_a_new_architecture_can_be_trained_from_python() -> None:
     x = torch.randn(1024, 16)
     fitted = train([x], architecture="loudest", n_loudest=4, d_sae=64, n_steps=10, lr=3e-3, device="cpu")
     assert fitted.encode(x).count_nonzero(dim=1).max() <= 4

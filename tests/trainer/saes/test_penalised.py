@@ -78,7 +78,7 @@ def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, Tensor]:
-    """Return the activation of a latent and its sparsity cost."""
+    """Return the activation of a latent and its sparsity loss."""
     norm = sae.W_dec[latent].norm()
     if isinstance(sae, Standard):
         return z.relu(), z.relu() * norm
@@ -117,7 +117,7 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
+def test_the_training_class_of_saelens_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
     # In SAELens, the gate's reconstruction loss also trains the decoder, contrary to the paper.
     # Therefore, only the encoder gradients of the gate's loss are compared.
     # SAELens multiplies the gate's penalty by decoder row norms, which are 1 in our gated SAE.
@@ -187,7 +187,7 @@ def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
-def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
+def test_a_small_threshold_moves_as_far_as_a_large_threshold(size: float) -> None:
     # If Adam updated the threshold's logarithm, a threshold of 1e-3 would barely move.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
@@ -198,7 +198,7 @@ def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
     torch.testing.assert_close(moved[moved != 0], torch.full_like(moved[moved != 0], 0.01), rtol=1e-3, atol=0)
 
 
-def test_bf16_arithmetic_leaves_threshold_and_its_gradient_in_fp32() -> None:
+def test_under_bf16_autocast_the_threshold_and_its_gradient_stay_in_fp32() -> None:
     # In bf16, a step of 1e-3 on a threshold of 1 would be rounded away.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = 1.0
@@ -256,7 +256,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
     ("kind", "shape"), [(kind, (8, 24)) for kind in KINDS] + [(kind, (8, 24, 5)) for kind in CAN_TRANSCODE]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_losses_and_gradients_with_presized_buffers_match_dense_products(
+def test_losses_and_gradients_with_presized_buffers_match_those_of_dense_products(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, foreseeing: Callable[[Penalised], None]
 ) -> None:
     sae, x = made(kind, *shape, is_sparse=True).to(dtype), batch(19, 8).to(dtype)
@@ -298,7 +298,7 @@ def take_cut(one: Learner, number: int, x: Tensor, n_passes: int) -> None:
 
 @pytest.mark.parametrize("n_passes", [1, 3])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
-def test_a_run_with_presized_buffers_learns_the_same_as_one_without(
+def test_a_run_learns_the_same_with_presized_buffers_as_without_them(
     kind: str,
     n_passes: int,
     make_job: MakeJob,
@@ -382,7 +382,7 @@ def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_the_start_k_latents_are_active_per_token(kind: str) -> None:
+def test_at_the_start_k_latents_per_token_are_active(kind: str) -> None:
     torch.manual_seed(3)
     kind_class, own = KINDS[kind]
     sae: Penalised = new_sae(kind_class, 12, 400, **(PENALISED | own))
@@ -404,7 +404,7 @@ def steer(penalty: Penalty, l0: float) -> float:
     return float(penalty.weight)
 
 
-def test_the_weight_reacts_at_once_and_more_the_longer_l0_is_off_target() -> None:
+def test_the_weight_reacts_at_once_and_the_more_the_longer_l0_is_off_target() -> None:
     e = float(torch.e)
     steered = penalty()
     assert float(steered.weight) == 2
@@ -437,7 +437,7 @@ def test_a_skipped_step_leaves_the_weight_unchanged() -> None:
     assert float(steered.integral) == pytest.approx(0.1 * float(torch.tensor(2.0).log()))
 
 
-def test_a_fixed_coefficient_is_only_warmed_up() -> None:
+def test_a_fixed_coefficient_is_warmed_up_but_not_adjusted() -> None:
     fixed = penalty(coefficient=3.0, warmup=0.2)
     assert steer(fixed, 1000) == 3
     weights = []
@@ -473,7 +473,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_threshold_is_found_without_storing_all_pre_activations(
+def test_the_initial_threshold_is_found_without_storing_all_pre_activations(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(penalised, "START_VALUES", 2**12)

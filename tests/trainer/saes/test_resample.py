@@ -56,7 +56,7 @@ def test_each_dead_latent_reads_and_writes_the_direction_of_one_token(shape: tup
     assert not sae.dead().any()
 
 
-def test_live_latents_are_unchanged() -> None:
+def test_live_latents_do_not_change() -> None:
     sae = with_dead()
     before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}
     resampled(sae, batch(200))
@@ -68,7 +68,7 @@ def test_live_latents_are_unchanged() -> None:
     assert sae.training
 
 
-def test_tokens_are_drawn_by_their_squared_loss() -> None:
+def test_tokens_are_drawn_in_proportion_to_their_squared_loss() -> None:
     counts = torch.zeros(3)
     x = torch.zeros(3, 12, dtype=torch.float64)
     x[0, 0], x[1, 1], x[2, 2] = 1.0, 2.0, 3.0
@@ -84,7 +84,7 @@ def test_tokens_are_drawn_by_their_squared_loss() -> None:
     torch.testing.assert_close(counts / 400, expected, atol=0.06, rtol=0)
 
 
-def test_more_dead_latents_than_tokens_share_tokens() -> None:
+def test_if_there_are_more_dead_latents_than_tokens_some_share_a_token() -> None:
     sae = with_dead()
     sae.n_tokens_since_fired[:30] = 1000
     assert int(resampled(sae, batch(4)).sum()) == 30
@@ -114,7 +114,7 @@ def test_thresholds_and_magnitude_biases_restart_like_encoder_biases() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("optimizer", [{}, {"state": "int8"}, {"optimizer": "signum"}, {"optimizer": "muon"}], ids=str)
-def test_revived_latents_fire_again_and_have_no_optimizer_state(
+def test_resampled_latents_fire_again_and_have_no_optimizer_state(
     architecture: str, optimizer: dict, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "d_sae": 256}, train={"batch_size": 200} | optimizer)
@@ -137,7 +137,7 @@ def test_revived_latents_fire_again_and_have_no_optimizer_state(
 
 
 def moments(learner: Learner) -> list[tuple[str, Tensor]]:
-    """Return the optimizer moments of all parameters that have a slice per latent."""
+    """Return the optimizer moments of all parameters that have one slice per latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
     states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]

@@ -23,7 +23,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_row_gradients_of_several_passes_are_added_to_a_gradient_or_to_none(
+def test_row_gradients_of_several_passes_are_added_even_if_there_is_no_gradient_yet(
     has_gradient: bool, dtype: torch.dtype
 ) -> None:
     parameters = Weights(*map(nn.Parameter, (torch.randn(6, 4).T, torch.randn(6), torch.randn(6, 3))))
@@ -90,7 +90,7 @@ def test_the_auxk_gradients_of_all_weights_match_autograd(
         assert (found[name] != without[name]).any()
 
 
-def test_an_undone_pass_leaves_no_row_gradients(make_job: MakeJob) -> None:
+def test_a_pass_that_is_undone_leaves_no_row_gradients(make_job: MakeJob) -> None:
     learner, x = Learner(make_job(), 16, None, ALONE), torch.randn(100, 16)
     learner.initialise(x, x)
     learner.sae.n_tokens_since_fired[5:25] = 10**6

@@ -40,7 +40,7 @@ def of_skip(sae: Sae, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_other_weights_learn_from_the_target_minus_the_skips_output(kind: str) -> None:
+def test_the_other_weights_learn_from_the_target_minus_the_output_of_the_skip(kind: str) -> None:
     sae, plain, x, y = random_transcoder(kind), random_transcoder(kind, skip=False), batch(), batch(33, D_OUT, seed=5)
     for one in (sae, plain):
         one.n_tokens_since_fired[3:9] = 1000
@@ -55,7 +55,7 @@ def test_other_weights_learn_from_the_target_minus_the_skips_output(kind: str) -
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_the_gradient_of_the_skip_matches_finite_differences(kind: str) -> None:
+def test_the_gradient_of_the_skip_connection_matches_finite_differences(kind: str) -> None:
     sae, x, y = random_transcoder(kind), batch(), batch(33, D_OUT, seed=5)
     assert sae.W_skip is not None
     gradient = gradients(sae, sae.objective(sae(x, y).losses))["W_skip"]
@@ -72,7 +72,7 @@ def test_the_gradient_of_the_skip_matches_finite_differences(kind: str) -> None:
     torch.testing.assert_close(gradient, differences)
 
 
-def test_the_skip_is_not_normalised_and_belongs_to_no_latent() -> None:
+def test_the_skip_connection_is_not_normalised_and_belongs_to_no_latent() -> None:
     sae, x, y = random_transcoder("batch_topk"), batch(), batch(33, D_OUT, seed=5)
     assert sae.W_skip is not None
     before = sae.W_skip.detach().clone()
@@ -86,7 +86,7 @@ def test_the_skip_is_not_normalised_and_belongs_to_no_latent() -> None:
     assert "W_skip" not in sae.latent_dims()
 
 
-def test_a_revived_latent_writes_what_the_skip_leaves_unexplained() -> None:
+def test_a_resampled_latent_writes_what_the_skip_connection_leaves_unexplained() -> None:
     sae, x, y = random_transcoder("batch_topk"), batch(1), batch(1, D_OUT, seed=5)
     sae.n_tokens_since_fired[3] = 1000
     resample(sae, x, y, torch.Generator().manual_seed(0))
@@ -95,7 +95,7 @@ def test_a_revived_latent_writes_what_the_skip_leaves_unexplained() -> None:
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_the_skip_learns_the_linear_part_of_the_data(kind: str) -> None:
+def test_the_skip_connection_learns_the_linear_part_of_the_data(kind: str) -> None:
     torch.manual_seed(0)
     # The data's mean is far from 0, and its scale is not 1.
     x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
@@ -104,13 +104,13 @@ def test_the_skip_learns_the_linear_part_of_the_data(kind: str) -> None:
     assert train(data, n_steps=200, skip=True, **settings).values["fvu"] < 0.01
 
 
-def test_the_skip_starts_from_zero() -> None:
+def test_the_skip_connection_is_initially_zero() -> None:
     sae = new_sae(BatchTopK, 12, 40, D_OUT, k=3, has_skip=True)
     assert sae.W_skip.shape == (12, D_OUT)
     assert not sae.W_skip.any()
 
 
-def test_a_skip_in_an_sae_is_refused_with_a_fix() -> None:
+def test_the_error_for_a_skip_connection_in_an_sae_suggests_a_fix() -> None:
     rows = torch.randn(200, 12)
     with pytest.raises(UserError, match=r"^sae\.skip: only a transcoder has a skip .*; give data.target_path, or set"):
         train([rows], n_steps=1, skip=True, device="cpu")

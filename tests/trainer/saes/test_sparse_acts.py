@@ -20,7 +20,7 @@ def test_sparse_and_dense_activations_give_the_same_results() -> None:
         assert torch.equal(weighted.dense(), DENSE * per_latent)
 
 
-def test_activations_without_entries_are_zero() -> None:
+def test_activations_without_entries_are_all_zero() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     acts = SparseActs(torch.zeros(0), SparseIndices(nothing, nothing, torch.zeros(3, dtype=torch.int64)), 4)
     assert torch.equal(acts.dense(), torch.zeros(3, 4))
@@ -28,7 +28,7 @@ def test_activations_without_entries_are_zero() -> None:
     assert acts.per_token(acts.values).tolist() == [0] * 3
 
 
-def test_gradients_flow_through_the_dense_form() -> None:
+def test_gradients_flow_through_the_dense_matrix() -> None:
     values = SPARSE.values.clone().requires_grad_()
     (SPARSE.with_values(values).dense() * torch.arange(12.0).view(3, 4)).sum().backward()
     assert values.grad is not None

@@ -60,7 +60,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int) -> None:
     torch.testing.assert_close(sae.objective(output.losses), expected)
 
 
-def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -> None:
+def test_a_negative_pre_activation_in_the_top_k_is_inactive_and_has_no_gradient() -> None:
     sae, x = random_topk(k=30), batch()
     output = run(sae, x)
     assert (output.acts.values == 0).any()
@@ -69,7 +69,7 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -
 
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
-def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
+def test_the_training_class_of_saelens_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
     # Our class and SAELens's class agree under three conditions.
     # Decoder rows have norm 1, since SAELens ranks latents by act · ‖W_dec‖.
     # At most k_aux = d_in / 2 latents are dead.
@@ -118,7 +118,7 @@ def test_auxk_gives_gradients_only_to_the_weights_of_dead_latents() -> None:
     assert (grads["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
 
 
-def test_auxk_is_0_without_dead_latents_if_switched_off_and_in_evaluation() -> None:
+def test_auxk_is_0_without_dead_latents_and_in_evaluation_and_if_switched_off() -> None:
     alive, off, evaluated = random_topk(), random_topk(auxk_alpha=0.0), random_topk().eval()
     for sae in (off, evaluated):
         sae.n_tokens_since_fired[:] = 1000
@@ -126,7 +126,7 @@ def test_auxk_is_0_without_dead_latents_if_switched_off_and_in_evaluation() -> N
         assert run(sae, batch()).losses["auxk"] == 0
 
 
-def test_the_dead_latents_that_fired_least_recently_are_candidates() -> None:
+def test_the_auxk_candidates_are_the_dead_latents_that_fired_least_recently() -> None:
     sae = random_topk(k_aux=3)
     sae.n_tokens_since_fired[:] = torch.arange(sae.d_sae) + 200
     grads = gradients(sae, run(sae, batch(400)).losses["auxk"])
@@ -186,7 +186,7 @@ def test_k_falls_linearly_over_the_first_part_of_a_run() -> None:
     assert run(sae, batch(3)).acts.values.numel() == 3 * 4
 
 
-def test_annealing_starts_at_the_given_k_but_at_most_at_d_sae() -> None:
+def test_annealing_starts_at_the_given_k_but_never_above_d_sae() -> None:
     for start, expected in ((20, 20), (1000, 40)):
         sae = random_topk(k_anneal_fraction=0.1, k_anneal_start=start)
         sae.begin_step(0.0)

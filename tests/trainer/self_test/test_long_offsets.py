@@ -14,13 +14,13 @@ from trainer.self_test.products import TOLERANCE
 products, choices = partial(product_errors, 40, 12, CPU), partial(right_choices, 20, 64, CPU)
 
 
-def test_the_last_rows_lie_beyond_32_bit_offsets_and_a_cpu_is_not_checked() -> None:
+def test_the_last_rows_lie_beyond_32_bit_offsets_and_cpus_are_not_checked() -> None:
     for n_rows, width in (WEIGHTS, PRE_ACTS):
         assert (n_rows - N_LAST) * width >= 2**31
     assert not list(check_long_offsets(CPU))
 
 
-def test_products_and_selections_at_the_end_are_correct_on_a_cpu() -> None:
+def test_products_and_selections_of_the_last_rows_are_correct_on_a_cpu() -> None:
     assert max(products().values()) < TOLERANCE
     assert all(choices().values())
 

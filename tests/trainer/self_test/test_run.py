@@ -58,7 +58,7 @@ def test_batches_and_log_intervals_are_correct_and_a_wrong_row_is_detected(
     assert check.found == {"differing": [0]}
 
 
-def test_state_missing_from_a_checkpoint_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_is_missing_from_a_checkpoint_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = ShardedState.tensors
 
     def without_moments(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +72,7 @@ def test_state_missing_from_a_checkpoint_is_detected(monkeypatch: pytest.MonkeyP
     assert "sae.W_dec" in check.found["differing"]
 
 
-def test_a_diverging_curve_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learning_curve_that_diverges_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.self_test.learning.ARCHITECTURES", ("topk",))
     fvus = iter([0.5, 0.2, 0.5, 0.22])
     monkeypatch.setattr("trainer.self_test.learning._fvu", lambda *_: next(fvus))
@@ -98,7 +98,7 @@ def test_the_command_reports_a_missing_gpu() -> None:
     assert done.stderr == "--gpus: this machine has no GPU; cpu checks its CPU\n"
 
 
-def test_the_result_counts_the_checks_and_names_the_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_counts_the_checks_and_names_the_failed_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = Check("products", "a", True, {}), Check("products", "b", False, {"off": 0.1})
     monkeypatch.setattr(run, "SHORT", (lambda device: iter(checks),))
     found = run.run({}, full=False, tell=lambda check: None)

@@ -132,7 +132,9 @@ WHICH = st.integers(0, len(SAES) - 1)
 
 @ANY
 @given(which=WHICH, place=st.integers(0, 30), value=st.one_of(st.just(...), VALUES))
-def test_any_value_of_a_setting_is_read_or_refused(damaged: Any, which: int, place: int, value: Any) -> None:
+def test_an_sae_with_any_value_of_a_setting_is_read_or_refused(
+    damaged: Any, which: int, place: int, value: Any
+) -> None:
     def damage(folder: Path) -> None:
         config = json.loads(config_of(folder).read_text())
         indices = [(table, key) for table in (config, *_tables(config)) for key in table]
@@ -149,7 +151,7 @@ def _tables(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 @ANY
 @given(which=WHICH, value=VALUES)
-def test_settings_of_another_type_are_read_or_refused(damaged: Any, which: int, value: Any) -> None:
+def test_any_json_value_in_place_of_the_settings_is_read_or_refused(damaged: Any, which: int, value: Any) -> None:
     damaged(which, lambda folder: config_of(folder).write_text(json.dumps(value)))
 
 
@@ -161,7 +163,7 @@ def test_settings_of_another_type_are_read_or_refused(damaged: Any, which: int, 
     byte=st.integers(0, 255),
     cut=st.one_of(st.none(), st.integers(0, 10**6)),
 )
-def test_damaged_bytes_are_read_or_refused(
+def test_a_file_with_damaged_bytes_is_read_or_refused(
     damaged: Any, which: int, of_weights: bool, indices: list[int], byte: int, cut: int | None
 ) -> None:
     def damage(folder: Path) -> None:
@@ -182,7 +184,7 @@ def test_damaged_bytes_are_read_or_refused(
     field=st.sampled_from(["dtype", "shape", "data_offsets", ""]),
     value=VALUES,
 )
-def test_any_value_in_a_safetensors_header_is_read_or_refused(
+def test_a_safetensors_header_with_any_value_is_read_or_refused(
     damaged: Any, which: int, place: int, field: str, value: Any
 ) -> None:
     def damage(folder: Path) -> None:
@@ -211,7 +213,9 @@ def test_any_value_in_a_safetensors_header_is_read_or_refused(
         st.sampled_from(DTYPES),
     ),
 )
-def test_tensors_of_another_kind_are_read_or_refused(damaged: Any, which: int, place: int, change: Any) -> None:
+def test_tensors_of_unexpected_dtypes_shapes_or_values_are_read_or_refused(
+    damaged: Any, which: int, place: int, change: Any
+) -> None:
     def damage(folder: Path) -> None:
         tensors = read_weights(weights_of(folder))
         name = sorted(tensors)[place % len(tensors)]
@@ -242,7 +246,7 @@ def _changed(tensor: Tensor, name: str, change: Any) -> dict[str, Tensor]:
 
 @ANY
 @given(value=st.sampled_from([None, 1, "text", [1], {"a": 1}, {1: 2}, {"encoder.weight": None}]))
-def test_a_pickle_of_another_object_is_read_or_refused(damaged: Any, value: Any) -> None:
+def test_a_pickle_of_an_unexpected_object_is_read_or_refused(damaged: Any, value: Any) -> None:
     content = io.BytesIO()
     torch.save(value, content)
     damaged(6, lambda folder: (folder / "ae.pt").write_bytes(content.getvalue()))

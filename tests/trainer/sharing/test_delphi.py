@@ -46,7 +46,7 @@ def dense(folder: Path) -> Tensor:
     return acts
 
 
-def test_each_activation_is_in_the_file_of_its_latent_and_each_file_has_all_tokens(tmp_path: Path) -> None:
+def test_each_file_has_all_tokens_and_the_activations_of_its_latents(tmp_path: Path) -> None:
     of = firings()
     notes = write(of, tmp_path / "sae")
     expected = torch.zeros(5, 64, D_SAE)
@@ -64,20 +64,20 @@ def test_each_activation_is_in_the_file_of_its_latent_and_each_file_has_all_toke
     assert "the SAE itself is left out" in notes[0]
 
 
-def test_no_file_is_without_activations_if_most_latents_are_dead(tmp_path: Path) -> None:
+def test_every_file_contains_activations_even_if_most_latents_are_dead(tmp_path: Path) -> None:
     write(firings(d_sae=40), tmp_path)
     files = list(tmp_path.glob("*.safetensors"))
     assert all(len(load_file(file)["activations"]) for file in files)
     assert {int(file.stem.split("_")[1]) for file in files} >= {D_SAE - 1}
 
 
-def test_a_second_cache_replaces_all_files_of_the_first(tmp_path: Path) -> None:
+def test_a_second_cache_replaces_all_files_of_the_first_cache(tmp_path: Path) -> None:
     write(firings(), tmp_path)
     write(firings(d_sae=10), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {f"0_{D_SAE - 1}.safetensors", "config.json"}
 
 
-def test_activations_beyond_half_precision_stay_finite(tmp_path: Path) -> None:
+def test_activations_that_exceed_half_precision_stay_finite(tmp_path: Path) -> None:
     of = firings(largest=1e6)
     write(of, tmp_path)
     assert float(dense(tmp_path).max()) == float(of.activations.max())

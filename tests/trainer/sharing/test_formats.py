@@ -181,7 +181,7 @@ def test_a_format_that_cannot_represent_the_sae_is_refused(
         assert refusal.startswith(reason)
 
 
-def test_metadata_unknown_to_sparsify_is_kept_next_to_its_settings(tmp_path: Path) -> None:
+def test_metadata_that_sparsify_does_not_know_is_kept_next_to_its_settings(tmp_path: Path) -> None:
     _, _, notes = written("sparsify", "topk", tmp_path / "sae")
     assert notes == []
     assert form_of("sparsify").read(tmp_path / "sae").metadata == ORIGIN | {
@@ -189,7 +189,7 @@ def test_metadata_unknown_to_sparsify_is_kept_next_to_its_settings(tmp_path: Pat
     }  # fmt: skip
 
 
-def test_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
+def test_the_name_of_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
     shared = shared_form(made("standard", 32), {"hook_layer": "../x"})
     (note,) = form_of("circuit-tracer").write(shared, tmp_path / "set")
     assert note == "the data does not name its layer; rename layer_0.safetensors after the layer"
@@ -197,7 +197,7 @@ def test_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_has_tensors_only_and_no_extra_bytes(kind: str, tmp_path: Path) -> None:
+def test_a_state_dict_contains_only_tensors_and_no_extra_bytes(kind: str, tmp_path: Path) -> None:
     sae, _, _ = written("dictionary_learning", kind, tmp_path / "sae")
     tensors = torch.load(tmp_path / "sae" / "ae.pt", weights_only=True)
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
@@ -213,7 +213,7 @@ def with_features(folder: Path, **moved: Any) -> SharedSae:
     return shared_form(sae, ORIGIN | {"context_size": 25}, features=folder / "features.safetensors")
 
 
-def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neuronpedia_shows_the_features_that_eval_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = with_features(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
@@ -239,7 +239,9 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     assert "pos_str" not in first
 
 
-def test_neuronpedia_shows_stored_promoted_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neuronpedia_shows_the_promoted_tokens_that_eval_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = with_features(tmp_path, **MOVED)
     assert form_of("neuronpedia").write(shared, tmp_path / "out") == []
     batch = json.loads((tmp_path / "out" / "batch-0.json").read_text())
@@ -263,7 +265,7 @@ def test_neuronpedia_merges_characters_that_span_tokens(tmp_path: Path) -> None:
     assert strongest["qualifying_token_index"] == 0
 
 
-def test_neuronpedia_is_refused_without_stored_features_of_the_sae(tmp_path: Path) -> None:
+def test_an_export_for_neuronpedia_is_refused_if_the_sae_has_no_stored_features(tmp_path: Path) -> None:
     shared = with_features(tmp_path)
     for other, reason in (
         (shared._replace(features=None), "has stored none here"),

@@ -40,7 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub.close()
 
 
-def test_an_sae_of_the_hub_is_downloaded_once_with_only_its_own_files(
+def test_an_sae_on_the_hub_is_downloaded_only_once_and_without_files_of_other_saes(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = find(Path("ada/saes/layers.3"))
@@ -65,7 +65,7 @@ def test_the_error_for_a_repository_with_many_saes_names_the_first_ones(hub: Hub
         find(Path("ada/other"))
 
 
-def test_without_the_hub_the_cache_is_read_and_a_missing_sae_reported(
+def test_without_the_hub_the_cache_is_read_and_a_missing_sae_is_reported(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find(Path("ada/saes/layers.3"))
@@ -93,7 +93,7 @@ def test_paths_take_precedence_and_only_valid_names_are_requested_from_the_hub(h
     assert hub.asked == []
 
 
-def test_a_name_has_a_repository_and_a_revision_and_a_folder() -> None:
+def test_a_name_consists_of_a_repository_and_a_revision_and_a_folder() -> None:
     assert parse("hf:/a/b") == ("a/b", None, "")
     assert parse("a/b@v1.0/layers.3/mlp") == ("a/b", "v1.0", "layers.3/mlp")
     assert [parse(text) for text in ("a", "/a/b", "a/../b", "a/b c", "a//b", "a/b/-x", ".a/b")] == [None] * 7

@@ -236,14 +236,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_an_import_notes_that_gemma_scope_1_transcoders_use_rows_without_gain(tmp_path: Path) -> None:
+def test_an_import_notes_that_gemma_scope_1_transcoders_expect_rows_without_gain(tmp_path: Path) -> None:
     notes = {name: written(LAYOUTS[f"gemma-scope {name}"], tmp_path / name)[1].notes for name in GEMMA_SCOPE}
     assert notes == {"1: res": (), "1: transcoder": (ANY,), "2: transcoder with a skip": ()}
     assert "divide rows of mlp_in by 1 + the weight of pre_feedforward_layernorm" in notes["1: transcoder"][0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_sae_that_cannot_be_computed_here_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+def test_the_error_for_an_sae_that_cannot_be_computed_here_gives_the_reason(name: str, tmp_path: Path) -> None:
     write, reason = REFUSED[name]
     write(tmp_path)
     found = find(tmp_path)
@@ -253,13 +253,13 @@ def test_an_sae_that_cannot_be_computed_here_is_refused_with_the_reason(name: st
     assert reason in refusal
 
 
-def test_an_unknown_setting_is_ignored_if_the_user_sets_it_to_null(tmp_path: Path) -> None:
+def test_an_unknown_setting_is_ignored_if_the_user_has_set_it_to_null(tmp_path: Path) -> None:
     saelens("standard", FLAT | {"encoder_bias_rotation": "on"})(tmp_path)
     found = find(tmp_path)
     assert found.reader.read(found.place, Given({"encoder_bias_rotation": None})).form == "standard"
 
 
-def test_the_error_for_a_git_lfs_pointer_names_it(tmp_path: Path) -> None:
+def test_the_error_for_a_git_lfs_pointer_names_the_file(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n"
     for file in ("cfg.json", "sae_weights.safetensors"):
         folder = tmp_path / file
@@ -271,7 +271,7 @@ def test_the_error_for_a_git_lfs_pointer_names_it(tmp_path: Path) -> None:
             find(folder).reader.read(folder)
 
 
-def test_foreign_metadata_is_made_short_and_single_line(tmp_path: Path) -> None:
+def test_metadata_from_other_tools_is_shortened_to_a_single_line(tmp_path: Path) -> None:
     hostile = {
         "model_name": "\x1b]52;c;eA==\x07" + "m" * 900,
         "hook_name": ["a"],
@@ -320,7 +320,7 @@ def _promise(file: Path, arrays: dict[str, Any]) -> None:
         archive.writestr("threshold.npy", head.getvalue() + bytes(8))
 
 
-def test_the_error_counts_all_saes_below_a_folder_and_names_the_first(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_of_saes_counts_them_all_and_names_the_first_ones(tmp_path: Path) -> None:
     for layer in range(12):
         sparsify({}, f"layers.{layer}")(tmp_path)
     with pytest.raises(
@@ -352,7 +352,7 @@ def test_a_config_value_is_read_as_json_or_else_as_a_string() -> None:
             parsed_config([bad])
 
 
-def test_given_settings_override_those_in_the_file(tmp_path: Path) -> None:
+def test_given_settings_override_the_settings_in_the_file(tmp_path: Path) -> None:
     FOREIGN(tmp_path)
     config = json.loads((tmp_path / "cfg.json").read_text())
     given = Given({"activation_fn_str": "topk", "activation_fn_kwargs.k": 3})

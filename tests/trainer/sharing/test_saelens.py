@@ -28,7 +28,7 @@ from trainer.sharing.base import shared_form
 from trainer.sharing.saelens import TRANSFORMER_LENS_MODELS, SaeLens, export_sae, origin
 
 
-def test_every_architecture_is_exported_here() -> None:
+def test_these_tests_export_every_architecture() -> None:
     assert KINDS.keys() == ARCHITECTURES.keys()
     assert TRANSCODERS.keys() == {name for name, entry in ARCHITECTURES.items() if entry.transcodes == "yes"}
 
@@ -73,13 +73,13 @@ def test_saelens_maps_raw_inputs_to_raw_targets_like_a_transcoder(kind: str, ski
     assert torch.equal(loaded.encode(x) > 0, output.acts.dense() > 0)
 
 
-def test_training_facts_are_in_saelens_metadata(tmp_path: Path) -> None:
+def test_facts_about_the_training_are_in_the_metadata_for_saelens(tmp_path: Path) -> None:
     metadata = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
     loaded = round_trip(made("batch_topk"), tmp_path / "sae", **metadata)
     assert {name: loaded.cfg.metadata[name] for name in metadata} == metadata
 
 
-def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> None:
+def test_an_export_folder_is_private_and_contains_only_two_files(tmp_path: Path) -> None:
     folder = tmp_path / "saes" / "7"
     export_sae(made(), folder, {})
     assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {
@@ -89,7 +89,7 @@ def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> N
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_in_a_shared_folder_an_sae_is_shared_with_the_group(tmp_path: Path) -> None:
+def test_an_sae_in_a_shared_folder_is_shared_with_the_group(tmp_path: Path) -> None:
     tmp_path.chmod(0o2770)
     for _ in range(2):
         export_sae(made(), tmp_path / "7", {})
@@ -119,7 +119,7 @@ def test_user_files_next_to_an_sae_are_kept_unchanged(tmp_path: Path) -> None:
     assert [entry.name for entry in folder.parent.iterdir()] == ["7"]
 
 
-def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
+def test_an_sae_is_not_written_through_a_symbolic_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "cfg.json").write_text("mine")
@@ -133,7 +133,7 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     assert [(entry.name, entry.read_text()) for entry in precious.iterdir()] == [("cfg.json", "mine")]
 
 
-def test_an_export_killed_at_any_moment_leaves_a_complete_sae_and_user_files(tmp_path: Path) -> None:
+def test_killing_an_export_at_any_moment_leaves_a_complete_sae_and_user_files(tmp_path: Path) -> None:
     n_killed = in_loaded_process(kill_exports, tmp_path)
     assert n_killed > 5
     token_counts = set()
@@ -148,7 +148,7 @@ def test_an_export_killed_at_any_moment_leaves_a_complete_sae_and_user_files(tmp
     assert token_counts == {1, 2}
 
 
-def test_the_origin_of_activations_uses_saelens_names() -> None:
+def test_the_origin_of_activations_is_stored_under_the_names_that_saelens_uses() -> None:
     meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
     assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
     assert origin({}) == {}
@@ -167,7 +167,7 @@ def test_saelens_metadata_describes_how_to_load_a_model_with_its_hooks(tmp_path:
         assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")
 
 
-def test_models_left_to_transformer_lens_are_among_its_own() -> None:
+def test_models_that_transformer_lens_should_load_are_in_its_list_of_models() -> None:
     loading = pytest.importorskip("transformer_lens.loading_from_pretrained")
     for name in TRANSFORMER_LENS_MODELS:
         assert loading.get_official_model_name(name).lower() == name.lower()
@@ -184,7 +184,7 @@ def stream_at(model: Path, text: Path, hook: str) -> ModelStream:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3", "bert"])
 @torch.no_grad()
-def test_saelens_reads_the_rows_that_an_sae_was_trained_on(family: str, tmp_path: Path) -> None:
+def test_saelens_computes_the_same_rows_that_an_sae_was_trained_on(family: str, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.load_model import load_model
@@ -209,7 +209,7 @@ def test_saelens_reads_the_rows_that_an_sae_was_trained_on(family: str, tmp_path
             torch.testing.assert_close(cache[facts.hook_name_out].flatten(0, 1), ours[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_hook_name_for_saelens_is_restored_when_read_again(tmp_path: Path) -> None:
+def test_the_hook_name_for_saelens_is_restored_when_an_sae_is_read_again(tmp_path: Path) -> None:
     facts = {
         "model_name": "/models/tiny/tiny.gguf", "hook_name": "blocks.1.mlp.hook_in", "hook_layer": 1,
         "hook_name_out": "blocks.1.hook_mlp_out", "module": "model.layers.1.norm", "module_out": "model.layers.1.mlp",
@@ -233,7 +233,7 @@ def test_rows_after_the_last_norm_of_bert_have_their_transformer_lens_name(tmp_p
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.oracle == "sae_lens"])
 @torch.no_grad()
-def test_saelens_computes_the_same_from_files_of_any_version(name: str, tmp_path: Path) -> None:
+def test_saelens_computes_the_same_results_from_files_of_any_version(name: str, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     torch.manual_seed(0)
     reference = LAYOUTS[name].write(tmp_path)

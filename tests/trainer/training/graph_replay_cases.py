@@ -166,7 +166,7 @@ def test_a_captured_step_with_a_nan_is_skipped() -> None:
     assert steps.n_replayed == 3
 
 
-def test_a_batch_of_another_size_runs_eagerly_before_steps_are_captured_again() -> None:
+def test_a_batch_of_a_different_size_runs_eagerly_before_steps_are_captured_again() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(3)
@@ -198,7 +198,7 @@ def test_a_captured_step_replaces_and_counts_outliers_and_non_finite_rows() -> N
     assert LeftOut.of(found.counts) == LeftOut(outliers=8, not_finite=8, zero=0, n_seen=8 * N)
 
 
-def test_captured_steps_use_the_weights_that_were_resampled_before() -> None:
+def test_captured_steps_use_weights_that_were_resampled_after_the_capture() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(3)
@@ -240,7 +240,7 @@ def test_no_step_is_captured_while_k_is_annealed() -> None:
 
 
 @pytest.mark.parametrize(("n_failures", "most", "n_replayed"), [(2, 3, 1), (9, 2, 0)])
-def test_a_failed_capture_is_reported_and_retried_a_few_times(
+def test_a_failed_capture_is_reported_and_retried_only_a_few_times(
     n_failures: int, most: int, n_replayed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_replay, "RETRY_STEPS", 1)
@@ -342,7 +342,9 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_eager_ones(
     run.assert_alike()
 
 
-def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_products_are_dense(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sae = {"architecture": "standard", "sparsity_coefficient": 0.02, "sparsity_warmup_fraction": 0.3}
     run = Penalty(monkeypatch, sae, {"precision": "fp16"})
     run.capacity = 0
@@ -366,7 +368,7 @@ def test_captured_steps_are_bit_identical_if_kernels_sum_the_penalty_gradients(m
     run.assert_alike()
 
 
-def test_a_step_is_captured_again_for_another_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_again_if_the_capacity_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Penalty(monkeypatch, {"architecture": "gated"}, {})
     run.take(6)
     assert run.steps.n_replayed == 2
@@ -380,7 +382,7 @@ def test_a_step_is_captured_again_for_another_capacity(monkeypatch: pytest.Monke
     run.assert_alike()
 
 
-def test_an_overflowing_captured_step_is_skipped_and_dense_steps_follow(
+def test_a_captured_step_that_overflows_is_skipped_and_dense_steps_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Penalty(monkeypatch, {"architecture": "standard"}, {})
@@ -429,7 +431,7 @@ def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monk
 
 
 @pytest.mark.slow
-def test_the_self_test_detects_a_penalised_step_replayed_on_an_old_batch(
+def test_the_self_test_detects_a_step_with_a_penalty_that_replays_an_old_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(learning, "SMALL", Size(D_IN, 8, 2, N))
@@ -447,6 +449,6 @@ def test_the_self_test_detects_a_penalised_step_replayed_on_an_old_batch(
     assert found["changes_off"] > 2 * learning.NEAR_CHANGES
 
 
-def test_a_wait_of_the_host_during_capture_raises() -> None:
+def test_a_wait_by_the_host_during_capture_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="waits"):
         TapeOnCpu().record(lambda: float(torch.ones(())))

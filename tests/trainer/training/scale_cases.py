@@ -26,7 +26,7 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("n_tokens", [0, 777, 4096])
 @pytest.mark.parametrize("largest", [0.0, 1.0, 0.3])
 @pytest.mark.parametrize("overflowed", [None, False, True])
-def test_the_kernel_matches_single_operations(
+def test_the_kernel_matches_the_equivalent_torch_operations(
     square: float, factor: float, n_tokens: int, largest: float, overflowed: bool | None
 ) -> None:
     squares = number(square, torch.float64), number(square / 3, torch.float64)

@@ -85,7 +85,7 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "architecture"), EXCHANGING)
-def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
+def test_both_ranks_halve_their_micro_batches_if_one_rank_lacks_memory(
     mode: str, architecture: str, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = shared_job(mode, architecture, "auto")
@@ -101,7 +101,7 @@ def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
     assert len(curve(tmp_path / "tight", "loss")) == 2
 
 
-def test_halving_is_reported_to_change_the_sae_if_latents_are_selected_per_micro_batch() -> None:
+def test_halving_is_reported_to_change_an_sae_that_selects_latents_per_micro_batch() -> None:
     message = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
     assert message.endswith(
         "; with batch_topk, latents are selected within each micro-batch, so the SAE differs from a run with 8,192"
@@ -128,7 +128,7 @@ def groups_of(mode: str) -> dict[str, Group]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_a_dry_run_waits_for_no_rank_and_leaves_the_state_unchanged(
+def test_a_dry_run_does_not_wait_for_other_ranks_and_leaves_the_state_unchanged(
     mode: str, architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
@@ -144,7 +144,7 @@ def test_a_dry_run_waits_for_no_rank_and_leaves_the_state_unchanged(
 
 
 @pytest.mark.parametrize(("mode", "architecture"), [("tensor", "topk"), ("ddp", "batch_topk")])
-def test_after_a_dry_run_a_pass_exchanges_with_all_ranks_again(
+def test_after_a_dry_run_passes_exchange_data_with_all_ranks_again(
     mode: str, architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
@@ -165,7 +165,7 @@ def test_a_dry_run_includes_auxk_before_any_latent_is_dead(mode: str, make_job: 
 
 
 @pytest.mark.parametrize("costs", [Costs(0.2, 10), None])
-def test_a_dry_run_has_the_most_active_entries_that_a_rank_can_hold(
+def test_a_dry_run_has_the_largest_number_of_active_entries_that_a_rank_can_hold(
     costs: Costs | None, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_look, "costs", lambda: costs)

@@ -103,7 +103,7 @@ def held_out_fvu(trainer: Any) -> float:
 
 
 @pytest.mark.slow
-def test_a_cooled_down_run_is_better_than_one_stopped_after_as_many_steps(
+def test_a_cooled_down_run_is_better_than_a_run_stopped_after_as_many_steps(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     cooled, progress = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "a", output=tmp_path / "cooled")
@@ -124,7 +124,7 @@ def test_a_cooled_down_run_is_better_than_one_stopped_after_as_many_steps(
     )
 
 
-def test_a_run_stopped_in_its_cool_down_resumes_to_bit_identical_weights(
+def test_a_run_stopped_during_its_cool_down_resumes_to_bit_identical_weights(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     whole, _ = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "whole", output=tmp_path / "one")
@@ -141,7 +141,7 @@ def test_a_run_stopped_in_its_cool_down_resumes_to_bit_identical_weights(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_run_killed_in_its_cool_down_has_saved_its_new_end(
+def test_a_run_killed_during_its_cool_down_has_saved_its_new_length(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     asked_to_finish(finish=ASKED - 1, stop=ASKED)
@@ -170,7 +170,7 @@ def test_settings_that_depend_on_the_run_length_use_the_new_length(
 
 
 @pytest.mark.parametrize(("mode", "k"), [("ddp", 4), ("tensor", 4), ("sweep", [2, 4])])
-def test_ranks_that_are_asked_to_finish_agree_on_the_step_and_end_finished(
+def test_ranks_that_are_asked_to_finish_agree_on_the_last_step_and_finish(
     mode: str, k: int | list[int], make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     job = make_job(sae={"k": k}, train={"n_steps": 200_000, "batch_size": 16}, parallel={"mode": mode})

@@ -65,7 +65,7 @@ def grown_twice(folders: list[Path]) -> None:
     ],
     ids=["one folder", "a list", "weights", "targets"],
 )
-def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
+def test_rows_held_out_before_a_folder_grows_are_never_trained_on_afterwards(
     folders: list[str], data: dict[str, Any], make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     everywhere = [tmp_path / name for name in (*folders, *data.get("target_path", []))]
@@ -125,7 +125,7 @@ def test_texts_stay_held_out_even_if_new_shards_lack_text_numbers(
         assert as_set(second._source.rows(np.unique(in_an_epoch(second)))).isdisjoint(before)
 
 
-def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
+def test_resuming_on_different_rows_is_refused_before_any_step(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 2})
@@ -164,7 +164,7 @@ def overwrite(file: Path) -> None:
         stream.write(bytes(40_000))
 
 
-def test_a_run_saves_its_state_and_fails_with_the_name_of_an_overwritten_shard(
+def test_if_a_shard_is_overwritten_the_run_saves_its_state_and_fails_with_its_name(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 40, "eval_every": 5})
@@ -181,7 +181,7 @@ def test_a_run_saves_its_state_and_fails_with_the_name_of_an_overwritten_shard(
     assert [level for kind, level, _ in kept.events if kind == "data"] == ["warning"]
 
 
-def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
+def test_if_a_shard_is_truncated_the_error_names_it_and_the_last_step_is_saved(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 40, "eval_every": 0})
@@ -205,7 +205,7 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
 
 
-def test_a_touched_shard_is_not_reported_and_a_replaced_one_is_reported_once(
+def test_a_touched_shard_is_not_reported_and_a_replaced_shard_is_reported_once(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     job = make_job(train={"n_steps": 12, "eval_every": 2})

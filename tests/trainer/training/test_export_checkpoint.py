@@ -92,7 +92,7 @@ def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
     assert config == expected
 
 
-def test_a_sparsify_export_reconstructs_like_the_sae(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+def test_an_export_for_sparsify_reconstructs_like_the_sae(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
     (learner,) = make_run().learners.values()
     assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
     config, tensors = read_sparsify(tmp_path / "out")
@@ -112,7 +112,7 @@ def test_a_sparsify_export_reconstructs_like_the_sae(make_run: MakeRun, run_dir:
     torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_others(
+def test_an_export_of_a_sweep_writes_saes_that_fit_the_format_and_lists_the_others(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(sae={"architecture": ["topk", "jumprelu", "gated"]})
@@ -165,7 +165,7 @@ def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun,
         assert recipe.optimizer_settings["beta2"] == pytest.approx(decoder["betas"][1])
 
 
-def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
+def test_the_best_checkpoint_is_the_intact_checkpoint_with_the_lowest_held_out_fvu(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"checkpoint_every": 5, "keep_checkpoints": 9})
@@ -174,7 +174,7 @@ def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
     def best() -> int:
         return int(export_checkpoint(run_dir, tmp_path / "out", form="saelens", best=True, force=True)["step"])
 
-    assert best() == 20  # in this run, every step improves the SAE
+    assert best() == 20  # in this run, the SAE improves with every step
     (checkpoints / "step-00000020" / STATE).write_text("{}")
     assert best() == 15
     (checkpoints / "step-00000015" / "tensors.safetensors").unlink()
@@ -215,7 +215,7 @@ def test_every_sae_of_a_sweep_gets_its_own_folder(
             assert torch.equal(tensor, ours[name]), name
 
 
-def test_only_an_sae_is_overwritten_and_only_with_force(
+def test_an_export_overwrites_only_an_sae_and_only_with_force(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run()
@@ -242,7 +242,7 @@ def test_an_export_does_not_need_the_data(make_run: MakeRun, run_dir: Path, tmp_
     assert (metadata["model_name"], metadata["hook_name"]) == ("gpt2", "blocks.6")
 
 
-def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_refused(
+def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_cannot_be_exported(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(tmp_path, tmp_path / "out") == EXIT_USAGE
@@ -307,7 +307,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_tampered_checkpoint_is_refused_in_one_sentence(
+def test_a_tampered_checkpoint_gives_a_one_sentence_error(
     kind: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"n_steps": 2})

@@ -21,7 +21,7 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 
-# A file size limit in bytes that is enough for settings, but too low for weights.
+# A file size limit in bytes that is high enough for settings, but too low for weights.
 SMALL = 4000
 MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
@@ -71,7 +71,7 @@ def space_messages(kept) -> list[str]:
     return [message for kind, _, message in kept.events if kind == "space"]
 
 
-def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
+def test_while_the_last_save_waits_for_space_the_sae_is_kept_on_another_disk(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], other_disk: Path, tmp_path: Path
 ) -> None:
     found: list[list[Path]] = []
@@ -107,7 +107,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
 
 
 @pytest.mark.parametrize("was_stopped", [False, True], ids=["finished", "stopped"])
-def test_a_stop_ends_the_wait_with_a_sentence_that_says_where_the_sae_is(
+def test_a_stop_request_ends_the_wait_with_a_message_that_says_where_the_sae_is(
     was_stopped: bool,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -152,7 +152,7 @@ def test_a_run_that_was_stopped_waits_for_space_and_ends_as_stopped(
     assert stop.is_set()
 
 
-def test_a_write_that_can_never_succeed_is_not_retried_and_the_sae_is_still_written(
+def test_a_write_that_can_never_succeed_is_not_retried_but_the_sae_is_still_written(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
@@ -192,7 +192,7 @@ def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(
     assert not file.exists()
 
 
-def test_no_reserve_file_remains_if_it_does_not_fit_or_its_process_was_killed(
+def test_no_reserve_file_remains_if_it_does_not_fit_or_its_process_is_killed(
     tmp_path: Path,
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -204,7 +204,7 @@ def test_no_reserve_file_remains_if_it_does_not_fit_or_its_process_was_killed(
     assert list(paths.checkpoints.iterdir()) == []
 
 
-def test_a_full_disk_still_has_space_for_the_last_checkpoint_and_the_sae(
+def test_on_a_full_disk_there_is_still_space_for_the_last_checkpoint_and_the_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"

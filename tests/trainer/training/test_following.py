@@ -38,7 +38,7 @@ def weights(of: Learner) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk"])
 @pytest.mark.parametrize("scale", ["auto", 0.5])
-def test_tied_updates_move_an_encoder_with_its_decoder_and_by_part_of_its_own_step(
+def test_tied_updates_move_the_encoder_with_the_decoder_and_by_part_of_its_own_step(
     make_job: MakeJob, architecture: str, scale: str | float
 ) -> None:
     sae = {"architecture": architecture, "encoder_scale": scale}
@@ -64,7 +64,7 @@ def test_a_skipped_step_changes_no_bit(make_job: MakeJob) -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_a_given_rate_applies_to_the_decoder_and_auto_is_higher_with_tied_updates(make_job: MakeJob) -> None:
+def test_a_set_rate_applies_to_the_decoder_and_the_auto_rate_rises_with_tied_updates(make_job: MakeJob) -> None:
     asked, auto, alone = learner(make_job), learner(make_job, lr="auto"), learner(make_job, OFF, lr="auto")
     for one in (asked, auto, alone):
         one.begin_step(0)
@@ -85,24 +85,24 @@ def test_a_given_rate_applies_to_the_decoder_and_auto_is_higher_with_tied_update
         ({}, {"optimizer": "muon"}),
     ],
 )
-def test_settings_without_known_rates_have_no_tied_updates(
+def test_updates_are_not_tied_for_settings_without_known_rates(
     make_job: MakeJob, sae: dict[str, Any], train: dict[str, Any]
 ) -> None:
     assert len(learner(make_job, sae, **train).optimizer.param_groups) == 1
 
 
-def test_the_rate_decays_for_longer_with_tied_updates_unless_it_is_set(make_job: MakeJob) -> None:
+def test_with_tied_updates_the_rate_decays_for_longer_unless_the_decay_is_set(make_job: MakeJob) -> None:
     follows, alone = make_job(), make_job(sae=OFF)
     assert [decay_fraction(job, is_transcoder=False) for job in (follows, alone)] == [RATES.decay, 0.2]
     assert decay_fraction(follows, is_transcoder=True) == 0.2
     assert decay_fraction(make_job(train={"decay_fraction": 0.0}), is_transcoder=False) == 0.0
 
 
-def test_a_transcoder_has_no_tied_updates(make_job: MakeJob) -> None:
+def test_updates_of_a_transcoder_are_not_tied(make_job: MakeJob) -> None:
     assert len(Learner(make_job(), 16, 16, Parallel(CPU)).optimizer.param_groups) == 1
 
 
-def test_separating_and_recombining_the_encoder_restores_it() -> None:
+def test_separating_and_recombining_the_encoder_restores_its_weights() -> None:
     parameters = {"W_enc": torch.nn.Parameter(rows(6).T.contiguous()), "W_dec": torch.nn.Parameter(rows(6, 2))}
     before = parameters["W_enc"].detach().clone()
     with Following(0.3, parameters).apart(torch.tensor(False)):

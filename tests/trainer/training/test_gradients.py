@@ -46,7 +46,9 @@ def norm_of(parameters: list[nn.Parameter]) -> Tensor:
 @pytest.mark.parametrize("size", [1e-8, 0.01, 1.0, 1e6])
 @pytest.mark.parametrize("largest", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**15])
-def test_gradients_divided_by_the_divisor_match_torchs_clipping(size: float, largest: float, scale: float) -> None:
+def test_gradients_divided_by_the_divisor_match_those_clipped_by_torch(
+    size: float, largest: float, scale: float
+) -> None:
     expected, parameters = with_gradients(size), with_gradients(size * scale)
     expected_norm = nn.utils.clip_grad_norm_(expected, largest or float("inf"))
     norm, divisor, bad = prepare(norm_of(parameters), torch.tensor(scale), largest)
@@ -56,7 +58,7 @@ def test_gradients_divided_by_the_divisor_match_torchs_clipping(size: float, lar
         torch.testing.assert_close(other.grad / (1 if divisor is None else divisor), one.grad)
 
 
-def test_small_finite_gradients_are_not_changed() -> None:
+def test_small_finite_gradients_do_not_change() -> None:
     parameters = with_gradients(0.01)
     before = [parameter.grad.clone() for parameter in parameters[:-1]]
     assert prepare(norm_of(parameters), torch.ones(()), 1.0)[1] is None
@@ -90,7 +92,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_a_batch_with_a_non_finite_value_changes_nothing_and_is_counted(
+def test_a_batch_with_a_non_finite_value_is_counted_and_changes_nothing(
     state: str, value: float, make_job: MakeJob
 ) -> None:
     one = learner(make_job(train={"state": state}))
@@ -136,7 +138,7 @@ def fp16(make_job: MakeJob, **train: Any) -> Learner:
     return learner(make_job(train={"precision": "fp16", "n_steps": 60, **train}))
 
 
-def test_the_loss_scale_matches_torchs_grad_scaler() -> None:
+def test_the_loss_scale_matches_that_of_the_grad_scaler_of_torch() -> None:
     ours, theirs = LossScale(CPU, enabled=True), torch.amp.GradScaler("cpu", init_scale=2.0**15)
     ours._clean_steps.fill_(1990)
     theirs._lazy_init_scale_growth_tracker(CPU)
@@ -161,7 +163,7 @@ def test_the_loss_scale_never_exceeds_its_maximum() -> None:
     assert float(scale.factor) == LARGEST_SCALE
 
 
-def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
+def test_training_in_fp16_is_similar_to_training_in_fp32(make_job: MakeJob) -> None:
     narrow, wide = fp16(make_job), learner(make_job(train={"n_steps": 60, "precision": "fp32"}))
     for step in range(60):
         take_alone(narrow, step, batch(step))
@@ -172,9 +174,7 @@ def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
     assert float(narrow.grad_norm) == pytest.approx(float(wide.grad_norm), rel=0.2)
 
 
-def test_an_overflow_halves_the_scale_until_the_gradient_fits(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflows_halve_the_scale_until_the_gradient_fits(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LARGEST_SCALE", math.inf)
     one, first = fp16(make_job), 2.0**70  # with this scale, squared gradients overflow fp32
     one.loss_scale.factor.fill_(first)
@@ -187,7 +187,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
     assert one.values(one.sums())["fvu"] < 0.9
 
 
-def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:
+def test_the_loss_scale_changes_no_step_and_is_restored_on_resume(make_job: MakeJob) -> None:
     # A loss scale that is a power of 2 does not change the digits of fp32 gradients, but it would change fp16 products.
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
     scaled.precision = "fp32"
@@ -213,9 +213,9 @@ def test_the_norm_of_a_large_gradient_matches_float64(shape: tuple[int, ...]) ->
     assert float(total_square(gradients)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_norm_of_no_gradients_is_0() -> None:
+def test_the_norm_is_0_if_there_are_no_gradients() -> None:
     assert float(total_square([])) == 0
 
 
-def test_the_square_of_no_gradients_is_on_the_given_device() -> None:
+def test_the_squared_norm_is_on_the_given_device_even_if_there_are_no_gradients() -> None:
     assert total_square([], torch.device("meta")).device.type == "meta"

@@ -21,7 +21,7 @@ CASES = Path(__file__).with_name("graph_replay_cases.py")
 
 
 @in_two_shares
-def test_captured_steps_equal_eager_steps(among: str) -> None:
+def test_captured_steps_are_bit_identical_to_eager_steps(among: str) -> None:
     run_cases(CASES, on_cpu=True, among=among)
 
 
@@ -71,7 +71,7 @@ class Card:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_a_failed_capture_restores_the_gpus_memory_pool_and_stream(
+def test_a_failed_capture_restores_the_memory_pool_and_the_stream_of_the_gpu(
     breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card(monkeypatch)

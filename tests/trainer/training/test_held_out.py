@@ -39,7 +39,7 @@ def held_out(folder: Path, times: float = 0.0) -> tuple[HeldOut, Counted]:
 
 
 @pytest.mark.parametrize("times", [0.0, 1.2])
-def test_cached_rows_are_read_once_and_equal_rows_read_each_time(times: float, activations: Path) -> None:
+def test_cached_rows_are_read_once_and_equal_the_rows_without_a_cache(times: float, activations: Path) -> None:
     (read, _), (kept, source) = held_out(activations, times), held_out(activations, times)
     assert not kept.keeps
     kept.keeps = True
@@ -83,7 +83,7 @@ def test_rows_above_the_size_limit_are_not_cached(activations: Path, monkeypatch
         assert kept.keeps == keeps
 
 
-def test_a_micro_batch_must_fit_next_to_the_cached_rows(make_job: Callable[..., JobConfig]) -> None:
+def test_a_micro_batch_must_fit_into_memory_next_to_the_cached_rows(make_job: Callable[..., JobConfig]) -> None:
     parallel, x = Parallel(torch.device("cpu")), torch.randn(100, 16)
     learner = Learner(make_job(), 16, None, parallel)
     learner.initialise(x, x)
@@ -93,7 +93,7 @@ def test_a_micro_batch_must_fit_next_to_the_cached_rows(make_job: Callable[..., 
     assert most_kept(32_768, 4, 10**6) == MOST_KEPT_BYTES
 
 
-def test_non_finite_rows_are_left_out_and_counted_at_each_reading(activations: Path) -> None:
+def test_non_finite_rows_are_left_out_and_counted_each_time_they_are_read(activations: Path) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
     rows[::2, 0] = torch.nan
     save_file({"activations": rows}, activations / "a.safetensors")

@@ -82,7 +82,9 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
     ("name", "kind"),
     [*(("saelens", kind) for kind in KINDS), *(("dictionary_learning", kind) for kind in KINDS), ("sparsify", "topk")],
 )
-def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: Path, data: Path) -> None:
+def test_an_imported_sae_gives_the_same_results_as_the_original(
+    name: str, kind: str, tmp_path: Path, data: Path
+) -> None:
     x = torch.randn(300, 32) * 3
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
@@ -93,7 +95,9 @@ def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_an_imported_transcoder_gives_the_same_results(kind: str, skip: bool, tmp_path: Path, data: Path) -> None:
+def test_an_imported_transcoder_gives_the_same_results_as_the_original(
+    kind: str, skip: bool, tmp_path: Path, data: Path
+) -> None:
     x = torch.randn(300, 32) * 3
     expected = shared("saelens", kind, tmp_path / "theirs", x, d_out=20, skip=skip)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
@@ -103,7 +107,7 @@ def test_an_imported_transcoder_gives_the_same_results(kind: str, skip: bool, tm
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
-def test_an_imported_sparsify_transcoder_is_trained_further_and_exported_again(
+def test_an_imported_sparsify_transcoder_can_be_trained_further_and_exported_again(
     skip: bool, tmp_path: Path, data: Path
 ) -> None:
     x = torch.randn(300, 32) * 3
@@ -124,7 +128,7 @@ def test_an_imported_sparsify_transcoder_is_trained_further_and_exported_again(
     assert json.loads((tmp_path / "run" / "sae" / "card.json").read_text())["architecture"] == "topk"
 
 
-def test_an_sae_with_a_skip_connection_is_refused(
+def test_an_sae_with_a_skip_connection_cannot_be_imported(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("sparsify", "topk", tmp_path / "theirs", torch.randn(9, 32), d_out=32, skip=True)
@@ -135,7 +139,7 @@ def test_an_sae_with_a_skip_connection_is_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_imported_sae_exported_again_has_the_same_weights(kind: str, tmp_path: Path, data: Path) -> None:
+def test_an_imported_sae_has_the_same_weights_when_it_is_exported_again(kind: str, tmp_path: Path, data: Path) -> None:
     shared("saelens", kind, tmp_path / "theirs", torch.randn(300, 32))
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == EXIT_FINISHED
@@ -207,7 +211,7 @@ def test_a_dictionary_saved_by_dictionary_learning_gives_the_same_results(
     assert_same(computed(tmp_path / "run", x), (loaded.encode(x), loaded(x)))
 
 
-def test_an_imported_sae_is_evaluated_and_trained_further(
+def test_an_imported_sae_can_be_evaluated_and_trained_further(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("dictionary_learning", "topk", tmp_path / "theirs", torch.randn(9, 32))
@@ -299,7 +303,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_tampered_sae_is_refused_in_one_sentence_and_no_run_is_made(
+def test_a_tampered_sae_gives_a_one_sentence_error_and_no_run_is_created(
     kind: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -321,7 +325,7 @@ def test_a_tampered_sae_is_refused_in_one_sentence_and_no_run_is_made(
         ({"reshape_activations": "hook_q"}, "reshape_activations is 'hook_q'"),
     ],
 )
-def test_unsupported_settings_of_saelens_are_refused(
+def test_saelens_settings_that_are_not_supported_are_refused(
     setting: dict[str, Any], reason: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("saelens", "standard", tmp_path / "theirs", torch.randn(9, 32))
@@ -331,7 +335,7 @@ def test_unsupported_settings_of_saelens_are_refused(
     assert reason in capsys.readouterr().err
 
 
-def test_only_formats_that_can_be_read_are_offered_for_an_import(capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_offers_only_formats_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     readable = [name for name, entry in FORMATS.items() if entry.load().read is not Format.read]
     assert readable == [*READ_FORMATS]
     for parser in (make_parser(), make_command_parser(print)):
@@ -377,7 +381,7 @@ def foreign(folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
     return folder
 
 
-def test_an_import_is_checked_by_its_reconstructions_of_rows(
+def test_an_import_is_checked_by_how_well_it_reconstructs_rows(
     low_rank: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, weights = low_rank
@@ -422,7 +426,7 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
             assert any(word in line for line in warnings), (name, warnings)
 
 
-def test_an_import_warns_of_what_further_training_would_change_at_once(
+def test_an_import_warns_about_what_further_training_would_change_immediately(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("saelens", "topk", tmp_path / "theirs", torch.randn(9, 32))

@@ -59,7 +59,7 @@ def on_ranks(n_ranks: int, late: bool, work: Callable[[Rank], None]) -> list[Ran
 
 @ways_to_read
 @pytest.mark.parametrize("n_steps", [1, 2, 5])
-def test_all_intervals_are_recorded_in_order_even_if_the_run_ends_at_once(
+def test_all_intervals_are_recorded_in_order_even_if_the_run_ends_immediately(
     n_ranks: int, late: bool, n_steps: int
 ) -> None:
     def work(rank: Rank) -> None:
@@ -81,7 +81,7 @@ def test_all_intervals_are_recorded_in_order_even_if_the_run_ends_at_once(
         (2, True, "step 1, step 2, sum 1, step 3, record 1, sum 2, record 2, sum 3, record 3"),
     ],
 )
-def test_all_ranks_exchange_in_the_same_order_one_or_two_steps_late(n_ranks: int, late: bool, calls: str) -> None:
+def test_all_ranks_exchange_in_the_same_order_even_one_or_two_steps_late(n_ranks: int, late: bool, calls: str) -> None:
     def work(rank: Rank) -> None:
         rank.take(3)
         rank.pending.drain()

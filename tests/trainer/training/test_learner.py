@@ -28,7 +28,7 @@ def learner(job: JobConfig) -> Learner:
 
 
 @pytest.mark.parametrize("sizes", [(128,), (100, 28), (1, 2, 125), (60, 20), (200, 100)])
-def test_micro_batches_of_any_sizes_give_the_mean_gradient_over_all_tokens(
+def test_micro_batches_of_any_size_give_the_mean_gradient_over_all_tokens(
     sizes: tuple[int, ...], make_job: MakeJob
 ) -> None:
     # A step is configured for 128 tokens, but its learning rate does not depend on how many tokens it actually gets.
@@ -68,7 +68,7 @@ def test_the_scale_of_the_data_does_not_change_the_learnt_directions(make_job: M
     torch.testing.assert_close(small.sae.W_dec, large.sae.W_dec, rtol=1e-3, atol=1e-4)
 
 
-def test_a_checkpoint_of_another_sae_is_refused_with_the_reason(make_job: MakeJob) -> None:
+def test_the_error_for_a_checkpoint_of_a_different_sae_gives_the_reason(make_job: MakeJob) -> None:
     from trainer.contract.errors import UserError
 
     tensors = dict(learner(make_job(sae={"d_sae": 32})).state.tensors())
@@ -96,7 +96,7 @@ def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_latents_and_dimensions_are_distinguished_if_d_sae_equals_d_in(optimizer: str, make_job: MakeJob) -> None:
+def test_latents_and_dimensions_are_not_confused_if_d_sae_equals_d_in(optimizer: str, make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 16}, train={"optimizer": optimizer, "batch_size": 100})
     learner, x = Learner(job, 16, None, Parallel(torch.device("cpu"))), torch.randn(500, 16)
     learner.initialise(x, x)

@@ -46,7 +46,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A host copy that records whether it is read in the same step that made it."""
+    """A host copy that records whether it is read in the step in which it was made."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -90,7 +90,7 @@ def test_a_run_resumed_at_step_10_of_20_is_bit_identical(
 
 
 @pytest.mark.parametrize("train", [{}, {"optimizer": "signum"}, {"optimizer": "muon"}, {"state": "int8"}], ids=str)
-def test_a_skip_connection_resumes_bit_for_bit(
+def test_a_resumed_run_with_a_skip_connection_is_bit_identical(
     train: dict, activations: Path, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     sae = {"architecture": "jumprelu", "skip": True}
@@ -132,7 +132,7 @@ def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     goes_on_from(5, job, whole, make_trainer, tmp_path)
 
 
-def test_micro_batches_give_the_step_of_one_large_batch(
+def test_micro_batches_give_the_same_step_as_one_large_batch(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     large = make_trainer(make_job(train={"batch_size": 240}))
@@ -162,7 +162,7 @@ def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
 
-def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_every_log_interval_has_a_row_for_every_metric(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     make_trainer(make_job(train={"n_steps": 12, "log_every": 5}), kept).run()
     steps: dict[str, list[int]] = {}
     for row in kept.reported:
@@ -174,7 +174,7 @@ def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_tr
     assert steps == {name: [5, 10, 12] for name in names.split()} | {name: [12] for name in at_the_end}
 
 
-def test_reading_values_a_step_late_gives_the_same_rows(
+def test_reading_values_a_step_late_gives_the_same_metric_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
@@ -194,7 +194,7 @@ def test_reading_values_a_step_late_gives_the_same_rows(
     assert [event[0] for event in events[0]] == [event[0] for event in events[1]]
 
 
-def test_a_late_row_is_written_after_the_next_step_or_at_the_end_of_the_run(
+def test_a_metric_row_read_late_is_written_after_the_next_step_or_at_the_end(
     make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:
     trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
@@ -212,7 +212,7 @@ def test_a_late_row_is_written_after_the_next_step_or_at_the_end_of_the_run(
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_ranks_that_read_late_never_wait_for_the_step_just_queued(
+def test_ranks_that_read_values_late_never_wait_for_the_step_just_queued(
     log_every: int, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(totals, "HostCopy", Noted)
@@ -238,7 +238,9 @@ def test_ranks_that_read_late_never_wait_for_the_step_just_queued(
     assert rows_of(late=True) == at_once
 
 
-def test_a_late_row_is_written_even_if_the_next_step_fails(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_a_metric_row_read_late_is_written_even_if_the_next_step_fails(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept
+) -> None:
     trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
     trainer._pending.reads_late = True
     take = trainer._train_step
@@ -289,7 +291,7 @@ def spoil(folder: Path, value: float, rows: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, 10.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e19, 3e38])
-def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
+def test_rows_outside_the_range_of_fp32_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
@@ -385,13 +387,13 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
-    # Every fifth step overflows, since each guess of the buffer size requires the numbers of four complete steps.
+    # Every fifth step overflows, since each guess of the buffer size requires the counts of four complete steps.
     assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0
 
 
-def test_a_run_with_many_non_finite_rows_fails_and_names_one(
+def test_a_run_with_many_non_finite_rows_fails_and_names_one_of_them(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
@@ -426,14 +428,14 @@ def test_many_non_finite_rows_in_the_first_sample_are_refused_before_any_step(
         make_trainer(make_job(data={"held_out_tokens": 0}))
 
 
-def test_the_error_of_a_diverging_run_names_the_learning_rate_not_the_data(
+def test_the_error_for_a_diverging_run_blames_the_learning_rate_and_not_the_data(
     make_job: MakeJob, make_trainer: MakeTrainer
 ) -> None:
     with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite, \d+ steps in a row up to step \d+"):
         make_trainer(make_job(train={"lr": 9e18, "n_steps": 200, "grad_clip": 0})).run()
 
 
-def test_each_sae_of_a_sweep_learns_the_same_as_alone(
+def test_each_sae_of_a_sweep_learns_the_same_as_if_trained_alone(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     sweep = make_trainer(make_job(sae={"k": [2, 4], "d_sae": [32, 64]}), kept)
@@ -463,7 +465,9 @@ def test_a_diverging_sae_does_not_stop_the_other_saes_of_a_sweep(
         make_trainer(make_job(train={"lr": [8e17, 9e17]}), checkpoints=tmp_path / "c2").run()
 
 
-def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_a_run_reports_that_a_penalty_has_not_reached_the_requested_l0(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept
+) -> None:
     # Three large encoder steps are too few for the thresholds to adapt.
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
@@ -471,7 +475,7 @@ def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, mak
     assert re.match(r"L0 is \d+\.\d \(2 asked, [+-]\d+%\): .*to get closer, train longer", missed[1])
 
 
-def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_resumed_sweep_is_bit_identical(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"seed": [0, 1], "checkpoint_every": 10})
     whole = make_trainer(job)
     whole.run()
@@ -493,7 +497,7 @@ def test_a_resumed_run_reports_its_position_before_its_first_step(
 
 
 @pytest.mark.parametrize("at_once", [60, evaluate.MOST_TOKENS])
-def test_the_held_out_fvu_equals_that_of_the_exported_sae(
+def test_the_held_out_fvu_equals_the_fvu_of_the_exported_sae(
     at_once: int,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -520,7 +524,7 @@ def test_evaluation_batches_shrink_as_d_sae_grows() -> None:
     assert [evaluate.most_tokens(d_sae) for d_sae in (24_576, 65_536, 2**20, 2**32)] == [8192, 8192, 2047, 1]
 
 
-def test_a_run_that_is_already_complete_is_only_exported(
+def test_a_run_that_is_already_complete_only_exports_its_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job()
@@ -578,7 +582,7 @@ def test_all_logged_speeds_of_a_run_are_similar(make_job: MakeJob, make_trainer:
         assert all(median / 5 < rate < 5 * median for rate in rates), (name, rates)
 
 
-def test_a_run_that_waits_for_its_data_warns_once_with_a_remedy(
+def test_a_run_that_waits_for_its_data_warns_once_and_suggests_a_remedy(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "LASTING_S", 0.1)
@@ -595,7 +599,7 @@ def test_a_run_that_waits_for_its_data_warns_once_with_a_remedy(
     assert re.search(r"^training waits for data \d+% of the time: copy the rows of data.path to a local disk", message)
 
 
-def test_the_log_lists_the_sae_every_row_and_all_saved_files(
+def test_the_log_lists_the_sae_and_every_row_and_all_saved_files(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(make_job()).run()

@@ -88,7 +88,7 @@ def test_without_push_the_hub_is_not_contacted(make_run: Callable[..., Path], hu
     assert hub.asked == []
 
 
-def test_files_that_were_in_the_folder_before_are_not_sent(
+def test_files_that_were_already_in_the_folder_are_not_sent(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run, out = make_run(sae={"k": [2, 3]}), tmp_path / "out"
@@ -102,7 +102,7 @@ def test_files_that_were_in_the_folder_before_are_not_sent(
     assert list(hub.files["ada/my-sae"]) == [*names, "README.md"]
 
 
-def test_the_model_card_has_the_figures_and_the_tags_of_the_hub(
+def test_the_model_card_contains_the_figures_and_the_tags_for_the_hub(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run = make_run()
@@ -117,7 +117,9 @@ def test_the_model_card_has_the_figures_and_the_tags_of_the_hub(
 HOSTILE = "# x\n\n<script>alert(1)</script>\n---\nbase_model: evil\n![a](http://h/\x1b]52;c;AA\x07\u202e" + "y" * 500
 
 
-def test_the_model_card_escapes_all_text_of_a_received_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_model_card_escapes_all_text_from_a_run_by_someone_else(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
     run = make_run()
     assert main(["eval", str(run)]) == EXIT_FINISHED
     readme = run / "sae" / "README.md"
@@ -137,14 +139,16 @@ def test_the_model_card_escapes_all_text_of_a_received_run(make_run: Callable[..
         assert not re.search(r"(?<!\\)<|^(# x|---|base_model)|!\[a|[\x1b\u202e]|y{200}", body, re.MULTILINE)
 
 
-def test_a_model_counts_as_being_on_the_hub_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_alone_decides_whether_a_model_counts_as_being_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     names = ["google/gemma-2-2b", "gpt2", "models/mine", "/models/x", "a/b.gguf", "a/b/c", "", f"a/{'x' * 300}"]
     assert [name for name in names if is_on_the_hub(name)] == ["google/gemma-2-2b"]
 
 
-def test_a_users_own_model_card_is_sent_and_one_on_the_hub_is_kept(
+def test_a_model_card_by_the_user_is_sent_and_one_on_the_hub_is_kept(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run, out = make_run(), tmp_path / "out"
@@ -170,7 +174,7 @@ def test_a_push_to_a_public_repository_needs_the_public_flag(
 
 
 @pytest.mark.parametrize("answer", ["", "n", "what"])
-def test_nothing_is_sent_without_a_yes_in_a_terminal(
+def test_nothing_is_sent_unless_the_user_answers_yes_in_a_terminal(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     run, terminal = make_run(), io.StringIO(f"{answer}\n")
@@ -227,7 +231,7 @@ def test_nothing_is_exported_if_nothing_can_be_sent(
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "..", "-a", "a--b", "a.git", "/a", "ä", "", "x" * 100])
-def test_an_invalid_repository_name_is_refused_without_contacting_the_hub(
+def test_an_invalid_repository_name_gives_an_error_without_contacting_the_hub(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), f"--push={name}", "--yes"]) == EXIT_USAGE

@@ -21,7 +21,7 @@ def new(job: JobConfig) -> Learner:
     return learner
 
 
-def test_saes_that_share_batches_learn_the_same_as_each_alone(make_job: MakeJob) -> None:
+def test_saes_that_share_batches_learn_the_same_as_if_each_was_trained_alone(make_job: MakeJob) -> None:
     jobs = [make_job(sae={"k": k}) for k in (2, 4)]
     together, alone = [new(job) for job in jobs], [new(job) for job in jobs]
     x = torch.randn(128, 16)
@@ -31,7 +31,7 @@ def test_saes_that_share_batches_learn_the_same_as_each_alone(make_job: MakeJob)
         assert all(map(torch.equal, one.sae.state_dict().values(), other.sae.state_dict().values()))
 
 
-def test_a_request_while_batches_are_read_is_handled_in_the_same_step(make_job: MakeJob) -> None:
+def test_a_request_made_while_batches_are_read_is_handled_in_the_same_step(make_job: MakeJob) -> None:
     requested: list[bool] = []
 
     def batches() -> Iterator[Batch]:

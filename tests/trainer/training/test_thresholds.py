@@ -46,11 +46,11 @@ def l0_of(sae: ExportedSae, x: Tensor) -> float:
     return float((sae.encode(x).values > 0).sum()) / len(x)
 
 
-def test_no_threshold_is_set_without_rows() -> None:
+def test_no_threshold_is_set_if_there_are_no_rows() -> None:
     assert threshold_for(count_values(torch.zeros(0)).double(), 0, 4) < 0
 
 
-def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
+def test_an_exported_sae_has_the_requested_l0_on_held_out_rows_and_on_each_half(
     make_job: Callable[..., JobConfig], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job(
@@ -68,7 +68,7 @@ def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The threshold learnt in training is stored separately, and differs from the one set on held-out rows.
+        # The threshold learnt in training is stored separately, and differs from the threshold set on held-out rows.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):
@@ -93,7 +93,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("architecture", ["batch_topk", "matryoshka_batch_topk"])
-def test_ranks_that_share_the_latents_set_the_same_thresholds_as_one_rank(
+def test_ranks_that_share_the_latents_set_the_same_threshold_as_a_single_rank(
     architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "k": 4}, train={"precision": "fp32"})
@@ -117,7 +117,7 @@ def test_ranks_that_share_the_latents_set_the_same_thresholds_as_one_rank(
     assert on_all(2, lambda group: thresholds(Parallel(cpu, latents=group))) == [alone] * 2
 
 
-def test_an_older_checkpoint_without_set_thresholds_exports_its_learnt_threshold(
+def test_a_checkpoint_that_predates_set_thresholds_exports_its_learnt_threshold(
     make_job: Callable[..., JobConfig], make_trainer: MakeTrainer
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "batch_topk", "k": 4}))

@@ -9,5 +9,5 @@ from support.interpreted import run_cases
 CASES = Path(__file__).with_name("scale_cases.py")
 
 
-def test_the_kernel_agrees_with_single_operations() -> None:
+def test_the_kernel_matches_the_equivalent_torch_operations() -> None:
     run_cases(CASES)

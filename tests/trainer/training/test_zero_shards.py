@@ -104,7 +104,7 @@ def test_a_16_bit_exchange_gives_bit_identical_weights_to_an_fp32_exchange(size:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_a_rank_keeps_fp32_weights_of_its_own_latents_only() -> None:
+def test_a_rank_keeps_fp32_weights_only_of_its_own_latents() -> None:
     def bytes_of(group: Threads) -> dict[str, list[int]]:
         sae, share = share_of(group, 24)
         share.exchange_narrow(torch.bfloat16)
@@ -117,7 +117,7 @@ def test_a_rank_keeps_fp32_weights_of_its_own_latents_only() -> None:
     assert on_all(2, bytes_of, TIMEOUT_S) == [{"divided": [0, whole // 2], "restored": [whole]}] * 2
 
 
-def test_the_next_pass_uses_replaced_weights() -> None:
+def test_the_next_pass_uses_weights_that_have_been_replaced() -> None:
     def read(group: Threads) -> bool:
         sae, share = share_of(group, 24)
         share.exchange_narrow(torch.bfloat16)
@@ -136,7 +136,9 @@ def test_the_next_pass_uses_replaced_weights() -> None:
 
 
 @pytest.mark.parametrize("may", [True, False])
-def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoder_gradient_is_summed_early_or_with_the_other_gradients(
+    may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A single thread replaces the attribute for all threads, and restores it.
     # If several threads did this, they would restore one another's values.
     on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
@@ -158,7 +160,7 @@ def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monk
         assert torch.equal(gradient, torch.full((6, D_IN), 10.0))
 
 
-def test_a_copy_is_not_read_before_its_transfer() -> None:
+def test_a_16_bit_copy_is_not_read_before_its_transfer_has_ended() -> None:
     weights = torch.nn.Parameter(torch.ones(4, 3))
     copy = narrow_copy.keep(weights)
     rows = copy.read(weights, torch.bfloat16)
