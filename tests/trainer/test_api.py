@@ -71,7 +71,7 @@ def test_a_saved_sae_gives_the_same_results_in_saelens(tmp_path: Path) -> None:
     assert loaded.cfg.metadata.hook_name == "blocks.3"
 
 
-def test_a_list_of_batches_is_repeated_and_an_iterator_ends() -> None:
+def test_a_list_of_batches_is_repeated_but_an_iterator_is_read_only_once() -> None:
     finite = list(batches(3))
     steps: list[int] = []
     train(finite, n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)

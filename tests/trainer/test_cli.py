@@ -226,7 +226,7 @@ def test_the_cause_of_a_failed_rank_is_reported_even_if_sigchld_is_ignored(
     # A single NaN row would only be replaced, so the last 100 rows are NaN.
     content[-100 * 16 * 4 :] = 100 * 16 * b"\x00\x00\xc0\x7f"  # NaN
     shard.write_bytes(content)
-    # Some daemons ignore SIGCHLD. The kernel then discards the exit codes of child processes.
+    # Some daemons ignore SIGCHLD, so the kernel discards the exit codes of their child processes.
     ignored = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
     process = start("run", job_file, "--json", cwd=tmp_path, preexec_fn=ignored)
     output, errors = process.communicate(timeout=120)

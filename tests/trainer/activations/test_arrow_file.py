@@ -48,7 +48,7 @@ def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
-def test_the_cache_of_saelens_is_read_as_saelens_reads_it(
+def test_rows_of_a_saelens_cache_are_the_rows_that_saelens_reads(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)

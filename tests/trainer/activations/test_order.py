@@ -58,7 +58,7 @@ def test_each_seed_and_epoch_gives_a_different_order() -> None:
 @given(
     n_held_out=st.integers(0, 300), world_size=st.integers(1, 3), batch_size=st.integers(7, 300), seed=st.integers(0, 9)
 )
-def test_each_training_row_occurs_once_if_rows_are_shuffled_in_runs(
+def test_each_training_row_occurs_once_if_rows_are_shuffled_in_contiguous_runs(
     n_held_out: int, world_size: int, batch_size: int, seed: int
 ) -> None:
     split = Split(2400, n_held_out, seed)

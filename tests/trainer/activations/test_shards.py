@@ -53,7 +53,7 @@ def test_shards_of_two_dtypes_are_read_in_a_dtype_that_can_represent_both(tmp_pa
     assert torch.equal(rows, torch.cat([x[:10].to(torch.bfloat16).float(), x[10:].half().float()]))
 
 
-def test_rows_that_were_shuffled_when_stored_may_be_read_in_runs(tmp_path: Path) -> None:
+def test_rows_that_were_shuffled_when_stored_can_be_read_in_contiguous_runs(tmp_path: Path) -> None:
     save_file({"activations": torch.randn(30, 4)}, tmp_path / "0.safetensors")
     assert Shards(path=str(tmp_path)).run == 1
     (tmp_path / "meta.json").write_text('{"shuffled": true}')
@@ -112,7 +112,7 @@ def test_if_there_are_no_targets_the_input_is_its_own_target(activations: Path) 
     assert torch.equal(x, source.rows(np.array([3, 5])))
 
 
-def test_targets_are_found_across_different_shard_boundaries(activations: Path, tmp_path: Path) -> None:
+def test_targets_can_have_other_shard_boundaries_than_the_inputs(activations: Path, tmp_path: Path) -> None:
     target_path, targets = write_targets(tmp_path / "targets", [1, 2000, 999])
     source = Shards(path=str(activations), target_path=target_path)
     assert (source.d_in, source.d_out, source.n_tokens) == (16, 4, 3000)

@@ -122,6 +122,6 @@ def test_extreme_settings_give_finite_rows(settings: dict[str, Any]) -> None:
     assert source.rows(np.arange(500)).isfinite().all()
 
 
-def test_more_active_features_than_available_are_refused_in_one_sentence() -> None:
+def test_too_many_active_features_give_a_one_sentence_error() -> None:
     with pytest.raises(JobFileError, match=r"^data\.active: must be at most 0\.9 of data\.n_features, 256, not 231$"):
         synthetic(active=231)

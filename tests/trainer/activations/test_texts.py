@@ -187,13 +187,13 @@ def test_texts_are_held_out_if_all_shards_record_them_and_for_any_training_seed(
     assert make_job().hold_out == "rows"
 
 
-def test_holding_out_unrecorded_texts_is_refused_in_one_sentence(activations: Path, make_job: MakeJob) -> None:
+def test_holding_out_unrecorded_texts_gives_a_one_sentence_error(activations: Path, make_job: MakeJob) -> None:
     why = "whole texts cannot be held out, since the texts of the rows are unknown"
     with pytest.raises(UserError, match=rf'^data\.hold_out: {why}; use "blocks"$'):
         split_by(make_job(data={"hold_out": "texts"}))
 
 
-def test_rows_are_clustered_by_text_or_if_texts_are_unknown_by_block(activations: Path, make_job: MakeJob) -> None:
+def test_rows_are_clustered_by_text_or_by_block_if_texts_are_unknown(activations: Path, make_job: MakeJob) -> None:
     def clusters() -> Any:
         job = make_job(data={"hold_out": "rows"})
         data = open_data(Shards(path=str(activations)), job, Parallel(torch.device("cpu")))

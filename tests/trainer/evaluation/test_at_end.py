@@ -1,4 +1,4 @@
-"""Tests that a finished run writes correct report cards cheaply, and that no error while writing one fails the run."""
+"""Tests that a finished run cheaply writes correct report cards, and that errors in writing do not fail the run."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_the_measured_rows_are_a_small_share_from_all_parts_of_the_held_out_rows
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # The run records the standard error from the report card. The measured rows come from the same texts as all
-    # held-out rows.
+    # The run records the report card's standard error. It is valid for all held-out rows, since they come from the same
+    # texts as the measured rows.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 

@@ -146,7 +146,7 @@ def test_a_search_matches_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path,
     assert densities == sorted(densities, reverse=True)
 
 
-def test_sparse_activations_give_the_same_file_as_dense_ones(tmp_path: Path) -> None:
+def test_sparse_activations_give_the_same_file_as_dense_activations(tmp_path: Path) -> None:
     found = [text([30, 5], 1)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

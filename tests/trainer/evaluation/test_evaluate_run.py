@@ -37,7 +37,7 @@ def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: 
     return folder
 
 
-def test_a_report_card_matches_the_held_out_fvu_and_is_next_to_the_weights(
+def test_a_report_card_matches_the_held_out_fvu_and_lies_next_to_the_weights(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(), make_trainer, tmp_path / "run", kept)
@@ -111,7 +111,7 @@ def test_a_run_of_an_earlier_program_version_is_measured_on_its_own_held_out_row
     assert card["data"]["hold_out"] == "rows"
 
 
-def test_held_out_rows_with_copies_in_training_are_reported(
+def test_held_out_rows_that_are_copies_of_training_rows_are_reported(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"][:50]
@@ -144,7 +144,7 @@ def test_a_model_card_contains_no_path_of_this_machine(
     assert " rows, – rare, " in card
 
 
-def test_a_sweep_gets_one_report_card_per_sae_and_keeps_a_readme_by_the_user(
+def test_a_sweep_gets_one_report_card_per_sae_and_keeps_the_readme_of_the_user(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(sae={"k": [2, 4]}, data={"held_out_tokens": 0})

@@ -79,7 +79,9 @@ def test_an_sae_of_an_unknown_kind_is_refused(change: dict, words: str, exported
 
 
 @pytest.mark.parametrize("form", ["sparsify", "dictionary_learning"])
-def test_an_sae_in_the_format_of_another_tool_reconstructs_the_same(form: str, exported: Path, tmp_path: Path) -> None:
+def test_an_sae_in_the_format_of_another_tool_gives_the_same_reconstruction(
+    form: str, exported: Path, tmp_path: Path
+) -> None:
     shared = FORMATS["saelens"].load()().read(exported)
     FORMATS[form].load()().write(shared, tmp_path / form)
     x = torch.randn(50, shared.d_in)

@@ -131,7 +131,7 @@ def test_figures_that_saelens_also_computes_equal_those_of_saelens(tmp_path: Pat
     assert told.density_histogram == histogram(density)
 
 
-def test_the_clustered_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
+def test_the_clustered_standard_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
     generator = np.random.default_rng(5)
     text = generator.integers(0, 60, 3000)
     hardness = generator.uniform(0.5, 2, 60)[text]
@@ -145,7 +145,7 @@ def test_the_clustered_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
-def test_the_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
+def test_the_standard_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
     generator = np.random.default_rng(0)
     spread = generator.gamma(2.0, size=4000)
     error = 0.3 * spread * generator.uniform(0.2, 1.8, size=4000)

@@ -29,7 +29,7 @@ def test_the_default_sets_come_first_and_then_the_other_sets_by_number(packages:
     assert [one.name for one in read_sets(4)] == [*DEFAULTS[:2], "4_early", "30_later"]
 
 
-def test_each_class_has_as_many_texts_as_the_other_and_the_first_ones_are_used(packages: Path) -> None:
+def test_the_first_texts_of_each_class_are_used_and_both_classes_have_equally_many(packages: Path) -> None:
     rows = two_classes(PER_CLASS + 10) + [("the cat sat on", "0")] * 40 + [("", "1"), ("no label", "")]
     write_set(packages, "1_texts", rows)
     (one,) = read_sets(1)

@@ -52,7 +52,7 @@ def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -
 
 
 @pytest.mark.slow
-def test_useless_latents_probe_at_chance_and_spread_information_needs_many_latents() -> None:
+def test_noise_gives_chance_level_and_spread_information_needs_many_latents() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12
     spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)
@@ -75,7 +75,7 @@ def test_latents_are_ranked_as_in_a_naive_loop() -> None:
     assert order[-1] == 7
 
 
-def test_a_probe_equals_scikit_learn_with_the_penalty_best_on_the_last_fifth() -> None:
+def test_a_probe_equals_scikit_learn_with_the_penalty_that_is_best_on_the_last_fifth() -> None:
     one, generator = labelled(2, torch.full((D_IN,), 0.3)), np.random.default_rng(1)
     order = generator.permutation(N)
     x, y = one.rows.double().numpy()[order], np.array(one.labels)[order]
@@ -135,7 +135,7 @@ def test_the_report_card_of_a_run_contains_the_probing_results(
         (["--sets", "3"], "--sets: requires --probe"),
     ],
 )
-def test_probes_without_their_requirements_are_refused(
+def test_probing_is_refused_if_its_requirements_are_not_met(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", str(tmp_path), *flags]) == 2

@@ -158,7 +158,7 @@ def test_the_standard_errors_of_scores_match_a_bootstrap_over_texts(gpt2: Path, 
     assert spliced.ce_score_error == pytest.approx(error, rel=1e-3)
 
 
-def test_the_output_of_a_transcoder_replaces_another_hook(gpt2: Path, job: ExtractJob) -> None:
+def test_the_output_of_a_transcoder_replaces_that_of_a_different_hook(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     mlp = spied.model.transformer.h[1].mlp
     read: list[Tensor] = []
@@ -443,7 +443,7 @@ def test_hooks_outside_the_residual_stream_have_no_promoted_tokens(tmp_path: Pat
     assert SplicedModel(job_of(tmp_path, hook), hook, CPU).moved_tokens(W_DEC) == {}
 
 
-def test_a_model_with_more_than_a_norm_before_its_unembedding_gives_no_tokens(tmp_path: Path) -> None:
+def test_a_model_with_more_than_a_norm_before_unembedding_has_no_promoted_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bert")
     config = make_config("bert", len(tokenizer))
     config.is_decoder = True

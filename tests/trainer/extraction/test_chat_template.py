@@ -62,7 +62,7 @@ def test_an_endless_template_gives_a_one_sentence_error_in_any_thread(tokenizer,
         "{{ 'x' | center(width=99999999) | length }}",
     ],
 )
-def test_a_template_that_makes_a_huge_value_is_refused_at_once(tokenizer, template: str) -> None:
+def test_a_template_that_creates_a_huge_value_is_refused_immediately(tokenizer, template: str) -> None:
     reason = "it creates a huge number or string"
     expected = f"text.column: the model's chat template rejects a chat: {reason}; remove this chat"
     assert refusal(tokenizer, template) == expected

@@ -158,7 +158,9 @@ def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
 # With these sizes, either a shard contains several batches or a batch fills several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:
+def test_an_extraction_stopped_after_every_batch_writes_the_same_files(
+    make: Make, family: str, shard_rows: int
+) -> None:
     settings = {"shard_rows": shard_rows}
     whole, job = make(family, "whole", **settings), make(family, "stopped", **settings)
     at_once = run(whole)
@@ -171,7 +173,7 @@ def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make,
 
 
 @pytest.mark.parametrize("n_tokens", [300, 10**6])
-def test_an_extraction_killed_just_before_its_end_gives_the_same_files(make: Make, n_tokens: int, monkeypatch) -> None:
+def test_an_extraction_killed_just_before_its_end_writes_the_same_files(make: Make, n_tokens: int, monkeypatch) -> None:
     whole, job = make(name="whole", n_tokens=n_tokens, shard_rows=100), make(n_tokens=n_tokens, shard_rows=100)
     run(whole)
 

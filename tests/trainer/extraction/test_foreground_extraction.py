@@ -152,7 +152,7 @@ def test_a_missing_tokenizer_or_a_git_lfs_pointer_gives_a_one_sentence_error(
         assert f"model.path: {sentence}" in capsys.readouterr().err
 
 
-def test_one_document_per_context_is_reported_if_packing_is_impossible(job_file: Path, tiny, capsys) -> None:
+def test_if_packing_is_impossible_the_use_of_one_document_per_context_is_reported(job_file: Path, tiny, capsys) -> None:
     assert main(["extract", str(job_file), "--set", f"model.path={tiny('bert')}"]) == EXIT_FINISHED
     assert "using one document per context, since this model cannot mask packed documents\n" in capsys.readouterr().err
 
@@ -206,7 +206,7 @@ def test_run_refuses_extraction_jobs_and_extract_refuses_training_jobs(job_file:
     assert 'kind: is "train" and not "extract"; ' in capsys.readouterr().err
 
 
-def test_a_training_job_runs_on_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_a_training_job_can_read_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file)]) == EXIT_FINISHED
     (training := tmp_path / "training.toml").write_text(
         '[data]\npath = "activations/mlp_out.0"\n[sae]\nd_sae = 64\nk = 4\n'
@@ -227,7 +227,7 @@ def digests(output: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_an_extraction_killed_at_any_moment_ends_with_the_same_files(job_file: Path, tmp_path: Path) -> None:
+def test_an_extraction_killed_at_any_moment_writes_the_same_files_in_the_end(job_file: Path, tmp_path: Path) -> None:
     (root := tmp_path / "killed").mkdir()
     command = [sys.executable, ROOT / "tests/support/killed_extractions.py", job_file, root, "0", "6"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

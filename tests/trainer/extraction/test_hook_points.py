@@ -111,7 +111,7 @@ def test_branch_outputs_add_up_to_the_change_of_the_residual_stream(both, family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_above_the_last_hook_are_dropped_and_rows_are_the_same(tiny, both, family: str) -> None:
+def test_blocks_above_the_last_hook_are_dropped_and_rows_do_not_change(tiny, both, family: str) -> None:
     job = extraction_job(tiny(family), Path("text"), Path("output"), hooks=["resid_post.0"])
     model = LanguageModel(job, CPU)
     assert len(model._model.get_submodule(MODULES[family]["block"].removesuffix(".{}"))) == 1

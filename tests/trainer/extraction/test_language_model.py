@@ -229,7 +229,7 @@ def test_the_weights_of_a_model_in_several_files_are_counted(copy) -> None:
         load(folder)
 
 
-def test_model_files_outside_the_folder_and_oversized_ones_are_refused(copy) -> None:
+def test_model_files_that_are_too_large_or_outside_the_folder_are_refused(copy) -> None:
     folder = copy("gpt2")
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     index = {"metadata": {}, "weight_map": {"wte.weight": "../outside.safetensors"}}
@@ -296,9 +296,7 @@ def test_modules_that_do_not_run_or_do_not_output_a_row_per_token_are_refused(ti
 
 
 @pytest.mark.parametrize(("setting", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
-def test_weights_have_the_requested_dtype_and_fp32_on_the_cpu_by_default(
-    copy, setting: str, dtype: torch.dtype
-) -> None:
+def test_weights_have_the_requested_dtype_or_by_default_fp32_on_a_cpu(copy, setting: str, dtype: torch.dtype) -> None:
     folder = copy("llama")
     edit(folder / "config.json", dtype="bfloat16")
     job = extraction_job(folder, Path("text"), Path("output"))
@@ -323,7 +321,7 @@ def load_whole(tiny: Callable[[str], Path]) -> Load:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load_whole: Load, family: str) -> None:
+def test_each_block_is_placed_on_a_single_gpu_and_blocks_keep_their_order(load_whole: Load, family: str) -> None:
     model = load_whole(family)._model
     n_bytes = sum(parameter.nbytes for parameter in model.parameters())
     capacity = n_bytes * 9 // 10

@@ -187,7 +187,7 @@ def test_ranks_with_the_same_tokens_each_read_a_part_of_the_text_and_get_all_row
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
     # After the first batch, the remaining text is read twice, each time divided among the ranks.
-    # Before that, each rank reads at most two more batches.
+    # Before these two passes, each rank reads at most two batches.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
     assert max(of_each) <= 2 * -(-n_batches // size) + 2
@@ -295,7 +295,7 @@ def test_out_of_memory_on_a_model_only_device_does_not_blame_the_sae(
         stream.next_rows()
 
 
-def test_a_text_error_is_raised_after_the_rows_before_it(make: Make) -> None:
+def test_an_error_in_the_text_is_raised_only_after_the_rows_before_it(make: Make) -> None:
     def cut_off() -> Iterator[int]:
         yield from range(5)
         raise UserError("text.path: cannot be read")
@@ -324,7 +324,7 @@ def test_reading_threads_exit_with_their_owner_and_keep_no_process_alive() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tensor", "sweep"])
-def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
+def test_a_run_resumes_to_the_same_weights_after_a_reading_rank_is_killed(
     mode: str, make: Make, long_text: Path, tmp_path: Path
 ) -> None:
     table = table_of(make(), long_text, n_steps=60)
@@ -351,7 +351,7 @@ def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
 
 
 @pytest.mark.slow
-def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
+def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without_them(
     make: Make, long_text: Path, tmp_path: Path
 ) -> None:
     table = table_of(make(), long_text, n_steps=40)
@@ -463,7 +463,7 @@ def test_a_d_in_that_differs_from_the_width_of_the_hook_is_refused(make: Make) -
         stream.next_rows()
 
 
-def test_paths_next_to_the_job_file_are_found_and_hub_names_are_kept(make: Make, tmp_path: Path) -> None:
+def test_paths_relative_to_the_job_file_are_resolved_and_hub_names_are_kept(make: Make, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("a cat sat")
     table = table_of(make(), Path("texts.txt"))
     table["data"]["model"] = "somebody/some-model"

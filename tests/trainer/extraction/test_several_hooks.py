@@ -47,7 +47,7 @@ from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]
-# One hook name is in this project's notation, and one is in TransformerLens's.
+# One hook name is in this project's notation, and the other is in TransformerLens's.
 HOOKS = ["resid_post.0", "blocks.1.hook_resid_post"]
 LABELS = ["hook=L0", "hook=L1"]
 TRANSCODERS = ["mlp.0", "mlp.1"]

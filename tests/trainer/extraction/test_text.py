@@ -97,7 +97,7 @@ def test_rows_without_a_value_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["text", "content", "document", "messages", "conversations", "input_ids", "tokens"])
-def test_the_usual_column_names_are_found(tmp_path: Path, column: str) -> None:
+def test_columns_with_the_usual_names_are_found(tmp_path: Path, column: str) -> None:
     assert read(lines_of(tmp_path / "a.jsonl", {"id": 1, column: "a cat"})) == ["a cat"]
 
 

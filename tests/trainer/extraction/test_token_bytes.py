@@ -46,18 +46,18 @@ def joined(tokenizer: Any, text: str) -> bytes:
 
 
 @given(st.one_of(ANY, st.sampled_from(TEXTS)))
-def test_byte_level_tokens_join_to_the_text(text: str) -> None:
+def test_byte_level_tokens_join_into_the_original_text(text: str) -> None:
     assert joined(BYTE_LEVEL, text) == text.encode()
 
 
 @given(st.one_of(ANY, st.sampled_from(TEXTS)).filter(lambda text: "▁" not in text and "<" not in text))
-def test_tokens_with_byte_fallback_join_to_the_text(text: str) -> None:
+def test_tokens_with_byte_fallback_join_into_the_original_text(text: str) -> None:
     assert joined(BYTE_FALLBACK, text) == text.encode()
 
 
 @pytest.mark.slow
 @needs_model
-def test_tokens_of_a_trained_model_join_to_the_text() -> None:
+def test_tokens_of_a_trained_tokenizer_join_into_the_original_text() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=NAME)
     for text in TEXTS:
         assert joined(tokenizer, text) == text.encode()

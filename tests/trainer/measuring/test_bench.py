@@ -42,7 +42,7 @@ def job_file(make_job: MakeJob, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_each_rank_takes_the_same_steps_as_a_real_one(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rank_takes_the_same_steps_as_in_a_real_run(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(job_file), "--set", "launch.gpus=cpu:2", "--steps", "3", "--json"]) == EXIT_FINISHED
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["ranks"], report["steps"], report["tokens_per_step"]) == (2, 3, 2 * 128)

@@ -275,7 +275,7 @@ def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 400
     return pace.sums(pace.end(n_tokens, 4, 10.0 + data_s))
 
 
-def test_the_pace_of_all_ranks_is_their_tokens_over_the_mean_of_their_seconds(parallel, clock) -> None:
+def test_the_pace_of_all_ranks_is_their_tokens_divided_by_the_mean_of_their_seconds(parallel, clock) -> None:
     pace = Pace(parallel)
     sums = after(pace, clock, 2.0, data_s=0.5)
     assert pace.values(sums)["tokens_per_s"] == pytest.approx(2000)
@@ -287,7 +287,7 @@ def test_the_pace_of_all_ranks_is_their_tokens_over_the_mean_of_their_seconds(pa
     assert values["memory_bytes"] > 2**20
 
 
-def test_the_speed_of_a_rank_excludes_its_waits_for_others(parallel, clock) -> None:
+def test_the_speed_of_a_rank_excludes_its_waits_for_other_ranks(parallel, clock) -> None:
     pace = Pace(parallel)
     pace.begin(0.0)
     clock[0] += 2.0

@@ -317,7 +317,7 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_is_the_same_with_the_16_bit_copies_of_the_last_step_or_new_copies() -> None:
+def test_a_step_is_the_same_with_16_bit_copies_kept_from_the_last_step_or_made_anew() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
     for number in range(3):
         for copy in copies(other).values():

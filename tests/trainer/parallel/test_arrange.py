@@ -40,7 +40,7 @@ def test_ranks_use_no_more_memory_than_they_are_allowed_to(make_job, start_ranks
 
 
 @pytest.mark.parametrize(("gpus", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])
-def test_ranks_on_different_gpus_agree_on_a_precision_that_is_fast_on_all(
+def test_ranks_on_different_gpus_agree_on_a_precision_that_is_fast_on_all_gpus(
     gpus: tuple[str, str], agreed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrange, "resolve_precision", lambda asked, device: gpus[device.index])
@@ -52,7 +52,7 @@ def test_ranks_on_different_gpus_agree_on_a_precision_that_is_fast_on_all(
     assert on_all(2, of_rank) == [agreed, agreed]
 
 
-def test_ranks_read_parts_of_the_rows_only_if_all_agree() -> None:
+def test_ranks_read_parts_of_the_rows_only_if_all_ranks_agree() -> None:
     def agreed(*own: bool) -> list[bool]:
         cpu = torch.device("cpu")
         return on_all(len(own), lambda group: arrange._all_true(own[group.index], World(cpu, group)), timeout_s=60)

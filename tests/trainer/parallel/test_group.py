@@ -16,7 +16,7 @@ from trainer.parallel.waiting import waiting
         dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77\nLast error:\nCuda failure 2 'out of memory'"),
     ],
 )
-def test_running_out_of_memory_in_an_exchange_is_not_a_lost_connection(error: RuntimeError) -> None:
+def test_running_out_of_memory_in_an_exchange_does_not_count_as_a_lost_connection(error: RuntimeError) -> None:
     with pytest.raises(type(error), match="out of memory"), peers_expected("the connection to another rank was lost"):
         raise error
 

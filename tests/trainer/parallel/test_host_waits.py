@@ -64,6 +64,6 @@ def test_a_copy_from_the_host_to_the_device_is_detected(copy: str, monkeypatch: 
     assert step_of("tensor", "topk").waits
 
 
-def test_a_tensor_that_stays_on_the_host_is_not_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_stays_on_the_host_does_not_count_as_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: torch.tensor([1.0]))
     assert not step_of("tensor", "topk").waits

@@ -260,7 +260,7 @@ def test_saes_of_a_sweep_spread_over_ranks_learn_the_same_as_in_one_process(
         alike(weights, wanted)
 
 
-def test_a_diverging_sae_of_a_sweep_over_ranks_does_not_stop_the_others(
+def test_a_diverging_sae_of_a_sweep_over_ranks_does_not_stop_the_other_saes(
     make_job: MakeJob, start_ranks: Callable, tmp_path: Path
 ) -> None:
     train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e-3, 1e15], "n_steps": 40}

@@ -77,7 +77,7 @@ def told(folder: Path) -> list[tuple[str, str]]:
         return [(event.level, event.message) for event in reader.events()]
 
 
-def test_a_mirror_gets_all_rows_and_is_closed(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_mirror_gets_all_metric_rows_and_is_closed(make_job: MakeJob, tmp_path: Path) -> None:
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
         progress.rows([MetricRow("loss", 1, 1.0)])
         progress.rows([MetricRow("loss", 2, 0.5)])

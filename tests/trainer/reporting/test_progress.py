@@ -194,7 +194,7 @@ def cut_off(path: Path) -> None:
         (cut_off, "metrics.db was damaged and is kept as metrics.db.corrupt-1; ", "metrics.db.corrupt-1"),
     ],
 )
-def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
+def test_a_store_lost_during_a_run_is_recreated_and_the_loss_is_reported(
     spoil: Callable[[Path], None], told: str, kept: str | None, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"

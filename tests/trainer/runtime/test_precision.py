@@ -120,7 +120,7 @@ def test_tf32_is_used_unless_fp32_is_chosen(chosen: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
-def test_weights_and_optimizer_state_stay_fp32(chosen: str, make_job: MakeJob) -> None:
+def test_weights_and_optimizer_state_stay_in_fp32(chosen: str, make_job: MakeJob) -> None:
     weights = weights_after(make_job(train={"precision": chosen}), n_steps=2)
     assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
 

@@ -32,7 +32,7 @@ def test_if_triton_fails_a_warning_is_issued_and_no_kernel_is_used(
         assert kernels.on(torch.zeros(1), torch.float16) is None
 
 
-def test_no_kernel_is_tried_on_a_cpu_and_kernels_that_depend_on_dtype_not_in_float64(
+def test_no_kernel_is_tried_on_a_cpu_or_in_float64_if_it_depends_on_the_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton_kernels.forget()

@@ -21,7 +21,7 @@ def fired_in(output: Output) -> Tensor:
     return output.acts.dense().gt(0).any(dim=0)
 
 
-def test_tokens_since_fired_are_counted_until_a_latent_is_dead() -> None:
+def test_the_tokens_since_a_latent_fired_are_counted_until_it_is_dead() -> None:
     sae, x = random_topk(), batch(80)
     sae.b_enc.data[5] = -1e6
     fired = fired_in(sae(x, x))
@@ -64,7 +64,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     assert first.step_sums.abs().sum() == 0
 
 
-def test_the_sums_of_a_step_are_firing_counts_tokens_and_squared_error() -> None:
+def test_the_sums_of_a_step_are_firing_counts_and_tokens_and_the_squared_error() -> None:
     sae, x = random_topk(), batch(50)
     output = sae(x, x)
     torch.testing.assert_close(sae.step_sums[:40], (output.acts.dense() > 0).sum(dim=0).double())

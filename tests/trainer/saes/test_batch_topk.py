@@ -188,7 +188,7 @@ def test_the_threshold_is_compared_in_fp32_under_bf16_autocast() -> None:
         assert int((sae(x, x).acts.values > 0).sum()) == 1
 
 
-def test_evaluation_after_training_has_about_k_active_latents() -> None:
+def test_in_evaluation_after_training_about_k_latents_are_active() -> None:
     sae = random_batch_topk(24, 400, k=8).float()
     for seed in range(30):
         learn(sae, batch(1024, 24, seed=seed).float())

@@ -68,7 +68,9 @@ def test_the_settings_of_a_new_architecture_are_checked(make_loudest: MakeJob, t
     assert not [one for one in check(make_loudest(), here) if one.severity == "error"]
 
 
-def test_the_memory_of_a_new_architecture_is_estimated_from_its_entry(make_job: MakeJob, make_loudest: MakeJob) -> None:
+def test_the_memory_of_a_new_architecture_is_estimated_from_its_registry_entry(
+    make_job: MakeJob, make_loudest: MakeJob
+) -> None:
     same = make_job(sae={"architecture": "topk", "d_sae": 64, "k": 4, "auxk_alpha": 0.0})
     assert memory.estimate(workload(make_loudest(), 16)) == memory.estimate(workload(same, 16))
     few, many = (memory.estimate(workload(make_loudest(n_loudest=n), 16)).total for n in (4, 60))

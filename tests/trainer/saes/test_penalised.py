@@ -88,7 +88,8 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value of `act` jumps. Its gradients come from `slope`: for the threshold and, with a tanh penalty, for z.
+    # The value of `act` jumps at the threshold. `slope` gives the gradients for the threshold and, with a tanh penalty,
+    # for z.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -404,7 +405,7 @@ def steer(penalty: Penalty, l0: float) -> float:
     return float(penalty.weight)
 
 
-def test_the_weight_reacts_at_once_and_the_more_the_longer_l0_is_off_target() -> None:
+def test_the_penalty_weight_reacts_at_once_and_more_the_longer_l0_is_off_target() -> None:
     e = float(torch.e)
     steered = penalty()
     assert float(steered.weight) == 2
@@ -415,7 +416,7 @@ def test_the_weight_reacts_at_once_and_the_more_the_longer_l0_is_off_target() ->
     assert steer(steered, 10) == pytest.approx(2 * (1 + 0.2))
 
 
-def test_the_weight_has_a_minimum_and_leaves_it_quickly() -> None:
+def test_the_penalty_weight_has_a_minimum_and_rises_from_it_quickly() -> None:
     for lowest in (0.0, -3.0):
         steered = penalty(lowest=lowest)
         for _ in range(1000):
@@ -424,12 +425,12 @@ def test_the_weight_has_a_minimum_and_leaves_it_quickly() -> None:
         assert steer(steered, 40) > 2 * lowest
 
 
-def test_the_change_of_the_weight_by_one_batch_is_bounded() -> None:
+def test_the_change_of_the_penalty_weight_by_one_batch_is_bounded() -> None:
     assert steer(penalty(), 0) == 0
     assert steer(penalty(), 1e6) == pytest.approx(2 * (1 + 2.1 * float(torch.tensor(10.0).log())))
 
 
-def test_a_skipped_step_leaves_the_weight_unchanged() -> None:
+def test_a_skipped_step_leaves_the_penalty_weight_unchanged() -> None:
     steered = penalty()
     before = steer(steered, 20)
     steered.steer(torch.tensor(0.0), torch.tensor(0.0))
@@ -447,7 +448,7 @@ def test_a_fixed_coefficient_is_warmed_up_but_not_adjusted() -> None:
     assert weights == pytest.approx([3, 0, 1.5, 3])
 
 
-def test_the_weight_depends_on_the_sum_over_micro_batches_and_ranks() -> None:
+def test_the_penalty_weight_depends_on_the_sums_over_micro_batches_and_ranks() -> None:
     parts = [batch(10, seed=3), batch(30, seed=4)]
     first, second, whole = made("standard"), made("standard"), made("standard")
     first(parts[0], parts[0])

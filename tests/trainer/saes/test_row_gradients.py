@@ -51,10 +51,10 @@ def test_row_gradients_of_several_passes_are_added_even_if_there_is_no_gradient_
 
 
 def by_autograd(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
-    """Return the AuxK reconstruction. Autograd scatters its weights' gradients over all latents."""
+    """Return the AuxK reconstruction; autograd scatters the gradients of the weights over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
-    # The bias has already been subtracted, so this term is 0. It only propagates the gradient.
+    # The bias has already been subtracted, so this term is 0 and only propagates the gradient.
     subtracted = reads @ (sae.input_bias - sae.input_bias.detach()).to(centred.dtype)
     bias = torch.where(candidates.rows.b_enc > -torch.inf, b_enc - subtracted, -torch.inf)
     acts = torch.addmm(bias, centred, reads.T)

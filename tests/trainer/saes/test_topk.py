@@ -201,7 +201,7 @@ def test_a_k_above_the_number_of_latents_is_refused() -> None:
         random_topk(k=41)
 
 
-def test_bf16_autocast_changes_little_and_leaves_fp32_gradients() -> None:
+def test_bf16_autocast_changes_results_little_and_keeps_gradients_in_fp32() -> None:
     sae, x = random_topk().float(), batch().float()
     exact = sae.objective(run(sae, x).losses)
     with torch.autocast("cpu", torch.bfloat16):

@@ -138,7 +138,7 @@ OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_origin_survives_each_format_that_can_store_the_sae(name: str, tmp_path: Path) -> None:
+def test_every_format_that_can_store_the_sae_keeps_the_origin_of_its_activations(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     _, sae = written(layout, tmp_path / "theirs")
     forms = [form for form in READ_FORMATS if catalog.FORMATS[form].is_written]
@@ -285,7 +285,7 @@ def test_metadata_from_other_tools_is_shortened_to_a_single_line(tmp_path: Path)
     assert len(origin["model_name"]) == 200
 
 
-def test_an_npz_file_runs_no_code_and_cannot_claim_more_than_it_stores(tmp_path: Path) -> None:
+def test_reading_an_npz_file_runs_no_code_and_detects_headers_that_claim_too_much(tmp_path: Path) -> None:
     import numpy
 
     class Trap:

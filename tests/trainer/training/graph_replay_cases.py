@@ -58,7 +58,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 class Run:
-    """Two learners of the same SAE. The steps of one learner are captured."""
+    """Two learners of the same SAE, of which one captures its steps."""
 
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
@@ -280,7 +280,7 @@ class PlainSteps(GraphReplay):
 
 
 class LateCopy(HostCopy):
-    """A number that is available only after the GPU has completed the step. Reading it earlier would stall the host."""
+    """A number that the GPU provides only at the end of the step; reading the number earlier would stall the host."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)

@@ -27,7 +27,7 @@ from trainer.training.learner import Learner
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# The pre-activations of all tokens take 256 MiB. A pass first allocates twice as much, and its threads take 128 MiB.
+# The pre-activations of all tokens take 256 MiB. A pass first allocates twice that size, and its threads take 128 MiB.
 TIGHT_MIB = 900
 # Modes and architectures whose passes include an exchange between ranks.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]

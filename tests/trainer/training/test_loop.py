@@ -317,7 +317,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"]
     # Like the first tokens of texts, these rows all have the same direction.
-    # They are easy to learn, and account for most of the variance.
+    # Rows like these are easy to learn, and account for most of the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
     x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")

@@ -65,7 +65,7 @@ def test_errors_and_their_sums_match_a_float64_reference(shape: tuple[int, int])
     assert_right(numbers(*shape, seed=0), numbers(*shape, seed=1), numbers(*shape, seed=2)[0])
 
 
-def test_a_mean_far_larger_than_the_spread_loses_no_precision() -> None:
+def test_precision_is_not_lost_if_the_mean_is_far_larger_than_the_spread() -> None:
     y = numbers(70, 40, seed=0) + 30_000
     assert_right(y, y + 0.3 * numbers(70, 40, seed=1), torch.full((40,), 30_000.0, device=DEVICE))
 

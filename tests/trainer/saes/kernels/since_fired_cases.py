@@ -44,7 +44,7 @@ def test_the_kernel_matches_the_equivalent_torch_operations(n: int, n_others: in
 
 @pytest.mark.parametrize(("n_entries", "n"), [(0, 3), (1, 1), (1024, 9), (3000, 2500)])
 @pytest.mark.parametrize("n_numbers", [1, 3])
-def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int, n_numbers: int) -> None:
+def test_counts_of_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int, n_numbers: int) -> None:
     generator = torch.Generator().manual_seed(n)
     values = torch.randn(n_entries, generator=generator).relu().to(DEVICE)
     latents = torch.randint(n, (n_entries,), generator=generator).to(DEVICE)

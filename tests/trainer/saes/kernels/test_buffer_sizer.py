@@ -125,7 +125,7 @@ def test_the_capacity_follows_the_largest_micro_batch_in_earlier_steps(sizer: Bu
     assert [capacities_in_step(sizer, *step) for step in steps] == [[None] * 3] * buffer_sizer.MEMORY + [[12] * 3]
 
 
-def test_growth_is_measured_between_steps_not_between_micro_batches(sizer: BufferSizer) -> None:
+def test_growth_is_measured_between_steps_and_not_between_micro_batches(sizer: BufferSizer) -> None:
     for n in (8, 12, 18, 27, 40, 60, 60):
         assert capacities_in_step(sizer, n, n) == [None, None]
     for n, capacity in ((64, 80), (66, 96)):

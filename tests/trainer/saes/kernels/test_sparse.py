@@ -52,7 +52,7 @@ def test_products_with_sparse_activations_equal_dense_products(indices: SparseIn
 
 
 @pytest.mark.parametrize("n", [0, 1, 9])
-def test_dot_products_of_corresponding_rows_work_in_any_memory_layout(n: int) -> None:
+def test_dot_products_of_corresponding_rows_are_correct_in_any_memory_layout(n: int) -> None:
     rows, others = random(n, 6), random(6, n).T
     expected = torch.stack([*(one @ other for one, other in zip(rows, others, strict=True)), rows.new_zeros(())])[:-1]
     torch.testing.assert_close(dots(rows, others), expected)
