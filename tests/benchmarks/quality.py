@@ -199,7 +199,7 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path | None, result: Result) -> None:
-    """Write a result; this is called after every point, so that an interrupted run leaves an incomplete curve."""
+    """Write a result; called after every point, so that an interrupted run leaves the points measured so far."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Measures how long a screen waits if there are many long runs, and how much reporting slows down training.
+"""Measures how long screens wait for the store if there are many long runs, and how much reporting slows down training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 

@@ -262,7 +262,7 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
 
 
 def marked() -> Iterator[Any]:
-    """Yield all cases. Only the cases of one shape are not marked as slow, since `make test` skips slow tests."""
+    """Yield all cases. Cases of all shapes but one are marked as slow, so that `make test` skips them."""
     for case in cases():
         yield pytest.param(*case, marks=() if case[2] == SHAPES[1][1] else pytest.mark.slow)
 

@@ -271,7 +271,7 @@ def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypat
     hold(run_dir / "run.lock")
 
 
-# Tests for the attempt that follows an earlier one.
+# Tests for the next attempt of a run.
 
 
 def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
@@ -453,7 +453,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
-    # If a run was copied from another user, its spec may name such an output folder.
+    # If a run was copied from another user, its spec may name an output folder that contains other files.
     (precious := run_dir.parent / "precious").mkdir()
     (precious / "thesis.tex").write_text("mine")
     write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))

@@ -338,7 +338,7 @@ def test_ranks_learn_the_same_bits_from_a_shard_of_each_batch_as_from_all_of_it(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return each rank's set of read sizes, in rows."""
+    """Return the set of the sizes of each rank's reads, in rows."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 

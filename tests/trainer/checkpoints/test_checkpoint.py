@@ -202,7 +202,7 @@ def test_an_interrupted_save_leaves_no_trace_after_the_next_save(saved: Path, tm
     assert not leftover.exists()
 
 
-def test_the_newest_checkpoint_has_the_highest_step_but_not_necessarily_the_last_name(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_has_the_highest_step_but_not_always_the_last_name(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000):
         save(tmp_path / "c", step)
     (tmp_path / "c" / "step-notes").mkdir()

@@ -110,8 +110,8 @@ def test_the_measured_rows_are_a_small_share_from_all_parts_of_the_held_out_rows
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # The run records the report card's standard error. It is valid for all held-out rows, since they come from the same
-    # texts as the measured rows.
+    # The run records the report card's standard error. This error is valid for all held-out rows, since the measured
+    # rows come from the same texts.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 

@@ -1,4 +1,4 @@
-"""Tests that `data.source = "model"` trains on the rows that an extraction would store, but does not store them."""
+"""Tests that `data.source = "model"` trains on the rows that an extraction would store, without storing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for `estimate` on an extraction job, which does not load the model."""
+"""Tests for `estimate` on an extraction job, without loading the model."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.saes.kernels import dead_latents
 
-# No latent is dead in the first step, but some latents are dead in the second.
+# No latent is dead in the first step, but some latents are dead in the second step.
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
-# The CPU path is tested with fewer ranks than the GPU path, where exchanges do not depend on values.
+# The CPU path, where exchanges may depend on values, is tested with fewer ranks than the GPU path.
 SIZES = {"cpu": (2, 4), "gpu": (2, 4, 8)}
 
 

@@ -33,8 +33,8 @@ def on_two_hosts(
 ) -> list[str]:
     """Run both torchrun agents until they exit, and return their outputs.
 
-    With `shares_store`, the first agent hosts the store through which the ranks find each other. Otherwise, rank 0
-    hosts the store.
+    With `shares_store`, the first agent hosts the store through which the ranks find each other. Without
+    `shares_store`, rank 0 hosts the store.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

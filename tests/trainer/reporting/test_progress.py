@@ -169,7 +169,7 @@ def replace(path: Path) -> None:
 def checkpoint(path: Path) -> None:
     """Move the content of a store from its write-ahead log into its file.
 
-    Otherwise, a small store would exist only in the log, which this test does not damage.
+    A small store would otherwise exist only in the log, which this test does not damage.
     """
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")

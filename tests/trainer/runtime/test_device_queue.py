@@ -46,7 +46,7 @@ class OnSecondGpu(torch.Tensor):
 class Event:
     """A GPU event that records the name of its queue (CUDA stream).
 
-    By default, that is the current queue, which belongs to the first GPU.
+    The default is the current queue, which belongs to the first GPU.
     """
 
     recorded: ClassVar[list[str]] = []

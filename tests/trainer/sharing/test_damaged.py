@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_or_refused(folder: Path, world: Path) -> None:
-    """Read, run and import an SAE. Each of these must either work or fail with a one-sentence error."""
+    """Read, run and import an SAE. Each operation must either work or fail with a one-sentence error."""
     for use in (_run, lambda folder: _import(folder, world)):
         try:
             sae = use(folder)

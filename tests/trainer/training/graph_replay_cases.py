@@ -263,7 +263,7 @@ def test_a_failed_capture_is_reported_and_retried_only_a_few_times(
     run.assert_alike()
 
 
-# Tests with a penalty, where the host sizes the buffer for active latents from their numbers in earlier batches.
+# Tests with a penalty, where the host sizes the buffer for active latents by the counts in earlier batches.
 
 
 PENALISED = [
@@ -280,7 +280,7 @@ class PlainSteps(GraphReplay):
 
 
 class LateCopy(HostCopy):
-    """A number that the GPU provides only at the end of the step; reading the number earlier would stall the host."""
+    """A count that the GPU provides only at the end of the step; reading the count earlier would stall the host."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)
@@ -297,7 +297,7 @@ class Penalty(Run):
     """Two learners whose buffers, from the fourth step on, have space for `capacity` latents per token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
-        # `told` collects the numbers from earlier batches that the host has read.
+        # `told` collects the counts from earlier batches that the host has read.
         self.capacity, self.told = 6, list[float]()
         monkeypatch.setattr(buffer_sizer, "MEMORY", 2)
         monkeypatch.setattr(latent_capacity, "per_token", self._per_token)
@@ -335,7 +335,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_eager_ones(
     run.take(8)
     assert run.steps.n_replayed == 4
     assert run.capacities == [6, 6]
-    # The number from each replay is read before the next replay overwrites it.
+    # The count from each replay is read before the next replay overwrites it.
     assert run.told[::2] == run.told[1::2]
     assert len(set(run.told)) == 5
     run.assert_same_intervals()

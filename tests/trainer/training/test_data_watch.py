@@ -1,4 +1,4 @@
-"""Tests with real training runs whose data changes before they are resumed, or while they read it."""
+"""Tests with real training runs whose data changes before they are resumed, or while they train."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_resuming_on_different_rows_is_refused_before_any_step(
 
 
 class AtStep:
-    """A change to the data after a given step, like one that a user makes while the run trains."""
+    """A change to the data after a given step, as if a user made the change while the run trains."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act

@@ -399,7 +399,7 @@ def test_an_import_is_checked_by_how_well_it_reconstructs_rows(
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
     # This SAE expects rows scaled to a mean norm of √32.
-    # Its b_dec, the mean of the rows, is therefore scaled too.
+    # Therefore, the SAE's b_dec, which is the mean of the rows, is scaled too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (

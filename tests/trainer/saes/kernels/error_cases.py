@@ -279,7 +279,7 @@ def test_a_gpu_without_bf16_still_uses_the_kernels_that_do_not_need_it(monkeypat
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
-# BatchTopK uses the same kernels in half the time.
+# Architectures in slow tests, since BatchTopK uses the same kernels in half the time.
 SLOW = ("topk", "matryoshka_batch_topk")
 
 

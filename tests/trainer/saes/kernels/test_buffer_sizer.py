@@ -206,7 +206,7 @@ def test_each_replay_of_a_pass_counts_as_a_batch(sizer: BufferSizer) -> None:
         # A replayed pass never counts more values than fit into its buffer.
         n_above.fill_(50 * min(n, 10))
         sizer.queued()
-    # The 9 from the first replay has been read, and counts as growth.
+    # The count of 9 from the first replay has been read, and is treated as growth.
     assert found == [500, 500, 800, None]
 
 
