@@ -182,7 +182,7 @@ def gpu(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = GI
     ("gpus", "by_cuda", "words"),
     [
         ([gpu()], {"GPU-a": 79 * GIB}, []),
-        ([gpu("GPU-b")], {"GPU-a": 79 * GIB}, ["CUDA has GPU-a", "the app has GPU-b"]),
+        ([gpu("GPU-b")], {"GPU-a": 79 * GIB}, ["CUDA lists GPU-a", "the app lists GPU-b"]),
         ([gpu(), gpu("MIG-b")], {"GPU-a": 79 * GIB}, []),
         ([gpu()], {"GPU-a": 81 * GIB}, ["GPU-a has 8"]),
         ([gpu()], {"GPU-a": 40 * GIB}, ["GPU-a has 8"]),

@@ -97,7 +97,7 @@ def test_the_number_of_held_out_rows_is_close_to_the_request() -> None:
     assert len({tuple(one.held_out) for one in splits}) == 20
 
 
-def test_texts_longer_than_the_request_are_held_out_only_if_there_are_no_shorter_ones() -> None:
+def test_texts_longer_than_the_request_are_held_out_only_if_no_text_is_shorter() -> None:
     short = np.repeat(np.arange(100), 10)
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
