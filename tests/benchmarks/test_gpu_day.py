@@ -132,7 +132,7 @@ def test_all_kernel_cases_run_on_the_gpu_and_not_in_the_interpreter() -> None:
     assert part.variables["TRITON_INTERPRET"] == "0"
 
 
-def test_a_part_over_its_limit_is_killed_with_its_child_processes() -> None:
+def test_a_part_that_exceeds_its_time_limit_is_killed_with_its_child_processes() -> None:
     # The child process would keep the pipe open if only the shell were killed.
     ran = run(Part("bus", ["sh", "-c", "sleep 900 & sleep 900"], 1.0))
     assert ran.state == WRONG
@@ -151,7 +151,7 @@ def test_a_part_runs_only_if_time_is_left_and_fails_if_it_exceeds_its_own_limit(
     assert ("left" in summary(part, ran)) == (state == NOT_RUN)
 
 
-def test_a_part_whose_program_is_missing_is_not_run_and_says_why() -> None:
+def test_a_part_whose_program_is_missing_is_not_run_and_the_reason_is_reported() -> None:
     ran = run(Part("bus", ["/no/such/program"], 1.0))
     assert ran.state == NOT_RUN
     assert "could not be started" in ran.why

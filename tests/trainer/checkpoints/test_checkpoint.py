@@ -116,7 +116,7 @@ def cut_short(file: Path) -> None:
 
 @pytest.mark.parametrize("harm", [flip_a_byte, cut_short, Path.unlink])
 @pytest.mark.parametrize("name", ["tensors.safetensors", "random.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_on_its_own_and_skipped_in_a_folder(
+def test_a_damaged_checkpoint_is_refused_if_given_directly_and_skipped_in_a_folder(
     harm: Callable[[Path], None], name: str, saved: Path, tmp_path: Path
 ) -> None:
     newer = save(tmp_path / "c", 9)
@@ -341,7 +341,7 @@ def test_checkpoints_are_saved_at_intervals_of_steps_or_tokens(
     assert steps(checkpoint_every_tokens=750, checkpoint_every=6) == [6, 8, 12, 15, 18, 20]
 
 
-def test_checkpoints_are_saved_if_the_last_of_any_kind_is_some_minutes_old(
+def test_a_checkpoint_is_due_some_minutes_after_the_last_one_of_any_kind(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(folder: str, **train: Any) -> list[int]:

@@ -52,7 +52,7 @@ def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -
 
 
 @pytest.mark.slow
-def test_noise_gives_chance_level_and_spread_information_needs_many_latents() -> None:
+def test_noise_is_probed_at_chance_level_and_spread_information_needs_many_latents() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12
     spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)

@@ -37,7 +37,7 @@ def test_the_tokens_since_a_latent_fired_are_counted_until_it_is_dead() -> None:
     assert sae.may_have_dead()
 
 
-def test_the_bound_on_tokens_since_fired_on_the_host_is_corrected_steps_later() -> None:
+def test_the_host_corrects_its_bound_on_tokens_since_fired_after_later_steps() -> None:
     sae, x = random_topk(), batch(80)
     for _ in range(3):
         sae(x, x)

@@ -125,7 +125,7 @@ def test_texts_stay_held_out_even_if_new_shards_lack_text_numbers(
         assert as_set(second._source.rows(np.unique(in_an_epoch(second)))).isdisjoint(before)
 
 
-def test_resuming_on_different_rows_is_refused_before_any_step(
+def test_resuming_on_different_rows_is_refused_before_any_step_is_taken(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 2})

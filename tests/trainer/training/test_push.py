@@ -148,7 +148,7 @@ def test_the_name_alone_decides_whether_a_model_counts_as_being_on_the_hub(
     assert [name for name in names if is_on_the_hub(name)] == ["google/gemma-2-2b"]
 
 
-def test_a_model_card_by_the_user_is_sent_and_one_on_the_hub_is_kept(
+def test_the_model_card_of_the_user_is_sent_and_an_existing_one_on_the_hub_is_kept(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run, out = make_run(), tmp_path / "out"
