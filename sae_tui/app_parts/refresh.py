@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.03
 _MOST_LOOKS = 60
 
-# Creates the objects for other hosts from settings and flags, and returns problems with host names in the settings.
+# Creates the connections to other hosts from settings and flags; also returns problems with host names in the settings.
 MakeHosts = Callable[[Settings], tuple["Hosts | None", list[Problem]]]
 
 
@@ -34,7 +34,7 @@ class JobsChanged(Message, bubble=False):
     """The job store has changed. The message carries no data; screens read it from the watcher."""
 
     def can_replace(self, message: Message) -> bool:
-        """Replace an older message in the queue, so that a backlog causes one repaint."""
+        """Replace an older message in the queue, so that a backlog causes only one repaint."""
         return type(message) is type(self)
 
 
@@ -43,7 +43,7 @@ class AlertsChanged(Message, bubble=False):
 
 
 class Refresh:
-    """Makes every visible screen redraw what has changed, and applies the theme from the settings."""
+    """Redraws what has changed on every visible screen, and applies the theme from the settings."""
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, make_hosts: MakeHosts | None) -> None:
         self._app, self._session = app, session
@@ -77,7 +77,7 @@ class Refresh:
         self._draw("show_jobs")
         job_of_gpu = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
         if job_of_gpu != self._job_of_gpu:
-            # Show the job on its GPU immediately rather than with the next sample.
+            # Show the job on its GPU immediately instead of at the next sample.
             self._job_of_gpu = job_of_gpu
             self._draw("show_gpus")
         self._draw("refresh_bindings")
@@ -99,7 +99,7 @@ class Refresh:
     # theme and settings
 
     def choose_theme(self, name: ThemeName) -> None:
-        """Change the theme now and, unless in read-only mode, save it in the settings file."""
+        """Change the theme immediately and, unless in read-only mode, save it in the settings file."""
         session = self._session
         session.settings = msgspec.structs.replace(session.settings, theme=name)
         self._show_theme()
@@ -119,7 +119,7 @@ class Refresh:
     def read_settings(self) -> None:
         """Read the settings file and pass its changes to the objects that were created from the settings at startup.
 
-        All other code reads `session.settings` when it needs a setting. Settings in `settings.AT_START` take effect
+        All other code reads `session.settings` whenever it needs a setting. Settings in `settings.AT_START` take effect
         only at the next start.
         """
         new, problems = load_settings(self._session.data.settings_file)
@@ -127,7 +127,7 @@ class Refresh:
             self._app.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def _apply(self, new: Settings) -> list[Problem]:
-        """Apply the settings; return the problems that are found only while the settings are applied."""
+        """Apply the settings, and return the problems that appear only when the settings are applied."""
         session, old = self._session, self._session.settings
         session.settings = new
         session.alerts.change(new)

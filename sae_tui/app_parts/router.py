@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Opens the screens, each with the session, and keeps the launch form until its job is launched or the form is
-    replaced.
+    """Opens screens for the session, and keeps the launch form until its job is launched or the form is replaced.
     """
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
@@ -40,7 +39,7 @@ class Router:
         self._session = session
         self._refresh = refresh
         self._settings_draft: dict[str, str] = {}
-        # The launch form that is kept while other screens are shown, and the Python setting when it was filled in.
+        # The launch form, kept while other screens are shown, and the Python setting at the time it was filled in.
         self._kept: LaunchScreen | None = None
         self._python = session.settings.python
         self.dashboard = dashboard
@@ -56,7 +55,7 @@ class Router:
             self._app.pop_screen()
 
     def switch_to(self, screen: Screen[None]) -> None:
-        """Show a screen above the dashboard, in place of any other."""
+        """Show a screen above the dashboard, and close all others."""
         self.show_dashboard()
         self._app.push_screen(screen)
 
@@ -95,7 +94,7 @@ class Router:
             self._keep(screen := LaunchScreen(session, preset=draft))
             self._app.call_later(screen.form.tell_draft)
         else:
-            # `_replace_form` asks only if `kind` is an extraction: for "New job", the first branch shows any changed
+            # `_replace_form` asks only if `kind` is an extraction. For "New job", the first branch shows any changed
             # draft.
             new = LaunchScreen(session, preset=extraction_preset() if kind == ExtractJob.kind else None)
             self._replace_form("an extraction form", new)
@@ -130,8 +129,8 @@ class Router:
             self._keep(new)
 
     def _keep(self, new: LaunchScreen) -> None:
-        """Show a new launch form. The form is installed in the app, so that it keeps its content while other screens
-        are shown.
+        """Show a new launch form. The form is installed as a screen of the app, so that it keeps its content while
+        other screens are shown.
         """
         self.show_dashboard()
         self._forget_form()
@@ -140,7 +139,7 @@ class Router:
         self._app.push_screen(new)
 
     def _forget_form(self) -> None:
-        """Discard the launch form unless it is shown, so that the next job starts from a new form."""
+        """Discard the launch form unless it is open, so that the next job starts from a new form."""
         if self._kept and self._kept not in self._app.screen_stack:
             self._app.uninstall_screen(self._kept)
             self._kept.remove()

@@ -25,17 +25,17 @@ def picture_title(comparison: Comparison) -> str:
 
 
 def write_picture(path: Path, comparison: Comparison, view: CurveView, *, force: bool = False) -> None:
-    """Write the curves as SVG; raise `UserError` if the file exists already or cannot be written."""
+    """Write the curves as SVG; raise `UserError` if the file already exists or cannot be written."""
     write_new(path, [svg(traces(comparison.curves, view), view, picture_title(comparison))], force=force)
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:
-    """Write every value of one metric, or of all metrics, as a tidy CSV; raise `UserError` like `write_picture`."""
+    """Write every value of one metric, or of all metrics, as a tidy CSV; raise `UserError` as `write_picture` does."""
     write_new(path, csv_lines(runs.all_values(metric)), force=force)
 
 
 def csv_lines(values: Iterable[tuple[ComparedSae, str, Sample]]) -> Iterator[str]:
-    """Yield a header line and one line per value; the cell of a non-finite value is empty."""
+    """Yield a header line and one line per value; a non-finite value gives an empty cell."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:
         yield _csv_line(
@@ -47,7 +47,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
     """Raise `UserError` if one of these files exists."""
     for path in paths:
         if path.exists():
-            raise UserError(f"{path} exists already; choose another name, or use --force on the command line")
+            raise UserError(f"{path} already exists; choose another name, or use --force on the command line")
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:

@@ -1,4 +1,4 @@
-"""Converts curves into traces to draw: smoothed values over the chosen x axis, on a linear or logarithmic y axis."""
+"""Converts curves into traces to draw: smoothed values against the chosen x axis, on a linear or logarithmic y axis."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from sae_tui.compare.run import Curve, Sample
 from trainer.contract.settings.series import CRITERION, held_out
 
-# Maps each choice of the x axis to the axis title in an image.
+# Maps each choice of x axis to the title of the axis in an image.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
 
 class CurveView(msgspec.Struct, frozen=True):
-    """How curves are shown; `smoothing` is the weight of past values in a moving average, or 0 for none."""
+    """How curves are shown; `smoothing` is the weight of past values in the moving average (0: no smoothing)."""
 
     metric: str = held_out(CRITERION)
     axis: str = "step"
@@ -25,7 +25,10 @@ class CurveView(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve to draw: points (x, y) sorted by x. For a logarithmic axis, each y is positive, and no logarithm yet."""
+    """A curve to draw: points (x, y) sorted by x.
+
+    For a logarithmic axis, every y is positive, and the renderer takes its logarithm.
+    """
 
     label: str
     sae: int

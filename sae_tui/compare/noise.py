@@ -15,8 +15,8 @@ from trainer.contract.settings.series import CRITERION, held_out
 
 # A difference is significant only if it exceeds this number of standard errors.
 LEAD = 2.0
-# With too few seeds to measure their variation, a difference in FVU must exceed this share to be significant.
-# Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
+# If there are too few seeds to measure their variation, a relative difference in FVU must exceed this to be
+# significant. Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -25,7 +25,7 @@ _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The difference between a value and the best one, and the significance threshold with its basis."""
+    """The difference between a value and the best value, and the significance threshold with an explanation."""
 
     lead: float
     least: float
@@ -47,7 +47,7 @@ class MeasuredSae(msgspec.Struct, frozen=True):
 def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
     """Return the best SAE's lead over another SAE in a result, or None if a value or its uncertainty is unknown.
 
-    The variation between seeds is measured on all SAEs in `compared`.
+    The variation between seeds is estimated from all SAEs in `compared`.
     """
     if best.value is None or other.value is None:
         return None
@@ -59,14 +59,14 @@ def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence
 
 
 def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float, str] | None:
-    """Return the smallest significant difference, given both standard errors, and the basis of that threshold."""
+    """Return the smallest significant difference, given both standard errors, and an explanation of this threshold."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
             if degrees <= 2:
                 return math.inf, f"the rows come from {degrees + 1} texts, too few to estimate an error"
-            # With few texts the error itself is uncertain, so multiply it by the standard deviation of Student's t.
+            # With few texts, the error itself is uncertain, so multiply it by the standard deviation of Student's t.
             of_few = math.sqrt(degrees / (degrees - 2))
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, paired by text"
     if best.error is None or other.error is None:
@@ -75,7 +75,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
 
 
 def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
-    """Return the smallest significant difference in FVU, given the variation between seeds, and the basis of that."""
+    """Return the smallest significant difference in FVU, given the variation between seeds, and an explanation."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)

@@ -100,7 +100,7 @@ class Run:
     def curve(self, metric: str, sae: ComparedSae, place: int) -> Curve | None:
         """Return the metric over the run in about `MOST_POINTS` points, or None if the SAE does not have the metric.
 
-        If the SAEs of a sweep share a metric, it is returned only for the first SAE.
+        A metric that the SAEs of a sweep share is returned only for the first SAE.
         """
         name = self._name(metric, sae.member)
         if name is None or (name == metric and sae is not self.saes[0]):
@@ -110,7 +110,7 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # A run with a damaged file has no curve, but the other runs are still compared.
+                # Omit the curve of a run with a damaged file, but still compare the other runs.
                 return None
         return Curve(label, place, self._curves[name, label])
 
@@ -134,8 +134,8 @@ class Run:
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
-        """Return a dict that maps each metric to its latest value: the SAE's own, or the run's if its SAEs share the
-        metric.
+        """Return a dict that maps each metric to its latest value: the SAE's own value, or the run's if its SAEs share
+        the metric.
         """
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
@@ -161,7 +161,7 @@ class Run:
             yield self._sample(point.step, timestamp or 0.0, point.value)
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
-        """Return a sample whose token count is interpolated from the token count at the latest step."""
+        """Return a sample whose token count is interpolated linearly from the count at the latest step."""
         job, heartbeat = self._job, self._live.heartbeat
         steps, tokens = (heartbeat.step, heartbeat.tokens) if heartbeat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)

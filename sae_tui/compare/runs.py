@@ -1,4 +1,4 @@
-"""Reads the runs of a comparison, even while they are running; each result is immutable."""
+"""Reads the runs of a comparison, even while they are in progress; each result is immutable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
-        """Return the current state of the runs, with the curves of a metric; if no run has it, use the first metric."""
+        """Return the current state of the runs, with the curves of `metric`, or of the first metric if no run has it."""
         with self._lock:
             saes = self._poll()
             metrics = _in_order({name for run, _ in saes for name in run.metrics})
@@ -59,7 +59,7 @@ class Runs:
 
 
 def _in_order(metrics: set[str]) -> tuple[str, ...]:
-    """Return the result metrics in their usual order, followed by the others sorted by name."""
+    """Return the result metrics in their usual order, followed by the other metrics sorted by name."""
     results = [name for metric in result_metrics() for name in with_held_out(metric)]
     first = [*results, "loss", "tokens_per_s", "lr"]
     return (*(name for name in first if name in metrics), *sorted(metrics.difference(first)))

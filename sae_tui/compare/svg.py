@@ -18,7 +18,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
 _HEIGHT = 480
-_LEFT, _TOP, _RIGHT, _BOTTOM = 76, 40, 610, 52  # left, top and right edge of the plot, space below it
+_LEFT, _TOP, _RIGHT, _BOTTOM = 76, 40, 610, 52  # left, top and right edges of the plot, and the space below it
 _LINE, _LETTER = 18, 7  # length of a line and width of a letter in the legend
 _LONGEST_TITLE = 90
 

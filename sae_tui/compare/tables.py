@@ -1,4 +1,4 @@
-"""Tables that compare runs: the settings that differ, and the results with the best ones marked."""
+"""Tables that compare runs: the settings that differ, and the results, with the best ones marked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
 UNFINISHED = "unfinished"
-# Other load on the machine affects speeds and times, so a difference of at most this share is ignored.
+# Other load on the machine affects speeds and times, so a relative difference of at most this much is ignored.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # Maps each FVU metric to the L0 metric measured on the same rows.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
@@ -43,7 +43,7 @@ _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 LIKE = 1.02
 # This value is listed with the settings, since an automatic batch size is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
-# Training settings, which are meaningless for an SAE that was not trained here.
+# Training settings, which are meaningless for an imported SAE.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
@@ -59,9 +59,9 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     word: Callable[[Any], str] = str
     same: frozenset[int] = frozenset()
     why: str = ""
-    # The indices of values from unfinished runs. These values are not ranked.
+    # The indices of values from unfinished runs, which are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # The text after the star of each value: the SAE's number of training tokens, if the SAEs differ in it.
+    # The text after the star of each value: the number of tokens the SAE was trained on, if this differs between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
@@ -91,7 +91,7 @@ def word_of(metric: str) -> Callable[[float], str]:
 _OF_CARD = (
     ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
     ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
-    # This result is not ranked: the more rows were read, the fewer latents have never fired.
+    # This result is not ranked, because more latents fire if more rows are read.
     ComparedFigure("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     ComparedFigure("card_ce_score", "report card CE score", "higher", number),
     ComparedFigure("card_kl_score", "report card KL score", "higher", number),
@@ -117,7 +117,7 @@ _OF_QUALITY = frozenset(
 
 
 def all_results() -> list[ComparedFigure]:
-    """Return the results to compare: metrics (also held-out), report card, loss, speed and cost."""
+    """Return the results to compare: metrics (batch and held-out), report card, loss, speed and cost."""
     return [
         *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
         *_OF_CARD,
@@ -171,7 +171,10 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
 
 
 def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:
-    """Return the price and CO₂ of the energy. Neither is marked as best, since both follow from the energy."""
+    """Return the price and CO₂ of the energy.
+
+    No value is marked as best, since both rows follow from the energy.
+    """
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
     lines = [
@@ -200,7 +203,7 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the row with the best value marked, or with all values that do not differ significantly from the best."""
+    """Return the row with the best value marked, or with every value marked that is not significantly worse."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
@@ -213,7 +216,7 @@ def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a row of FVUs with a note on their L0 values, if the L0 values differ by more than `MOST_L0_MISS`."""
+    """Return a row of FVUs, with a note on the L0 values if these differ by more than `MOST_L0_MISS`."""
     if result.name not in _L0_OF:
         return line
     l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
@@ -225,7 +228,7 @@ def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedS
 
 
 def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a quality row with the best SAE's number of training tokens, if the SAEs differ in this number."""
+    """Return a quality row, noting the number of training tokens of the best SAE if this number differs."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
@@ -269,7 +272,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return a dict that maps the index of each other value with known noise to the best value's lead over it."""
+    """Return the best value's lead over each other value whose noise is known, as a dict by index."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -281,9 +284,7 @@ def leads_of_best(
 
 
 def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict[int, Lead]) -> str:
-    """Return a sentence on the largest insignificant lead, the smallest significant one, and the basis of the
-    threshold.
-    """
+    """Return a sentence that states the largest insignificant lead, the significance threshold, and its reason."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
     counts = (
@@ -298,7 +299,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
 
 
 def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> frozenset[int]:
-    """Return the indices of the values displayed like the best one, or an empty set if all are displayed alike."""
+    """Return the indices of values displayed like the best one, or an empty set if all values look alike."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:
@@ -311,7 +312,7 @@ def value_of(sae: ComparedSae, name: str) -> float | None:
     if name == "duration_s":
         return _duration_s(sae)
     if name == "energy_wh":
-        # A partial measurement would look like a lower consumption.
+        # A partial measurement would look like lower consumption.
         energy = energy_of(sae.job, Settings())
         return energy.energy_wh if is_whole(energy) else None
     if name in sae.latest:
@@ -323,7 +324,7 @@ def value_of(sae: ComparedSae, name: str) -> float | None:
 
 def _duration_s(sae: ComparedSae) -> float | None:
     job = sae.job
-    # For a resumed job, the start and end are known only for the last attempt.
+    # For a resumed job, only the start and end of the last attempt are known.
     return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
@@ -333,10 +334,10 @@ def _ran_as(sae: ComparedSae) -> str:
 
 
 def _tokens_per_step(sae: ComparedSae) -> int | None:
-    """Return the tokens per step; with an automatic batch size, they depend on the length of the run."""
+    """Return the tokens per step, which depend on the length of the run if the batch size is automatic."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 
 def _value(value: Any) -> str:
-    """Return a setting's value as in the job file, but strings without quotes."""
+    """Return a setting's value as written in the job file, but without quotes around strings."""
     return value if isinstance(value, str) else show(value)

@@ -52,7 +52,7 @@ def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
 
 
 def _beside_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
-    """Return the text as wrapped lines, with the sign before the first."""
+    """Return the text as wrapped lines, with the sign before the first line."""
     lines = wrap(text, max(10, width - 3))
     return [((fit(f" {sign if row == 0 else ' '} {line}", width), style),) for row, line in enumerate(lines)]
 

@@ -28,7 +28,7 @@ SPEED = "tokens_per_s"
 
 
 class CurvePlot(Plot):
-    """The plot of one series of a job, selected by the series' name in the store."""
+    """The plot of one series of a job, identified by its name in the store."""
 
     def __init__(self, series_name: str, series: Series) -> None:
         axis = series.curve or CurveAxis()

@@ -18,7 +18,7 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _LONGEST_TITLE, _LONGEST_VALUE = 26, 24
-_WITH_ARROWS = 20  # cells of a title that shows how many columns are out of view
+_WITH_ARROWS = 20  # width in cells of a title that shows how many columns are out of view
 
 
 class SaeTable(KeyedTable):
@@ -52,7 +52,7 @@ class SaeTable(KeyedTable):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Choose the columns that fit, and build their rows."""
+        """Choose the columns that fit, and build the rows with these columns."""
         fitting = self._fitting(self._first)
         shown = range(self._first, min(self._first + fitting, len(self._saes)))
         hidden = len(self._saes) - len(shown)

@@ -61,7 +61,7 @@ class FarGpus(LineView, can_focus=True):
         self._draw()
 
     def lines_of(self, views: Sequence[HostView], space: int) -> int:
-        """Return how many of `space` lines these hosts take: one each, plus the GPUs of as many hosts as fit."""
+        """Return how many of `space` lines these hosts take: one line each, plus the GPUs of as many hosts as fit."""
         counts = [len(view.gpus) for view in views]
         return len(counts) + sum(_opened(counts, space, self._at).values())
 
@@ -102,9 +102,9 @@ class FarGpus(LineView, can_focus=True):
 
 
 def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
-    """Return a dict that maps the index of each host whose GPUs fit to the number of their lines.
+    """Return the number of GPU lines of each host whose GPUs fit, as a dict by host index.
 
-    Host `first` takes precedence. Only this host may show some of its GPUs; all other hosts show all or none.
+    Host `first` takes precedence. Only host `first` may show just some of its GPUs; every other host shows all or none.
     """
     opened: dict[int, int] = {}
     left = space - len(counts)

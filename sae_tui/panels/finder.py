@@ -63,7 +63,7 @@ class JobsFinder(Filtered):
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
         """Show the jobs; `problem` explains why they cannot be read, or is empty."""
         if jobs and not self._jobs and not self.table.was_moved:
-            # Another host's jobs may have arrived first, so that one of them has the cursor.
+            # The jobs of another host may have arrived first, in which case the cursor is on one of them.
             self.table.select(str(jobs[0].id))
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}

@@ -1,4 +1,4 @@
-"""GPUs in a card view: 2 to 5 lines per GPU, in as many columns as fit."""
+"""The card view of the GPUs: 2 to 5 lines per GPU, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sae_tui.panels.gpu_row import (
 from sae_tui.widgets.lines import Line, Span
 
 CARD_WIDTH = 38
-_FIGURE = 10  # cells of a quantity next to its bar
+_FIGURE = 10  # width in cells of a quantity next to its bar
 _LABEL = 6  # cells
 _GAP = 2  # cells between two GPUs
 
@@ -43,7 +43,7 @@ class CardGrid:
     bands: int
 
     def count_fitting(self, space: int) -> int:
-        """Return how many bands fit into `space` lines. If not all fit, one line is reserved for a note."""
+        """Return how many bands fit into `space` lines. If some do not fit, one line is reserved for a note."""
         fitting = space // self.height
         return self.bands if fitting >= self.bands else max(1, (space - 1) // self.height)
 
@@ -56,7 +56,7 @@ def card_grid(count: int, width: int, space: int) -> CardGrid:
 
 
 def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
-    """Return the GPUs in the rows and columns of the grid."""
+    """Return the lines of the card view, with the GPUs arranged in the grid."""
     card_width = width // grid.columns
     lines: list[Line] = []
     for start in range(0, len(rows), grid.columns):
@@ -110,7 +110,7 @@ def _with_limit(row: GpuRow, column: GpuColumn) -> Span:
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return the heading, followed by the reason wrapped into the remaining lines."""
+    """Return the heading of an unhealthy GPU, followed by the wrapped reason in the remaining lines."""
     sample = row.sample
     words, style = row.fault
     texts = textwrap.wrap(words[2:], max(10, width - 3), max_lines=height - 1, placeholder=" …")

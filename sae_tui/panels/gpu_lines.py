@@ -24,11 +24,11 @@ from sae_tui.panels.gpu_row import (
 from sae_tui.widgets.area import shaded
 from sae_tui.widgets.lines import Line, Span
 
-LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
+LEAST_HISTORY = 12  # cells; a shorter history is not useful
 _SHORTEST_NAME = 4  # cells
-_MARGIN = 1  # cells at the right edge
+_MARGIN = 1  # width in cells of the right margin
 _ERROR_TOLD_S = 3600.0
-_LONG_WORD = 8  # words are not split, so the first of two lines may be up to this much shorter than the second
+_LONG_WORD = 8  # words are not split, so the first of two lines may be shorter than the second by up to this many cells
 _NARROW_HISTORY = 10  # columns with a `drop` are shown only if this many cells remain for the history
 _WIDE_BAR, _BAR = 10, 6
 _WIDE_HOLDER, _HOLDER = 24, 13
@@ -47,8 +47,8 @@ class LineLayout:
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
     """Return `each` lines, one or two, for each GPU in `rows`; a fault replaces the GPU's values.
 
-    The column widths suit all GPUs in `of`, so that nothing shifts while the user scrolls. On a narrow terminal, bars,
-    histories and the least important columns are omitted.
+    The column widths are chosen for all GPUs in `of`, so that nothing shifts while the user scrolls. On a narrow
+    terminal, bars, histories and the least important columns are omitted.
     """
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
     if each > 1:
@@ -60,7 +60,7 @@ def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: in
 def _lines_of(row: GpuRow, layout: LineLayout, width: int, each: int) -> list[Line]:
     """Return a GPU in one or two lines.
 
-    The second line contains the lower half of the histories, the power limit, and the end of the holder's name. If the
+    The second line contains the lower half of the histories, the power limit, and the rest of the holder's name. If the
     entire name fits into the first line, the second shows the processes on the GPU.
     """
     if not row.sample.healthy:
@@ -93,7 +93,7 @@ def _cell(row: GpuRow, column: GpuColumn, width: int) -> Span:
 
 def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Span]], rest: str) -> Line:
     spans: list[Span] = []
-    carried = 0  # cells of preceding columns that have no text in this line
+    carried = 0  # total width of the preceding columns that have no text in this line
     for column, width in layout.widths.items():
         if column is HOLDER:
             break
@@ -110,10 +110,10 @@ def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Sp
 
 
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
-    """Return the text below the holder's name, and its style.
+    """Return the text to show below the holder's name, and the style of this text.
 
-    The text is the first of these that exists: an error of the last hour, the cause of throttling, the end of the
-    holder's name, and the processes.
+    The text is the first of these that exists: an error from the last hour, the cause of throttling, the rest of the
+    holder's name, the processes.
     """
     condition = row.sample.condition
     if condition and condition.xid and time.time() - condition.xid.timestamp < _ERROR_TOLD_S:
@@ -125,7 +125,7 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
 
 
 def layout_of(width: int, longest: int) -> LineLayout:
-    """Return the layout for lines of `width` cells; the longest description of a holder has `longest` cells."""
+    """Return the layout for lines of `width` cells; the longest description of a holder takes `longest` cells."""
     columns = list(GPU_COLUMNS)
     while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
         columns.remove(max(columns, key=lambda column: column.drop))

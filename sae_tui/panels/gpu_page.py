@@ -19,9 +19,9 @@ from sae_tui.panels.gpu_row import HOT_C, short_name, words_of
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
-_NAME = 13  # cells of a detail's name
+_NAME = 13  # width in cells of a detail's name
 _HEAT_AXIS_C = 100.0
-_LEAST_WIDTH = 12  # cells; a narrower history shows nothing useful
+_LEAST_WIDTH = 12  # cells; a narrower history is not useful
 
 
 class GpuHistory(LineView):
@@ -166,7 +166,7 @@ def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _declared(group: str, sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return the sensors of a group that need only the formatting given by their declared title and unit."""
+    """Return the sensors of a group whose declared title and unit are all that is needed to format them."""
     readings: tuple[Any, ...] = sample, details.condition, details
     return [
         (one.title, words_of(one)[0](getattr(reading, one.name)), "text")
@@ -204,7 +204,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return each failing sensor once, including sensors that report impossible values."""
+    """Return each sensor that cannot be read, once, including sensors that report impossible values."""
     failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
     lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
     return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]

@@ -39,7 +39,7 @@ class GpuRow:
 
     @property
     def fault(self) -> Span:
-        """The reason why the GPU cannot be read, with the time of failure if known, and the style."""
+        """The reason why the GPU cannot be read, with the time of the failure if known, and the style of this text."""
         sample = self.sample
         if sample.withheld:
             return f"– {sample.reason}", "dim"
@@ -66,8 +66,8 @@ class GpuColumn:
     """A column of the GPU list, and the cell that every view shows.
 
     `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
-    if it is None, the next column's text extends over the cell. `limit` returns the maximum of the cell's value, or "".
-    A narrow terminal drops the column with the highest `drop` first; 0 is never dropped.
+    if `below` is None, the next column's text extends over the cell. `limit` returns the maximum of the cell's value,
+    or "". A narrow terminal drops the column with the highest `drop` first; a column with 0 is never dropped.
     """
 
     heading: str
@@ -143,12 +143,12 @@ def meter_bar(row: GpuRow, meter: Meter, width: int) -> Line:
 
 
 def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
-    """Return the rows of a history. Its highest block leaves an eighth of a cell free below the row above."""
+    """Return the rows of a history, whose maximum leaves an eighth of a cell free below the row above."""
     if not width:
         return [""] * height
     eighths, top = 8 * height, meter.top(row.sample)
     above = top and top * eighths / (eighths - 1)
-    # Only utilisation and power have values for some seconds before the app started: NVIDIA drivers buffer them.
+    # Only utilisation and power have values from the seconds before the app started, since NVIDIA drivers buffer them.
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 

@@ -86,7 +86,7 @@ def test_curves_are_written_as_svg_and_as_csv(shell, two):
     assert ("2", "heldout_fvu", "20", "2000", "0.1") in points
     assert len(points) == 8
     (line,) = shell.errors("compare", 1, 2, *files, code=1)
-    assert "a.svg exists already" in line
+    assert "a.svg already exists" in line
     shell.run("compare", 1, 2, *files, "--force", "--metric", "loss", "--x", "tokens", "--smooth", "0.6", "--log")
     assert {row["metric"] for row in csv.DictReader(table.open())} == {"loss"}
 

@@ -107,7 +107,7 @@ def test_a_file_is_private_and_overwritten_only_with_force(tmp_path) -> None:
     path = tmp_path / "out.csv"
     write_new(path, ["one"], force=False)
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         write_new(path, ["two"], force=False)
     assert path.read_text() == "one"
     write_new(path, ["two"], force=True)

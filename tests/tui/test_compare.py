@@ -285,7 +285,7 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
         await pilot.press("E")
         app.screen.query_one("Input").value = str(base)
         await pilot.press("enter")
-        await wait_until(pilot, lambda: any("exists already" in note.message for note in app._notifications))
+        await wait_until(pilot, lambda: any("already exists" in note.message for note in app._notifications))
 
 
 @given(st.lists(st.tuples(few, few), max_size=25))
