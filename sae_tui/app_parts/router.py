@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Opens screens for the session, and keeps the launch form until its job is launched or the form is replaced.
-    """
+    """Opens screens for the session, and keeps the launch form until its job is launched or the form is replaced."""
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
         self._app = app

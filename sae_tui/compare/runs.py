@@ -32,7 +32,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
-        """Return the current state of the runs, with the curves of `metric`, or of the first metric if no run has it."""
+        """Return the current state of the runs, with the curves of a metric; if no run has it, use the first metric."""
         with self._lock:
             saes = self._poll()
             metrics = _in_order({name for run, _ in saes for name in run.metrics})

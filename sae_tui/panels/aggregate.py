@@ -20,7 +20,7 @@ _GAP = 2  # cells between two plots
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """An aggregated quantity: its text, the number of GPUs that report it, its share of the maximum, and its history."""
+    """An aggregated quantity: its text, the number of GPUs that report it, its share of the maximum, its history."""
 
     label: str
     title: str

@@ -25,15 +25,15 @@ from sae_tui.panels.gpu_row import (
 from sae_tui.widgets.lines import Line, Span
 
 LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
-TALLEST = 4  # lines: utilisation; memory; temperature and power; holder
-_LEAST_WIDTH = 10  # cells: index, two signs, utilisation and the gap to the next tile
-_OF_A_NODE = 8  # GPUs per machine; a row of tiles shows complete machines
+TALLEST = 4  # in lines: utilisation; memory; temperature and power; holder
+_LEAST_WIDTH = 10  # width in cells: index, two signs, utilisation and the gap to the next tile
+_OF_A_NODE = 8  # GPUs per machine; a row of tiles shows whole machines
 # Upper limits of utilisation in percent, each with the shade for values below it.
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
 
 
 def map_grid(count: int, width: int, space: int) -> CardGrid:
-    """Return the grid for `count` tiles, as tall as `space` lines allow. Rows contain complete machines if they fit."""
+    """Return the grid for `count` tiles, as tall as `space` lines allow. Each row shows whole machines if they fit."""
     fitting = max(1, width // _LEAST_WIDTH)
     columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
     if -(-count // columns) > space:
@@ -77,7 +77,7 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
 
 
 def _short(row: GpuRow, column: GpuColumn) -> str:
-    """Return the text of a cell without spaces, or "" if it is unknown."""
+    """Return the text of a cell without spaces, or "" if the value is unknown."""
     return column.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
 
 

@@ -1,4 +1,4 @@
-"""All GPUs, as one or two lines each, as a card view, or as a map of tiles, in as many columns as fit."""
+"""All GPUs: as one or two lines each, or as cards or map tiles in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Draws GPUs as lines, card view or map. It is a single widget, so that an update causes only one repaint.
+    """Draws the GPUs as lines, cards or a map. The panel is a single widget, so that an update causes only one repaint.
 
     If not all GPUs fit, the last line shows how many GPUs are hidden above and below. While the panel has the focus,
     one GPU has the cursor.
@@ -63,7 +63,7 @@ class GpuPanel(LineView, can_focus=True):
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
-        """Show the reason why there are no GPUs, wrapped into lines."""
+        """Show why there are no GPUs, wrapped into lines."""
         self._rows = ()
         self.show([((fit(f" {line}", self.width), style),) for line in self.wrapped(words, self.width)])
 

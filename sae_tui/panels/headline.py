@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 class Headline(DetailPanel):
-    """Shows the job in the title, its progress below, and its result or the reason why it ended."""
+    """Shows the job in the title and, below it, the job's progress and its result or the reason why it ended."""
 
     DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; }"
 
@@ -129,14 +129,14 @@ def _failure_text(job: Job) -> str:
 
 
 def memory_words(job: JobView) -> list[str]:
-    """Return wordings for a rank's peak memory and the estimate, most detailed first, or [] if unknown."""
+    """Return wordings for a rank's peak memory and its estimate, most detailed first, or [] if both are unknown."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
     guess = f"{gibibytes(expected)} expected" if expected else ""
     both = ", ".join(filter(None, (most, guess)))
     wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
     if job.device == "cpu" and used and expected and expected < used / 2:
-        # The measured size of a process includes Python and PyTorch themselves, unlike the estimate.
+        # Unlike the estimate, the measured size of a process includes Python and PyTorch themselves.
         what = "the SAEs" if job.best_sae else "the SAE"
         wordings = [f"{most} ({guess} for {what}, the rest is Python and libraries)", f"{most} ({guess} for {what})"]
         wordings.append(most)
@@ -150,7 +150,7 @@ def _memory(job: JobView, width: int) -> str:
 
 
 def _ending(detail: JobDetail, width: int) -> list[Line]:
-    """Return the reason, the result or the current activity in full, followed by a warning if the job overfits."""
+    """Return the job's failure, result or current activity in full, followed by a warning if the job overfits."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
     # For a queued job, show why it waits instead of the last activity of its previous attempt.

@@ -62,7 +62,7 @@ class JobsPanel(KeyedTable):
         self.show_rows([*above, *rows, *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
-        """Return the previous row if nothing has changed, since formatting the cells of a thousand jobs takes 20 ms."""
+        """Reuse the previous row if nothing has changed, since formatting the cells of a thousand jobs takes 20 ms."""
         marked = job.id in self.marked
         made = self._made.get(job.id)
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
@@ -77,7 +77,7 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor or of the evaluation's job, or None for a remote job."""
+        """The id of the job under the cursor (for an evaluation, the id of its job), or None for a remote job."""
         job_id = (self.cursor or "").removesuffix(_EVALUATION)
         return int(job_id) if job_id.isdecimal() else None
 
@@ -140,13 +140,13 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return the row of a job without values, which shows `words` instead."""
+    """Return the row of a job that shows `words` instead of values."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
     return Row(str(job.id), cells, spill=len(head))
 
 
 def _progress(job: JobView) -> tuple[Span, Span]:
-    """Return the progress bar and percentage; for a finished job, the duration replaces the bar if known."""
+    """Return the progress bar and percentage; for a finished job, the duration, if known, replaces the bar."""
     whole: Span = (wording.done(job.progress), "text")
     # For a resumed job, `started` is the time of its latest start.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
@@ -155,7 +155,7 @@ def _progress(job: JobView) -> tuple[Span, Span]:
 
 
 def judged_span(job: JobView, name: str) -> Span:
-    """Return a held-out metric of a job or, before an evaluation, the value of the last batches, dim and marked."""
+    """Return a held-out metric of a job or, before the first evaluation, its dim and marked batch value."""
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")

@@ -17,9 +17,9 @@ from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import ActivatingExample, Feature, Features
 from trainer.contract.wording import bars
 
-# The minimum width of the list at which it shows the largest activation in a column.
+# The minimum width at which the list has a column with the largest activation.
 _WIDE = 44
-# Upper limits of the shades, as shares of the latent's largest activation.
+# The upper limit of each shade, as a share of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
 # The horizontal position of the strongest tokens, as a share of the width next to the activations.
 _MIDDLE = 0.6
@@ -45,7 +45,7 @@ class LatentList(LineView, can_focus=True):
         super().__init__(id=id)
         self._features: Features | None = None
         self.latents: Sequence[int] = ()
-        # From this index on, the latents' examples contain the search words, but the latents do not fire on them.
+        # The latents from this index on have examples that contain the search words, but do not fire on these words.
         self._n_firing = 0
 
     def show_latents(
@@ -230,7 +230,7 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
             text = text[1:]
         kept.insert(0, (text, style))
         space -= cell_len(text)
-        # Cutting off half of a wide character leaves an empty cell, which the next span must not fill.
+        # If half of a wide character is cut off, an empty cell remains, which the next span must not fill.
         if not space or text != whole:
             break
     return [(" " * space, "text"), *kept]

@@ -50,11 +50,10 @@ class LogPanel(DetailPanel, can_focus=True):
     def _draw(self) -> None:
         super()._draw()
         self._go_to_end()
-        # Scroll again after the frame is drawn, because the frame takes a row and the end is then one line further
-        # down.
+        # Scroll again after the frame is drawn, because the frame takes a row, which moves the end down by one line.
         self.call_after_refresh(self._go_to_end)
 
     def _go_to_end(self) -> None:
         if self._follows:
-            # Force the scroll, because Textual scrolls only if there is a scrollbar, and it may not exist yet.
+            # Force the scroll, because Textual scrolls only if there is a scrollbar, which may not exist yet.
             self.scroll_end(animate=False, immediate=True, force=True)

@@ -35,14 +35,14 @@ COLOURS = {
     "slack": "label",
     "context": "text",
 }
-# The bar's full width represents at most this multiple of the job's memory, so that the components of a small job on a
-# large GPU remain distinguishable.
+# The full width of the bar represents at most this multiple of the job's memory, so that the components of a small job
+# remain distinguishable on a large GPU.
 MOST_ROOM = 3
 WIDE = 116
 
 
 class MemoryBar(LineView):
-    """The bar with a heading, a legend and, if known, the measured memory and changes that would make the job fit."""
+    """The bar, its heading and legend and, if known, the measured memory and changes that would make the job fit."""
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
@@ -64,7 +64,7 @@ class MemoryBar(LineView):
         self._draw()
 
     def show_need(self, need: Need | None, capacity: FreeMemory) -> None:
-        """Draw the job's memory need and the free memory. If no job could be checked, draw only the heading."""
+        """Draw the job's memory need and the free memory. If there was no job to check, draw only the heading."""
         self._need, self._capacity = need, capacity
         self._draw()
 
@@ -75,7 +75,7 @@ class MemoryBar(LineView):
 
 
 def memory_lines(heading: str, need: Need | None, capacity: FreeMemory, width: int) -> list[Line]:
-    """Return at least two lines, so that the form does not move while the user types."""
+    """Return at least two lines, so that the form does not shift while the user types."""
     first: Line = ((heading, "title accent"),)
     if need is None:
         return [first, ((" ", "text"),)]
@@ -90,7 +90,7 @@ def memory_lines(heading: str, need: Need | None, capacity: FreeMemory, width: i
 
 
 def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
-    """Return a bar with a segment per component, starting with its letter, and a mark at the end of free memory."""
+    """Return a bar with a segment per component, labelled by a letter, and a mark at the end of the free memory."""
     free = None if capacity.free_bytes is None else capacity.free_bytes / need.sharing
     top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
     drawn: list[Span] = []
@@ -144,7 +144,7 @@ def _measured(need: Need) -> list[Span]:
 def _remedies(need: Need, capacity: FreeMemory) -> list[Span]:
     if not need.lacks(capacity):
         return []
-    # Name the setting without its section, as in the form.
+    # Name settings without their section, as in the form.
     cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]
     return [(f"fits with {', or '.join(cures)}" if cures else f"fits with {need.otherwise}", "warn")]
 

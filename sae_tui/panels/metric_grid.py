@@ -41,7 +41,7 @@ class MetricSeries:
 def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
     """Return the series that the regular expression matches; raise `re.error` if it is invalid."""
     seek = re.compile(pattern, re.IGNORECASE)
-    # In a sweep, the series without a label repeat those of its first SAE.
+    # In a sweep, a series without a label repeats the series of the first SAE.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
     shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
     found = [MetricSeries(name, rank, points) for (name, rank), points in shown.items()]
@@ -49,7 +49,7 @@ def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Return a sort key: metrics with a curve on the job's screen come first, in the same order."""
+    """Return a sort key: metrics that have a curve on the job's screen come first, in the order of that screen."""
     base, order = name.partition("@")[0], [each for metric in curves() for each in with_held_out(metric)]
     return (order.index(base), name) if base in order else (len(order), name)
 
@@ -93,7 +93,7 @@ class MetricGrid(Grid, can_focus=True):
         cursor: float | None,
         chosen: int | None,
     ) -> None:
-        """Draw these metrics, which must fit, and highlight the one at index `chosen`, which Enter enlarges."""
+        """Draw these metrics, which must all fit, and highlight the metric at index `chosen`, which Enter enlarges."""
         if not self.display:
             # Do not add plots to a screen that is closing, because a plot without a screen has no styles.
             return

@@ -17,7 +17,7 @@ from sae_tui.widgets.plot import braille, place, y_range
 from trainer.contract.settings.series import title_of
 
 MOST_CURVES = 16
-_BETWEEN = 16  # cells between two glyphs of a curve
+_BETWEEN = 16  # distance in cells between two glyphs of a curve
 
 
 class Overlay(Chart):

@@ -23,8 +23,8 @@ OF_BATCHES = ("batch L0", "batch FVU")
 class ParetoPanel(Chart):
     """Shows a point for each SAE, and the Pareto front as a line.
 
-    Points use held-out values, or report cards if all SAEs have one. The front includes only SAEs of finished runs, and
-    never uses values of training batches.
+    Points show held-out values, or values from report cards if all SAEs have one. The front includes only SAEs of
+    finished runs, and never uses values measured on training batches.
     """
 
     def on_mount(self) -> None:
@@ -64,7 +64,7 @@ class ParetoPanel(Chart):
 
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """Return the axis titles, and (L0, FVU) of every SAE, or None for an SAE that lacks one of these values."""
+    """Return the axis titles, and (L0, FVU) for each SAE, or None for an SAE that lacks one of these values."""
     for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
         measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
         if measured and None not in measured:
@@ -89,7 +89,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
     xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The points of the front are placed first, in their exact cells. A point whose cell is taken is placed next to it.
+    # The points of the front are placed first, in their exact cells. If a cell is taken, the nearest free one is used.
     taken: set[tuple[int, int]] = set()
     for at in sorted(points, key=lambda at: at not in best):
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)
@@ -123,7 +123,7 @@ def _around(values: Sequence[float]) -> tuple[float, float]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Return the indices of points that are not dominated: no other is as low in both coordinates and lower in one."""
+    """Return the indices of the points that no other point dominates: as low in both coordinates, lower in one."""
     places: set[int] = set()
     lowest, last = math.inf, (math.nan, math.nan)
     for at in sorted(range(len(points)), key=lambda at: points[at]):

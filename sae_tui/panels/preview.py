@@ -16,9 +16,9 @@ from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.settings.series import CRITERION, curves, series_named
 
-_ENTRY = 30  # cells of a setting with its value
+_ENTRY = 30  # width in cells of a setting with its value
 _NAME = 14
-_LEAST_SETTINGS = 1  # lines of settings that remain even if a warning is long
+_LEAST_SETTINGS = 1  # lines of settings that are kept even if a warning is long
 FVU = series_named(CRITERION)
 
 
@@ -31,7 +31,7 @@ class PreviewPanel(Horizontal):
         yield PreviewText(id="preview-text")
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job or, for a sweep, of its best SAE."""
+        """Draw the current state of the job or, in a sweep, of its best SAE."""
         entitle(self, f"Job {detail.view.id} · {detail.view.name}")
         trains = kind_of(detail.view.config).trains
         for plot in self.query(CurvePlot):

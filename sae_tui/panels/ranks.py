@@ -14,7 +14,7 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-# The columns with their widths. A panel shows only the columns that leave space for the speed history.
+# The columns and their widths. A panel shows only as many columns as leave space for the speed history.
 COLUMNS = (("tokens/s", RATE, 10), ("busy ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
 LEAST_SPARK, SIGN = 3, 5
 
@@ -22,14 +22,15 @@ LEAST_SPARK, SIGN = 3, 5
 class RanksPanel(DetailPanel):
     """One line per rank: tokens per second, with a history on a shared axis, and the work time in milliseconds.
 
-    Both exclude the time that a rank waits for other ranks, so that a slow rank stands out. A slow rank is also marked.
+    Speed and work time exclude the time that a rank waits for other ranks, so that a slow rank stands out. A slow rank
+    is also marked.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job. Hide the panel for a job that trains no SAE, since it records no such
-        times.
+        """Draw the current state of the job. Hide the panel for a job that does not train, since such a job records no
+        step times.
         """
         self.display = kind_of(detail.view.config).trains
         super().show_detail(detail)
@@ -64,7 +65,7 @@ def column_titles(width: int) -> str:
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
-    """Return the ranks whose work and data waits take more than `LATE` times as long as on the median rank."""
+    """Return the ranks that spend more than `LATE` times as long as the median rank on work and on waiting for data."""
     times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
     if len(times) < 2:
         return set()

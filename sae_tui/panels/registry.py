@@ -1,6 +1,7 @@
-"""The registry of the panels on a job's screen. It refers to panels by strings, so that it imports none of them.
+"""The registry of the panels on a job's screen. The registry refers to panels by strings, so that it imports none of
+them.
 
-To add a panel, add one file in this folder, with the widget and its size in `DEFAULT_CSS`, and one entry in `PANELS`.
+To add a panel, add one file to this folder, with the widget and its size in `DEFAULT_CSS`, and one entry to `PANELS`.
 The screen then composes and redraws the panel. A `DetailPanel` with a `title` has a frame.
 """
 
@@ -14,7 +15,8 @@ import msgspec
 from sae_tui.jobs.view.watcher import JobDetail
 
 # From top to bottom: "top"; "live", as wide as the screen; "middle", side by side; "bottom".
-# The settings key shows the "side" panel next to the last three places, or instead of them on a narrow screen.
+# The settings key shows the "side" panel next to the panels in the last three places or, on a narrow screen, instead of
+# them.
 Place = Literal["top", "live", "middle", "bottom", "side"]
 
 

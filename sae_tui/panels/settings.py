@@ -53,12 +53,12 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
 
 def _hooks(job: JobView) -> list[tuple[str, str]]:
-    """Return each hook of an extraction that has alternative names, with these names."""
+    """Return the hooks of an extraction that have alternative names, each with these names."""
     return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 
 def _more(job: JobView) -> list[tuple[str, str]]:
-    """Return (name, value) pairs for the job's remaining non-empty fields."""
+    """Return the remaining non-empty fields of the job, as (name, value) pairs."""
     fields = [
         ("tags", " ".join(f"#{tag}" for tag in job.tags)),
         ("note", job.note),

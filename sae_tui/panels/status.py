@@ -26,7 +26,7 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class StatusContent:
-    """The content of the status line. `problem` can be ""; `load` is the machine's load.
+    """The content of the status line. `problem` may be empty; `load` is the machine's load.
 
     `alerts` is the number of active alerts.
     """
@@ -103,8 +103,8 @@ def summary(
 ) -> str:
     """Return text like `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs are counted as waiting.
 
-    If some GPUs are hidden, `hidden` replaces their number. With other hosts, the counts cover all hosts: `3 hosts · 12
-    GPUs · 2 running · 0 waiting`.
+    If some GPUs are hidden, `hidden` replaces the number of GPUs. With other hosts, the counts cover all hosts: `3
+    hosts · 12 GPUs · 2 running · 0 waiting`.
     """
     gpus = ASKING if opening else _gpus(samples, hidden)
     if others:

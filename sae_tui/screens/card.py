@@ -77,7 +77,7 @@ def _latent_line(one: SampledLatent, width: int) -> Line:
 
 
 class CardScreen(Evaluates, FramedScreen):
-    """Shows the complete report card of an SAE. It is read again after the job has ended or been evaluated."""
+    """Shows the complete report card of an SAE, and reads it again after the job has ended or been evaluated."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),

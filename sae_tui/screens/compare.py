@@ -33,7 +33,7 @@ from trainer.contract.store.rows import Job
 
 MOST_RUNS = 8
 VIEWS = {"curves": "Curves", "settings": "Settings", "results": "Results", "pareto": "FVU against L0"}
-_ALL_FROM = 100, 35  # the minimum width and height for showing all views at once
+_ALL_FROM = 100, 35  # minimum width and height to show all views at once
 
 
 class Compared(Message):
@@ -46,7 +46,7 @@ class Compared(Message):
 
 
 class CompareScreen(FramedScreen):
-    """Shows one view at a time on a small terminal, and all views on a large one until a view is chosen twice."""
+    """Shows one view at a time on a small terminal; on a large one, shows all views until a view is chosen twice."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To the previous screen"),
@@ -113,7 +113,7 @@ class CompareScreen(FramedScreen):
             self._read()
 
     def _read(self) -> None:
-        """Read the runs; if a read is in progress, read them again after it."""
+        """Read the runs; if a read is in progress, read them again when it ends."""
         self._outdated = self._reading
         if not self._reading:
             self._reading = True

@@ -201,12 +201,12 @@ class Dashboard(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _why_none(self) -> tuple[str, str]:
-        """Return why there are no GPUs, with a remedy, and the style of the text."""
+        """Return a text that explains why there are no GPUs and what to do, and its style."""
         problem = self.session.monitor.problem
         return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 
     def _past(self, samples: Sequence[GpuSample]) -> RecentHistory:
-        """Return the history: the latest samples, or a longer span once it has been read from the store."""
+        """Return the history: the latest samples or, once it has been read from the store, a longer span."""
         n = self.size.width
         stored = self._back.stored(" ".join(sample.uuid for sample in samples), n)
         if stored is None or {*stored.slots} != {sample.index for sample in samples}:
@@ -232,7 +232,7 @@ class Dashboard(FramedScreen):
     def _view(self, n_gpus: int) -> str:
         """Return the view to show.
 
-        Until the user chooses one, use the map if the GPUs need more than twice the available lines.
+        Until the user chooses a view, use the map if the GPUs need more than twice the available lines.
         """
         taken = self._others.rows if self._others else 0
         if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=self._n_job_rows, taken=taken).gpus:
@@ -291,7 +291,7 @@ class Dashboard(FramedScreen):
     def _first_steps(self) -> Sequence[Line]:
         monitor = self.session.monitor
         has_gpus = monitor.opening or bool(monitor.latest())
-        # Another Python is asked for its packages only before a launch.
+        # The packages of another Python are checked only before a launch.
         has_torch = bool(self.session.settings.python) or not missing_of_trainer()
         return first_steps(has_gpus=has_gpus, has_torch=has_torch, readonly=self.session.readonly)
 
@@ -303,8 +303,8 @@ class Dashboard(FramedScreen):
 
     def _follow_selected(self) -> None:
         """Have the watcher read the job under the cursor, if there is space for its preview."""
-        # A screen on top of the dashboard follows its own job.
-        # Textual's `is_current` is also True for the screen below a dialog.
+        # A screen above the dashboard follows its own job. Textual's `is_current` is also True for the screen below a
+        # dialog.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 

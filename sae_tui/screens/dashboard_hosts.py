@@ -29,12 +29,12 @@ from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
 from trainer.contract.store.states import JobState
 
-# The names (as in `offers_for`) of the actions that are possible on another host's job.
+# The actions, as named by `offers_for`, that are possible on a job of another host.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
-# The offset between the GPU indices of consecutive hosts, which keeps the indices distinct.
+# The offset between the GPU indices of consecutive hosts, which keeps the indices unique.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
-_FEWEST_LINES = 3  # fewest lines of the panel, which then scrolls
+_FEWEST_LINES = 3  # minimum number of lines of the panel, which then scrolls
 _SHARE = 2  # other hosts' GPUs take at most half of the window's rows
 
 
@@ -48,12 +48,12 @@ class DashboardHosts:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Panel titles that are used only while other hosts are shown, as a dict by panel id."""
+        """The panel titles that are used only while other hosts are shown, as a dict by panel id."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
     def _space(self) -> int:
-        """The number of lines in the frame of the remote GPU panel: half the window, or the remaining lines if fewer.
+        """The number of lines inside the remote GPU panel's frame: half the window, or fewer if fewer lines remain.
 
         Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of remote hosts.
         """
@@ -70,7 +70,7 @@ class DashboardHosts:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the panel, including its frame."""
+        """The number of rows of the remote GPU panel, including its frame."""
         return self._space + FRAMES[frame_of(*self._screen.size)]
 
     def show_gpus(self, chrome: int) -> None:
@@ -183,7 +183,7 @@ def _is_stopping(job: JobView) -> bool:
 
 
 def _obstacle(verb: str, job: JobView) -> str:
-    """Return why the job's state forbids the action, in words that follow the job's name, or "" if it is allowed."""
+    """Return why the job's state forbids the action, in words that follow the job's name, or "" if it does not."""
     if verb == "continue":
         return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
     return ENDED[job.state] if job.state.is_final else ""
@@ -192,7 +192,7 @@ def _obstacle(verb: str, job: JobView) -> str:
 def _early_steps(job: JobView) -> int | None:
     """Return the number of cool-down steps, or None if the job cannot finish early.
 
-    Hosts do not send the config, but a job that has a loss is a training job.
+    Other hosts do not send a job's config, but a job that has a loss is a training job.
     """
     return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
 

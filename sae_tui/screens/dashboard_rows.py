@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
-# The minimum widths for showing the totals as four plots, and the preview next to the jobs.
+# The minimum widths to show the totals as four plots, and to show the preview next to the jobs.
 PLOTS_FROM, BESIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
@@ -21,8 +21,9 @@ _MANY_JOBS = 8
 class PanelHeights:
     """The number of rows inside each panel's frame, or 0 if the panel is hidden.
 
-    `plot` is the height of each of the four plots of totals, or 0 if each is a single line. `per_gpu` is the number of
-    lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
+    `plot` is the height of each of the four plots of totals, or 0 if each total is a single line. `per_gpu` is the
+    number of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the
+    jobs.
     """
 
     frame: Frame
@@ -61,8 +62,8 @@ def arrange(
     """Return the rows of the panels for `width` x `height` cells; the header and the footer take one row each.
 
     `is_card_view` selects the card view; with `tiles`, `n_gpus` is the number of rows of tiles. `previews` means that a
-    job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows of the
-    panel of other hosts, and `words` the number needed to explain why there are no GPUs.
+    job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows that the
+    panel of other hosts takes, and `words` is the number of rows that the explanation takes if there are no GPUs.
     """
     space = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
@@ -72,7 +73,7 @@ def arrange(
 
 
 def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
-    """Give each panel its minimum. If the minimums do not fit, drop the totals first, then shrink the jobs."""
+    """Give each panel its minimum height. If the minimums do not fit, drop the totals first, then shrink the jobs."""
     left = space - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (is_card_view and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome
@@ -85,7 +86,7 @@ def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_
 def _grown(
     rows: PanelHeights, space: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
 ) -> PanelHeights:
-    """Distribute the remaining rows, most useful first; if `tallest` is not 0, GPUs get up to `tallest` rows each."""
+    """Distribute the remaining rows in order of usefulness; each GPU gets up to `tallest` rows if that is not 0."""
     several = bool(rows.totals) and width >= PLOTS_FROM
     preferences = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
     preferences += [_plots(_LEAST_PLOT)] if several else []
@@ -108,5 +109,5 @@ def _grown(
 
 
 def _plots(rows: int) -> dict[str, int]:
-    """Return the fields for plots of `rows` rows, in a two-by-two grid with a heading each."""
+    """Return the fields for four plots of `rows` rows in a two-by-two grid, each with a heading."""
     return {"plot": rows, "totals": 2 * (rows + 1)}

@@ -25,7 +25,7 @@ _LEVELS = tuple(_STYLES)  # the worst first
 
 
 class DoctorScreen(FramedScreen):
-    """Shows findings as a thread reports them, since the driver may hang and importing torch takes seconds."""
+    """Shows findings as soon as a thread reports them, since the driver may hang and importing torch takes seconds."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
@@ -49,7 +49,7 @@ class DoctorScreen(FramedScreen):
     def __init__(
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
-        """Take two functions that yield findings; `probe` finds more, but uses the GPUs."""
+        """Take two functions that yield findings; `probe` finds more problems, but uses the GPUs."""
         super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False

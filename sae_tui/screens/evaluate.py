@@ -90,7 +90,7 @@ class Evaluates(Screen[None]):
 
     @work(thread=True, group="evaluate", exclusive=True, exit_on_error=False)
     def _offer_evaluation(self, then: Callable[[], object]) -> None:
-        # This call reads the file headers of the data and of the model.
+        # This call reads the headers of the data files and of the model files.
         try:
             offer = self.session.actions.offer_evaluation(self.job_id)
         except (UserError, OSError) as error:

@@ -39,7 +39,7 @@ WORDS: dict[Order, str] = {
 class Opened(Message):
     """The feature files of a job's SAEs were opened; `opened` maps the label of each SAE to its feature file.
 
-    If opening failed, `problem` explains why. `question`, if not empty, offers to create the files.
+    If opening failed, `problem` explains why. A `question` that is not empty offers to create the files.
     """
 
     def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:
@@ -52,7 +52,7 @@ class Opened(Message):
 def open_features(data: DataDir, job_id: int) -> Opened:
     """Open the feature files of a job's SAEs; if there are none, determine how they could be created.
 
-    Raise `UserError` for files that cannot be read.
+    Raise `UserError` if a file cannot be read.
     """
     if not has_features(data.sae(job_id)):
         problem, question = offer(data, job_id)

@@ -55,7 +55,7 @@ class GpuScreen(FramedScreen):
         super().__init__(name="gpu")
         self.session, self.index = session, index
         self._back = LookBack(self, self._read_store)
-        # The time whose values are shown, or None for the current values.
+        # The time of the values that are shown, or None for the current values.
         self._cursor_time: float | None = None
 
     def compose(self) -> ComposeResult:
@@ -132,7 +132,7 @@ class GpuScreen(FramedScreen):
             self._show_history(sample)
 
     def _cursor_in(self, window: Window) -> int | None:
-        """Return the column of the time whose values are shown, or None if that time is outside the window."""
+        """Return the column of the cursor's time, or None if that time is outside the window."""
         if self._cursor_time is None:
             return None
         column = int((self._cursor_time - window.begin) // window.step_s)
@@ -149,7 +149,7 @@ class GpuScreen(FramedScreen):
         window = self._window(sample)
         column = self._cursor_in(window)
         column = (len(window.jobs) if column is None else column) + by
-        # Beyond the latest column, show the current values.
+        # Past the latest column, show the current values.
         self._cursor_time = window.time_of(max(0, column) + 0.5) if column < len(window.jobs) else None
         self.show_gpus()
 

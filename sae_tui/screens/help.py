@@ -16,7 +16,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 
 _EVERYWHERE = "Everywhere"
-# Maps the first part of a binding's id to the topic of the binding, if it has no group.
+# Maps the first part of a binding's id to the topic of a binding that has no group.
 _TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
            "settings": "Settings",
            "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip

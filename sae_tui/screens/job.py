@@ -37,7 +37,7 @@ _KEYS = [
     f"job.{name}"
     for name in ("back", "stop", "pause", "continue", "card", "features", "evaluate", "export", "log", "metrics")
 ] + ["job.all_metrics", "job.clone"]
-_BESIDE_FROM = 120  # minimum width for the settings next to the other panels
+_BESIDE_FROM = 120  # minimum width to show the settings next to the other panels
 
 
 class JobScreen(Evaluates, FramedScreen):
@@ -119,7 +119,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
-        """Redraw the screen, since it got no updates while another screen was on top."""
+        """Redraw the screen, since it was not updated while another screen was on top."""
         self.show_jobs()
 
     @property
@@ -132,7 +132,7 @@ class JobScreen(Evaluates, FramedScreen):
         return self._rank or 0
 
     def _arrange(self) -> None:
-        """Show the settings next to the other panels, or instead of them if the window is too narrow for both."""
+        """Show the settings next to the other panels or, if the window is too narrow, instead of them."""
         self.set_class(self.size.width >= _BESIDE_FROM, "-side-by-side")
         self.set_class(self.shows_settings, "-settings")
 

@@ -112,7 +112,7 @@ class LaunchScreen(FramedScreen):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key is still waiting for a review. Keys typed later must then wait too."""
+        """Whether a key is still waiting for a review, in which case later keys must wait too."""
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:
@@ -169,7 +169,7 @@ class LaunchScreen(FramedScreen):
         self.form.once_reviewed(self._launch_reviewed)
 
     def _refuse(self, what: str, review: Review) -> None:
-        """Name the settings to correct, in one line that soon disappears, because more text would cover the review."""
+        """Name the settings to correct in one line that disappears soon, because more text would cover the review."""
         wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
         which = list(dict.fromkeys(wrong))
         why = f"correct {join_words(which)} first" if which else "its Python is still being checked"
@@ -216,7 +216,7 @@ class LaunchScreen(FramedScreen):
             self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
 
     def _launch_there(self, host: str, gpus: str) -> None:
-        # Send the form as typed: values that are invalid here, such as paths on the other host, may be valid there.
+        # Send the form as typed, since values that are invalid here, such as paths, may be valid on the other host.
         if self.session.hosts:
             launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)

@@ -71,7 +71,7 @@ class ReviewText(Static):
 
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
-    """Return the review in full, or without remedies, or only its first problems, whichever fits first."""
+    """Return the review in full or, if it does not fit, without remedies, or else only its first problems."""
     in_full = review.sentences
     for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]
@@ -85,7 +85,7 @@ def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
     return shown
 
 
-# Opening a job file changes twenty fields at once, which should cause only one review.
+# Opening a job file changes about twenty fields at once, which should cause only one review.
 _SETTLE_S = 0.05
 
 
@@ -122,7 +122,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # The values and the preset that filled the form. A value that now differs was changed by the user.
+        # The values and the preset that the form was filled with. A value that differs was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
@@ -186,7 +186,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Show needed and free memory; check the draft again if it has stopped fitting or fits again."""
+        """Show the needed and the free memory; check the draft again if it no longer fits, or fits again."""
         need, capacity = (
             self.review.need,
             job_form.capacity(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere)),
@@ -321,7 +321,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._soon = self.set_timer(_SETTLE_S, self._review)
 
     def _review(self) -> None:
-        # While the form is being built or the screen is closing, there is no form.
+        # There is no form while it is being built or while the screen is closing.
         forms = list(self.query(SettingForm))
         if self._building or not forms:
             return
@@ -393,7 +393,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key is still waiting for a review. Keys typed later must then wait too."""
+        """Whether a key is still waiting for a review, in which case later keys must wait too."""
         return self._then is not None
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
@@ -404,7 +404,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def draft_as_text(self, *, elsewhere: bool = False) -> str:
         """Return the form as a job file; invalid values appear as typed.
 
-        With `elsewhere`, omit the Python set for this machine, since the other host has its own.
+        With `elsewhere`, omit this machine's Python, since the other host has its own.
         """
         form = self.query_one(SettingForm)
         values, wrong = self._typed_into(form)
@@ -419,7 +419,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Rebuild the form, since another architecture or source has other settings, and then check it."""
+        """Rebuild the form, since another architecture or source has other settings, and check it afterwards."""
         self._settings, self._building = job_form.chosen_settings(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 

@@ -34,19 +34,19 @@ def span_keys(
 class LookBack(Generic[T]):
     """The time span that a screen shows, and the data read for it.
 
-    Data belongs to a subject, such as a GPU. If data for an earlier subject or span arrives late, it is not shown.
+    The data belongs to a subject, such as a GPU. Late data for an earlier subject or span is not shown.
     """
 
     class Found(Message):
         """Data was read and should be drawn."""
 
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
-        """Take the screen to notify, and a function that reads a subject's last seconds as at most n columns."""
+        """Take the screen to notify, and a function that reads the last seconds of a subject as at most n columns."""
         self._screen, self._read = screen, read
         self._place = 0  # index into `SPANS_S` plus 1; 0 means the latest samples
         self._due = 0.0  # time of the next read
         self._found: dict[tuple[str, float], T] = {}
-        # Reads in progress. If a read hangs because of its disk, the same read is not started again.
+        # The reads in progress. While a read hangs, for example on a disk, the same read is not started again.
         self._under_way: set[tuple[str, float]] = set()
 
     @property
@@ -55,7 +55,7 @@ class LookBack(Generic[T]):
         return SPANS_S[self._place - 1] if self._place else None
 
     def longer(self, by: int) -> None:
-        """Move `by` steps to longer spans, or to shorter ones if negative."""
+        """Move by `by` steps to longer spans or, if negative, to shorter ones."""
         self._place = max(0, min(len(SPANS_S), self._place + by))
         self.forget()
 

@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid. They can be filtered by a regular expression, zoomed, and read out at a step."""
+"""All metrics of a job in a grid. The metrics can be filtered by a regular expression, zoomed, and read at a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
 _ZOOM = 2.0
-_STEPS_ACROSS = 60  # presses of an arrow key from one end of the plot to the other
+_STEPS_ACROSS = 60  # number of presses of an arrow key from one end of the plot to the other
 
 
 class MetricsList(Filtered):
@@ -164,7 +164,7 @@ class MetricsScreen(FramedScreen):
         if steps:
             first, last = steps
             at = (last if self._cursor is None else self._cursor) + by * (last - first) / _STEPS_ACROSS
-            # Beyond the latest step, show the current values.
+            # Past the latest step, show the current values.
             self._cursor = max(first, at) if at < last else None
             self.show_jobs()
 

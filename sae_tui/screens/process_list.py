@@ -26,8 +26,8 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.table import KeyedTable
 
-_NAME = 13  # cells of the column of names
-_MOST_OF_A_PARENT = 160  # characters; enough to identify what started a process
+_NAME = 13  # width in cells of the column of names
+_MOST_OF_A_PARENT = 160  # in characters; enough to identify what started a process
 _AIR: Line = ((" ", "text"),)
 
 
@@ -67,7 +67,7 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # the interval at which the monitor lists the GPUs' processes
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # the choice above the signals, which stops the job of a rank
+_JOB = "job"  # the choice listed above the signals, which stops the rank's job
 
 
 class ProcessPage(TextScreen):
@@ -160,11 +160,11 @@ class ProcessList(Filtered):
         # Request the SM shares again, since the previous list cancels its request when it closes.
         self.session.monitor.want_shares(True)
         shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
-        # Read immediately if a new process appears or the first shares arrive.
+        # Read immediately if a new process appears or the first SM shares arrive.
         is_new = (gpus, pids) != (self._gpus, self._pids) or (any(shares.values()) and not self._has_shares)
         self._gpus, self._pids, self._has_shares = gpus, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
-        # If a process hangs, reading it can hang too; do not start a second read then.
+        # Reading a process that hangs can hang too, so never start a second read in the meantime.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), shares)
@@ -205,7 +205,7 @@ class ProcessList(Filtered):
         self.say(" · ".join(filter(None, notes)))
 
     def _silence(self) -> str:
-        """Return how old the list is if the system has not responded for a while, or ""."""
+        """Return how old the list is if the system has not responded for a while, otherwise ""."""
         silent_s = time.monotonic() - self._read_at
         if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
             return ""

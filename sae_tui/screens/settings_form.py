@@ -94,7 +94,7 @@ class SettingsScreen(FramedScreen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """A dict that maps each changed setting's name to its new value; invalid values are left out."""
+        """The new value of each changed setting, as a dict by name; invalid values are left out."""
         values, _ = self.query_one(SettingForm).values()
         typed = {
             name: values.get(name, setting.default) for name, setting in _settings().items() if name in self._draft
@@ -113,7 +113,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:
-        """Return a dict that maps the name of each invalid setting, changed or not, to the error."""
+        """Return the error of each invalid setting, changed or not, as a dict by name."""
         values, wrong = self.query_one(SettingForm).values()
         for name in values.get("hosts", []):
             try:
@@ -141,7 +141,7 @@ class SettingsScreen(FramedScreen):
         self.query_one(SettingForm).find()
 
     def action_reset(self) -> None:
-        """Restore the saved value of the field under the cursor; if it is unchanged, restore the default."""
+        """Restore the saved value of the field under the cursor; if the field is unchanged, restore its default."""
         for row in self.query_one(SettingForm).rows:
             if row.has_focus_within:
                 name, default = row.field.path, row.field.setting.default

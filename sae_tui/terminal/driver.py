@@ -35,12 +35,12 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # The app must quit within this time after such a signal, in seconds.
 # systemd and container runtimes send SIGKILL after 10 s or more.
 _QUIT_LIMIT_S = 5.0
-# Terminate an unfinished sequence, then turn off the modes that Textual has turned on.
-# These are paste, wrap, resize reports, mouse, keyboard protocol, alternate screen, cursor and focus.
+# Terminate an unfinished sequence, then restore the modes that Textual has changed: paste, wrap, resize reports, mouse,
+# keyboard protocol, alternate screen, cursor and focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
-# The log is emptied if it has more bytes than the first number.
-# Its size is checked each time the app has drawn as many bytes as the second number.
+# The log is emptied once it exceeds `_MOST_LOGGED` bytes. Its size is checked whenever the app has drawn another
+# `_DRAWN_PER_LOOK` bytes.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 
@@ -81,7 +81,7 @@ class StderrAside:
 class Quitter:
     """Quits the app on SIGTERM, SIGHUP or SIGINT; kills the process if that takes too long or a second signal arrives.
 
-    The app may be busy, its disk may hang, or the terminal may accept no output.
+    The app cannot quit in time if it is busy, if its disk hangs, or if the terminal accepts no output.
     """
 
     def __init__(self, quit_app: Callable[[int], object], restore: Callable[[], object]) -> None:
@@ -125,8 +125,8 @@ class Quitter:
 class TerminalDriver(LinuxDriver):
     """Restores the terminal settings only after the last line is written.
 
-    Textual 8.2 restores them first. If the user then types ctrl+s, output stops, and the app would wait forever to
-    write its own last line.
+    Textual 8.2 restores them first. If the user then types ctrl+s, the terminal stops accepting output, and the app
+    would wait forever to write its last line.
     """
 
     _settings_before: list[Any] | None = None
@@ -143,10 +143,10 @@ class TerminalDriver(LinuxDriver):
         super().write(data)
 
     def start_application_mode(self) -> None:
-        """Take over the terminal. From now on, the event loop handles ctrl+z and SIGCONT, between two callbacks.
+        """Take over the terminal. From then on, the event loop handles ctrl+z and SIGCONT between callbacks.
 
-        A Python signal handler can interrupt any code. If it interrupts a write and itself writes, it deadlocks on the
-        output queue's only lock: about 1 % of suspensions hung while the app was drawing.
+        A Python signal handler can interrupt any code. A handler that writes while it interrupts a write deadlocks on
+        the output queue's only lock: about 1 % of suspensions hung while the app was drawing.
         """
         if os.isatty(_STDERR):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
@@ -182,7 +182,7 @@ class TerminalDriver(LinuxDriver):
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
-        # Without this mask, the kernel would stop a background process that changes the terminal's settings.
+        # Without this mask, the kernel would stop the process if it changes the terminal's settings in the background.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         with contextlib.suppress(termios.error, OSError):  # the terminal is gone
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
@@ -212,14 +212,14 @@ class TerminalDriver(LinuxDriver):
     def _sigcont_application(self, *args: Any) -> None:
         """Take back the terminal if it was given up. After any other stop, Textual would read the input twice.
 
-        An app that is quitting leaves the terminal alone, since the shell controls it by then.
+        An app that is quitting leaves the terminal alone, since the shell already controls it.
         """
         if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
 
 
 def _stop() -> None:
-    """Stop this process as the kernel would. Return when it is resumed, or immediately if no shell could resume it."""
+    """Stop this process as the kernel would. Return when it is resumed, or immediately if no shell can resume it."""
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, before)
@@ -245,8 +245,8 @@ def _at_rest(app: App[Any]) -> Iterator[None]:
 class Stopper:
     """Handles SIGTSTP outside of the event loop: closes the GPU driver and stops the process.
 
-    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. The process then stops again
-    after the first stop, since a nested pause would wait for the same lock forever.
+    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. The process therefore handles
+    the second stop after the first one, since a nested pause would wait for that lock forever.
     """
 
     def __init__(self, app: Any) -> None:
@@ -303,7 +303,7 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
-    # The other program would inherit ignored signals, but it does not inherit handlers.
+    # Use handlers instead of ignoring signals, since the other program would inherit ignored signals.
     # The app cannot quit while it waits for the other program.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)

@@ -18,9 +18,9 @@ from textual.message_pump import MessagePump
 
 from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 
-# A key that is not handled within this time no longer delays the keys after it.
+# A key that has not been handled within this time no longer delays later keys.
 _LONGEST_S = 5.0
-# A key that quits the app is dispatched after this time, even if keys before it are still waiting.
+# A key that quits the app is dispatched after this time, even if earlier keys are still waiting.
 _URGENT_AFTER_S = 1.0
 # How often to poll a screen on which a key is still waiting for an answer.
 _LOOK_S = 0.01
@@ -31,7 +31,7 @@ Typed = events.Key | events.Paste | Packet
 
 
 class KeysInOrder(App[None]):
-    """Dispatches a key only once the previous one has been handled: the focus has moved and the new screen is open.
+    """Dispatches a key only after the previous key has been handled, including moving the focus or opening a screen.
 
     Text pasted while no field has the focus is not treated as keys, even if the terminal does not mark pasted text.
     """
@@ -48,7 +48,7 @@ class KeysInOrder(App[None]):
         self._pasted: tuple[events.Key, ...] = ()
 
     async def on_event(self, event: events.Event) -> None:
-        """Queue typed keys until their turn, then dispatch them; dispatch all other events immediately."""
+        """Queue typed keys and dispatch them in turn; dispatch all other events immediately."""
         if isinstance(event, events.InputEvent) and not self._screen_stack:
             return  # there is no screen for input that arrives while the app exits
         if not isinstance(event, Typed) or event.is_forwarded:

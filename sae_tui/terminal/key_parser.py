@@ -30,11 +30,11 @@ from textual.message import Message
 
 # At least this many characters in one read, some of them not bound to a command, are treated as pasted text.
 FEWEST_PASTED = 4
-# A paste is treated as complete if no more text arrives for this many seconds.
+# A paste is considered complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
-# Escape followed by another key in one read, except for combinations that terminals send for a single key.
-# These are alt with backspace, tab, b and f, which move and delete in text fields.
+# Escape followed by another key in one read. Excluded are alt with backspace, tab, b and f, which terminals send for a
+# single key, and which move and delete in text fields.
 _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
 # A complete ECMA-48 sequence: a key, a mouse report or a reply. The alternatives match, in this order:
 # - a function key of the Linux console, or an old mouse report (see `TerminalDecoder`);
@@ -47,7 +47,7 @@ _SEQUENCE = re.compile(
     r"|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\|(?=\x1b[^\\]))"
     r"|\x1b\\)"
 )
-# An incomplete sequence or paste marker that more input may complete.
+# An incomplete sequence or paste marker, which further input may complete.
 _BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
 # Sequences that Textual handles and that do not represent keys.
 _KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)

@@ -36,7 +36,7 @@ class Printable(LineFilter):
 
     Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 codes and the control characters of right-to-left
     text. The filter preserves the width of the text, since the layout depends on it: zero-width characters are removed,
-    others are replaced by a mark.
+    and other unprintable characters are replaced by a mark.
     """
 
     def apply(self, segments: list[Segment], background: Background) -> list[Segment]:

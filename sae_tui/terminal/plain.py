@@ -1,4 +1,4 @@
-"""The plain look: each symbol is drawn as an ASCII character of the same width, for terminals that show no others.
+"""The plain look, for terminals that show only ASCII: each symbol is drawn as an ASCII character of the same width.
 
 Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, and curves use `*`. The layout does not
 change, so other code is not affected.
@@ -42,7 +42,7 @@ _SIGNS = {
 
 
 def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
-    """Return whether to draw in ASCII only, as the setting says or, for "auto", as the terminal requires."""
+    """Return whether to draw only in ASCII: as the setting says or, for "auto", if the terminal requires it."""
     return look == "plain" if look != "auto" else not has_blocks or bool(_PLAIN_TERMS.match(term))
 
 
@@ -88,8 +88,8 @@ def _sign(char: str, letters: bool) -> str:
 
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
-# A background stands out if it differs from the app's background by more than the first value (scale 0 to 1).
-# Text is faint if its brightness differs from that of its background by less than the second value.
+# On a scale from 0 to 1, a background stands out if it differs from the app's background by more than `_STANDS_OUT`,
+# and text is faint if its brightness differs from that of its background by less than `_FAINT`.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 

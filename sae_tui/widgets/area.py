@@ -22,10 +22,10 @@ def area(
     cursor: int | None = None,
     others: Sequence[float | None] = (),
 ) -> list[Line]:
-    """Return the heading and `height` rows below it, of `width` cells each.
+    """Return the heading and, below it, `height` rows of `width` cells each.
 
     `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, which
-    is marked if another quantity, `others`, has a value in the same column. `cursor` is a column to mark.
+    is marked if the other quantity, `others`, has a value in the same column. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [
@@ -40,7 +40,7 @@ def area(
 
 
 def shaded(rows: Sequence[str], style: str) -> list[Span]:
-    """Return the rows of a history, top row first, each in a shade of the style; lower rows are darker."""
+    """Return the rows of a history from top to bottom, each in a shade of the style; lower rows are darker."""
     n = len(SHADES) + 1
     styles = [*(f"{style}-{shade}" for shade in SHADES), style]
     return [(row, styles[n - 1 - place * n // len(rows)]) for place, row in enumerate(rows)]

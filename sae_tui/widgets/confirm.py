@@ -11,7 +11,7 @@ from textual.widgets import Button, Static
 
 from sae_tui.widgets.dialog import Dialog
 
-# A question with less space than this is considered unreadable.
+# A question that has less space than this is considered unreadable.
 LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 
 

@@ -67,7 +67,7 @@ class Filtered(Vertical):
 
     @property
     def filtering(self) -> bool:
-        """Whether there is a filter, or one is being typed."""
+        """Whether there is a filter, or the user is typing one."""
         return bool(self.words) or self.query_one(Filter).has_focus
 
     def say(self, text: str) -> None:

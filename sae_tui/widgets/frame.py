@@ -13,8 +13,7 @@ from textual.widgets import Label
 Frame = Literal["framed", "ruled", "bare"]
 
 FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # rows that each kind of frame takes
-# A smaller window shows only the top line of each frame, with the title.
-# With fewer rows than the third value, it shows no frames at all.
+# A smaller window shows only the top line of each frame, with the title. Below `RULED_FROM_ROWS`, there are no frames.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
 
@@ -35,7 +34,7 @@ class HeadingLine(Label):
 
 
 class FramedScreen(Screen[None]):
-    """A screen whose panels (widgets of class `panel`) have as much of a frame as the window size allows."""
+    """A screen whose panels (widgets of class `panel`) show as much of their frames as the window size allows."""
 
     def on_compose(self) -> None:
         # Set the classes before there are widgets: setting them later would make Textual recompute all styles.
@@ -48,7 +47,7 @@ class FramedScreen(Screen[None]):
         """Give the class `-focus-within` to the focused widget and its ancestors.
 
         A rule with `:focus-within` would make Textual restyle everything in the panel whenever the focus moves inside
-        it, which doubles the time of a key in a long form.
+        it, which doubles the time to handle a key in a long form.
         """
         old, new = (set(one.ancestors_with_self if one else ()) - {self, self.app} for one in (before, now))
         for node in old ^ new:
@@ -68,7 +67,7 @@ class FramedScreen(Screen[None]):
 
 
 def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
-    """Write a title at the top of the panel's frame and a hint at its bottom; without a bottom, put both at the top."""
+    """Write a title at the top of the panel's frame and a hint at the bottom, or both at the top without a bottom."""
     title = title if isinstance(title, Content) else Content(title)
     framed = frame_of(*panel.screen.size) == "framed"
     over = title if framed else _with_hint(title, hint, panel.outer_size.width)
@@ -82,7 +81,7 @@ def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
 
 def _with_hint(title: Content, hint: str, width: int) -> Content:
     """Return the title followed by a hint, with a space at both ends; a long title is truncated to fit the hint."""
-    space = width - len(hint) - 6  # two cells before the hint, and a space and a frame cell at each end
+    space = width - len(hint) - 6  # 6 cells: two before the hint, and a space and a frame cell at each end
     if hint and 0 < space < title.cell_length:
         title = title.truncate(space, ellipsis=True)
     # Textual leaves a cell free next to a title only if the frame has corners.

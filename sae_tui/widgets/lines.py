@@ -49,7 +49,7 @@ PALETTE = {
     "load3": "on $primary 30%",
     "load4": "on $primary 40%",
 }
-# An area gets brighter with height; these are the opacities of its colour, from the bottom row up.
+# An area gets brighter towards the top; `SHADES` are the opacities of its colour, from the bottom row up.
 GRAPHS = {"spark": "$primary", "bar": "$success", "memory": "$secondary", "heat": "$warning"}
 SHADES = (45, 56, 67, 78, 89)
 PALETTE |= {f"{name}-{shade}": f"{colour} {shade}%" for name, colour in GRAPHS.items() for shade in SHADES}
@@ -65,7 +65,7 @@ _OF_16 = {
 
 
 class LazyLines(Sequence[Line]):
-    """A sequence of lines that are created when they are accessed, so that invisible lines cost no time."""
+    """A sequence of lines that are created only when they are accessed, so that invisible lines cost no time."""
 
     def __init__(self, count: int, make: Callable[[int], Line]) -> None:
         self._count, self._make = count, make

@@ -50,7 +50,7 @@ class LogView(LineView, can_focus=True):
 
     @property
     def has_long_lines(self) -> bool:
-        """Whether a visible line extends beyond the edge, or the view is scrolled sideways."""
+        """Whether a visible line extends beyond the right edge, or the view is scrolled sideways."""
         top = round(self.scroll_y)
         texts = (self._all[at][1] for at in self._shown[top : top + self.size.height])
         return self._left > 0 or any(cell_len(text) > self._space for text in texts)
@@ -177,6 +177,6 @@ class LogView(LineView, can_focus=True):
 
 
 def shift(left: int, direction: int, lines: Sequence[str], width: int) -> int:
-    """Return the number of columns hidden on the left after one step, limited by the longest line."""
+    """Return how many columns are hidden on the left after one step, limited by the longest line."""
     longest = max(map(len, lines), default=0)
     return max(0, min(left + direction * _STEP, max(0, longest - width + _STEP)))

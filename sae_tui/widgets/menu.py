@@ -28,7 +28,7 @@ class Words(SelectOverlay):
 
 
 class Menu(Select[Any], inherit_bindings=False):
-    """A `Select` that posts `Picked` even if the user picks the value that it already shows."""
+    """A `Select` that posts `Picked` even if the user picks the value that is already selected."""
 
     BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False)]
 

@@ -15,12 +15,12 @@ from sae_tui.widgets.lines import Line, LineView
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # cells for the numbers to the left of the plot
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
-_NEAR = 1e-9  # relative rounding error allowed between a sum of floats and a round number
+_NEAR = 1e-9  # allowed relative rounding error between a sum of floats and a round number
 _BLANK = chr(0x2800)  # a braille character without dots
 
 
 class Plot(LineView):
-    """A series over steps, as (x, y) points; with `from_zero` the axis starts at 0, to show absolute size.
+    """A series over steps, as (x, y) points; with `from_zero`, the y axis starts at 0, to show absolute size.
 
     The axis reaches at least `least_top`, so that small values look small; `word` formats a value.
     """
@@ -58,7 +58,7 @@ class Plot(LineView):
     ) -> None:
         """Draw the finite points of a series, oldest first; `note` is shown after the latest value.
 
-        With a `cursor` at a step, the value at that step is shown instead of the latest. The points `behind` are a
+        If `cursor` is a step, the value at that step is shown instead of the latest value. The points `behind` are a
         second curve, drawn dim on the same axes. `span` is the range of steps; the default is the range of the points.
         """
         self._note, self._nothing, self._cursor, self._span = note, nothing, cursor, span

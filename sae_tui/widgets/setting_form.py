@@ -57,7 +57,7 @@ class Field:
 
     @property
     def typing(self) -> str:
-        """A hint about other input formats than a plain value."""
+        """A hint about accepted input formats other than a plain value."""
         if self.options or not self.setting.is_number:
             return self.setting.wanted if self.setting.is_list and self.setting.default == [] else ""
         lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
@@ -103,7 +103,7 @@ class SettingRow(Horizontal):
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
-        """Create label, input and help, unless they exist or the form is being removed."""
+        """Create the label, the input and the help, unless they exist or the form is being removed."""
         if self._editor is None and self.is_attached:
             hint = Static(self._hint_text(), classes="hint", markup=False)
             self.mount(Label(self.field.label or self.field.setting.name), self.editor, hint)
@@ -134,7 +134,7 @@ class SettingRow(Horizontal):
         return str(self.editor.value) if there else self.field.show(self.start)
 
     def set_value(self, value: Any) -> None:
-        """Set a value that is not considered changed by the user."""
+        """Set a value without marking it as changed by the user."""
         self.start = value
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
@@ -144,7 +144,7 @@ class SettingRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "", warning: str = "") -> None:
-        """Show the problem, or else the warning, or else the effect of another setting and the help."""
+        """Show the problem or, if there is none, the warning, or else the effect of another setting and the help."""
         self._problem, self._overridden, self._warning = problem, overridden, warning
         self.set_class(bool(warning and not problem), "-warned")
         self.set_class(bool(problem), "-wrong")
@@ -182,14 +182,14 @@ class SettingRow(Horizontal):
 
     @property
     def is_changed(self) -> bool:
-        """Whether there is an original value that differs from the current value."""
+        """Whether there is an original value and the current value differs from it."""
         return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[Text, str]]:
         """Return the values to choose from, and the current value if it is not one of them.
 
-        A file may contain several values or an unknown one. Values are never parsed as markup, since a file may contain
-        anything.
+        A file may contain several values or an unknown value. Values are never parsed as markup, since a file may
+        contain any text.
         """
         words = dict.fromkeys((*self.field.options, self.field.show(self.start)))
         return [(Text(visible(word)), word) for word in words]
