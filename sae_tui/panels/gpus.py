@@ -1,4 +1,4 @@
-"""All GPUs: as one or two lines each, or as cards or map tiles in as many columns as fit."""
+"""All GPUs, as one or two lines each, or as a card view or a map of tiles in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Draws the GPUs as lines, cards or a map. The panel is a single widget, so that an update causes only one repaint.
+    """Draws the GPUs as lines, a card view or a map, in a single widget, so that an update causes only one repaint.
 
     If not all GPUs fit, the last line shows how many GPUs are hidden above and below. While the panel has the focus,
     one GPU has the cursor.
@@ -56,7 +56,7 @@ class GpuPanel(LineView, can_focus=True):
 
         If `shape` is "lines", each GPU has `lines_each` lines.
         """
-        # One line per GPU is more useful than a card view if only a few cards fit.
+        # If only a few GPUs fit as a card view, one line per GPU is more useful.
         is_crowded = shape == "cards" and len(rows) <= space < 2 * card_grid(len(rows), self.width, space).bands
         self._rows, self._shape = tuple(rows), "lines" if is_crowded else shape
         self._space, self._lines_each = space, lines_each
