@@ -1,6 +1,6 @@
 """Opens screens above the dashboard, and closes them again.
 
-Other screens are imported when they are first opened: importing all of them took a tenth of the app's startup time.
+Other screens are imported when they are first opened, since importing all of them took a tenth of the startup time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Router:
         self._replace_form("the clone", LaunchScreen(session, origin))
 
     def _replace_form(self, what: str, new: LaunchScreen) -> None:
-        """Open a new launch form; ask first if changes in the kept one would be lost."""
+        """Open a new launch form; ask first if changes in the kept form would be lost."""
         if self._kept and (changed := self._kept.form.changed):
             question = f"A draft with {plural(len(changed), 'changed setting')} is kept. Replace it with {what}?"
             self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._keep(new) if yes else None)

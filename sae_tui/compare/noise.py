@@ -65,7 +65,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
             if degrees <= 2:
-                return math.inf, f"the rows come from {degrees + 1} texts, too few to estimate an error"
+                return math.inf, f"the rows come from only {degrees + 1} texts, too few to estimate an error"
             # With few texts, the error itself is uncertain, so multiply it by the standard deviation of Student's t.
             of_few = math.sqrt(degrees / (degrees - 2))
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, paired by text"
@@ -84,7 +84,7 @@ def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[f
             groups[_without_seed(one.sae)][repr(one.sae.settings.get(_SEED))] = one.value
     of_seeds = [list(values.values()) for values in groups.values() if len(values) >= FEWEST_SEEDS]
     if not of_seeds:
-        few = f"{SEED_SHARE:.0%}, which another seed can cause (compare {FEWEST_SEEDS} seeds to measure it)"
+        few = f"{SEED_SHARE:.0%}, which a different seed alone can cause (compare {FEWEST_SEEDS} seeds to measure this)"
         return SEED_SHARE * abs(top), few
     degrees = sum(len(values) - 1 for values in of_seeds)
     spread = math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in of_seeds) / degrees)

@@ -26,7 +26,7 @@ Settings = Mapping[str, Any]  # maps the dotted path of a setting to its value
 
 
 class Sample(NamedTuple):
-    """A value of a metric. `time_s` is the time since the run's first value, including pauses."""
+    """One value of a metric. `time_s` is the time since the first value of the run, including pauses."""
 
     step: int
     tokens: float
@@ -59,7 +59,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """Reads the files of a run. Polls after the first one read only the changes."""
+    """Reads the files of a run. After the first poll, only changes are read."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.job_id = job_id
@@ -177,7 +177,7 @@ class Run:
 
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
-    """Return a dict that maps the label of each SAE in a job file to its settings; the label is "" without a sweep."""
+    """Return a dict that maps the label of each SAE in a job file to its settings; the label of a single SAE is ""."""
     raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # the job file contains a setting from another version

@@ -155,7 +155,7 @@ def _is_of_training(path: str) -> bool:
 
 
 def _is_imported(sae: ComparedSae) -> bool:
-    """Return True if an SAE comes from another tool and has not been trained further here."""
+    """Return True if an SAE comes from another tool and has not been trained further since."""
     return sae.job.state is JobState.IMPORTED
 
 
@@ -189,8 +189,8 @@ def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonR
 def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return the row with the best value marked; for quality results, only finished runs are ranked.
 
-    Values from unfinished runs get a different mark. Values measured on training batches are never marked as best: they
-    are lower than held-out values, and lowest if a run overfits.
+    Values from unfinished runs get a different mark. Values measured on training batches are never marked as best,
+    since they are lower than held-out values, and lowest if a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
@@ -223,7 +223,7 @@ def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedS
     if not l0s or max(l0s.values()) <= (1 + MOST_L0_MISS) * min(l0s.values()):
         return line
     each = join_words([f"{label} at {l0:.1f}" for label, l0 in l0s.items()])
-    unequal = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
+    unequal = f"the L0 values differ, and a higher L0 alone lowers the {line.title}: {each}"
     return msgspec.structs.replace(line, why="; ".join(filter(None, (line.why, unequal))))
 
 
@@ -246,7 +246,10 @@ def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
 
 
 def _error(sae: ComparedSae, name: str) -> float | None:
-    """Return the standard error of a result, or None if unknown. For a share of latents, it is the binomial error."""
+    """Return the standard error of a result, or None if unknown.
+
+    For a share of latents, this is the binomial standard error.
+    """
     if name != "dead_fraction":
         return sae.latest.get(error_of(name))
     dead, d_sae = value_of(sae, name), _d_sae(sae)

@@ -116,7 +116,7 @@ def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
 
 
 def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, space: int) -> list[Line]:
-    """Return lines for the GPUs in at most `space` lines; if some do not fit, the last line shows their number."""
+    """Return the GPUs in at most `space` lines; if some do not fit, the last line says how many are missing."""
     if len(rows) <= space or not space:
         return gpu_lines(rows[:space], of, width)
     more = (fit(f"   {len(rows) - space + 1} more", width), "dim")

@@ -14,7 +14,7 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Row
 from trainer.contract.wording import plural
 
-_SEPARATOR = " "  # between host and id in a row's key; host names contain no space
+_SEPARATOR = " "  # separates the host from the id in a row's key; host names contain no space
 
 
 def key_of(host: str, job_id: int) -> str:

@@ -93,7 +93,7 @@ def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
 
 
 def _speed(sample: GpuSample) -> str:
-    """Return performance state and clock, like `P2 1695 MHz`, indented."""
+    """Return the performance state and the clock, indented, like `P2 1695 MHz`."""
     condition = sample.condition or NO_CONDITION
     state, clock = condition.performance_state, condition.sm_clock_mhz
     return " ".join(filter(None, ["  ", "" if state is None else f"P{state}", "" if clock is None else f"{clock} MHz"]))
@@ -171,7 +171,7 @@ def blank(width: int) -> Line:
 
 
 def fill(spans: Line, width: int) -> Line:
-    """Return a line of `width` cells that starts with the spans."""
+    """Return a line of `width` cells that starts with these spans."""
     return (*spans, (" " * (width - sum(cell_len(text) for text, _ in spans)), "text"))
 
 

@@ -21,7 +21,7 @@ from trainer.contract.wording import bars
 _WIDE = 44
 # The upper limit of each shade, as a share of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
-# The horizontal position of the strongest tokens, as a share of the width next to the activations.
+# The horizontal position of the strongest tokens, as a share of the width to the right of the activations.
 _MIDDLE = 0.6
 _ACT_CELLS = 9
 
@@ -221,7 +221,7 @@ def _shade(act: float, largest: float) -> str:
 
 
 def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
-    """Return the end of the spans in exactly `width` cells, padded with spaces at the left."""
+    """Return the end of the spans in exactly `width` cells, padded with spaces on the left."""
     kept: list[Span] = []
     space = width
     for whole, style in reversed(spans):

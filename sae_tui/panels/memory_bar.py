@@ -1,4 +1,4 @@
-"""The memory that a job needs on its device, by component, and the free memory there."""
+"""The memory that a job needs on its device, by component, and the free memory of the device."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class DashboardHosts:
 
     def __init__(self, screen: Screen[None], session: Session, hosts: Hosts) -> None:
         self._screen, self._session, self._hosts = screen, session, hosts
-        # The histories drawn for the totals, reused for the lines below.
+        # The histories that were drawn for the totals, reused for the lines below the totals.
         self._pasts: dict[str, RecentHistory] = {}
 
     @property

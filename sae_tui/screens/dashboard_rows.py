@@ -59,7 +59,7 @@ def arrange(
     taken: int = 0,
     words: int = 1,
 ) -> PanelHeights:
-    """Return the rows of the panels for `width` x `height` cells; the header and the footer take one row each.
+    """Return the rows of each panel in a window of `width` x `height` cells; header and footer take one row each.
 
     `is_card_view` selects the card view; with `tiles`, `n_gpus` is the number of rows of tiles. `previews` means that a
     job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows that the

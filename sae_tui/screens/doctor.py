@@ -85,7 +85,7 @@ class DoctorScreen(FramedScreen):
         """Start a new run of the checks; findings from an earlier run are ignored."""
         self._look += 1
         self.findings, self.done = [], False
-        # Use a plain thread instead of a worker: on exit the app would wait for a worker that is stuck in the driver.
+        # Use a plain thread, since on exit the app would wait for a worker that is stuck in the driver.
         threading.Thread(target=self._run, args=(self._look, examine), name="doctor", daemon=True).start()
         self._show()
 

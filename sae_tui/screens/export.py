@@ -26,7 +26,7 @@ from trainer.contract.settings.catalog import WRITTEN_FORMATS
 
 
 class ExportDialog(Dialog[None]):
-    """Asks for format and folder, and shows the result. Escape closes it; a running export continues."""
+    """Asks for format and folder, and shows the result. Escape closes the dialog, but a running export continues."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
     DEFAULT_CSS = """

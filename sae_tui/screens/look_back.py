@@ -21,7 +21,7 @@ T = TypeVar("T")
 def span_keys(
     screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
 ) -> list[Binding]:
-    """Return the keys that change a screen's span with `action_longer`; footer and help show them as `display`."""
+    """Return the keys that change a screen's span with `action_longer`; the footer and help show them as `display`."""
     longer, shorter = display
     return [
         Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,

@@ -10,7 +10,7 @@ from textual.drivers.web_driver import WebDriver
 
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 
-# Textual's input thread looks up its parser and decoder classes under these names in its module.
+# Textual's input thread looks up the parser and decoder classes under these names in its own module.
 vars(web_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 # Environment variables for this process only, which the jobs that it launches must not inherit.
 _OF_A_LOOK = ("TEXTUAL_DRIVER", "COLUMNS", "ROWS")

@@ -26,7 +26,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 from trainer.contract.paths import open_private
 
-# Textual's input thread looks up its parser and decoder classes under these names in its module.
+# Textual's input thread looks up the parser and decoder classes under these names in its own module.
 vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 
 _STDERR = 2

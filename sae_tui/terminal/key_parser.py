@@ -1,8 +1,8 @@
 """Turns terminal input into messages: reports which keys arrived together, and joins pasted text from several reads.
 
-A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
-queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and interprets an unknown
-sequence as keys.
+A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, or replies to
+that program's queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and
+interprets an unknown sequence as keys.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PacketParser(XTermParser):
     """Reports which keys arrived together, and removes pasted text before Textual parses the input.
 
     If the end marker of a paste arrives in two parts, 100 ms apart, Textual 8.2 treats everything typed afterwards as
-    pasted text: keys no longer work.
+    pasted text, so keys no longer work.
     """
 
     def __init__(self, debug: bool = False) -> None:

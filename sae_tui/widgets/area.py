@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sae_tui.format import count, fit, tall_sparkline
 from sae_tui.widgets.lines import SHADES, Line, Span
 
-_AXIS = 5  # cells for the numbers to the left of the plot
+_AXIS = 5  # width in cells of the numbers to the left of the plot
 _TALL = 5  # minimum height at which the middle of the axis is labelled
 
 

@@ -12,7 +12,7 @@ from sae_tui.widgets.lines import PALETTE, Line, LineView, Span, cut
 
 # Colours repeat after eight curves, glyphs after 34.
 GLYPHS = "●▲■◆○△□◇abcdefghijklmnopqrstuvwxyz"
-AXIS = 9  # cells for the numbers to the left of the plot, and for its edge
+AXIS = 9  # width in cells of the numbers to the left of the plot, and of its edge
 _COLOURS = ("$primary", "$warning", "$success", "$error", "$secondary", "$accent", "$foreground", "$text-muted")
 _BLANK, _BRAILLE = " ", 0x2800
 
@@ -38,7 +38,7 @@ class Canvas:
         self._cells: list[list[Span]] = [[(_BLANK, "text")] * width for _ in range(height)]
 
     def draw(self, rows: Sequence[str], style: str) -> None:
-        """Draw braille over existing cells. A cell with two curves gets the dots of both, in the later colour."""
+        """Draw braille over existing cells. A cell with two curves gets the dots of both, in the later one's colour."""
         for cells, row in zip(self._cells, rows, strict=True):
             for x, char in enumerate(row):
                 if ord(char) > _BRAILLE:
@@ -72,7 +72,7 @@ def x_axis(first: str, last: str, title: str, width: int) -> Line:
 
 
 def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
-    """Return the entries in as many columns as fit. After `most_rows` rows, the last row says how many are missing."""
+    """Return the entries in as many columns as fit; if there are too many rows, the last says how many are missing."""
     longest = max((_length(entry) for entry in entries), default=0)
     columns = max(1, min((width + 1) // (longest + 3), len(entries)))
     each = max(1, width // columns)

@@ -37,7 +37,7 @@ class FramedScreen(Screen[None]):
     """A screen whose panels (widgets of class `panel`) show as much of their frames as the window size allows."""
 
     def on_compose(self) -> None:
-        # Set the classes before there are widgets: setting them later would make Textual recompute all styles.
+        # Set the classes before there are widgets, since setting them later would make Textual recompute all styles.
         self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:

@@ -1,7 +1,7 @@
 """A view of styled lines that repaints only the spans that changed.
 
 Over ssh, the cost of a monitor is the number of bytes it sends: an entire row takes ten times as many bytes as its two
-changed digits. A view also replaces dozens of widgets.
+changed digits. A single view also replaces dozens of widgets.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class LazyLines(Sequence[Line]):
 class LineView(ScrollView, can_focus=False):
     """Draws lines of (text, style name) spans; `show` repaints only the differences."""
 
-    # Do not use component classes: Textual 8.2 recomputes each of them whenever a widget's classes change.
-    # This took a third of the app's CPU time while the user typed.
+    # Do not use component classes, because Textual 8.2 recomputes all of them whenever a widget's classes change.
+    # Recomputing them took a third of the app's CPU time while the user typed.
     palette: ClassVar[Mapping[str, str]] = PALETTE
     DEFAULT_CSS = """
     LineView {

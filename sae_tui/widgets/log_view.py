@@ -88,7 +88,10 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def search(self, text: str) -> None:
-        """Search for a string, ignoring case. Regular expressions are not supported: some take minutes on one line."""
+        """Search for a string, ignoring case.
+
+        Regular expressions are not supported, since some take minutes on one line.
+        """
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()

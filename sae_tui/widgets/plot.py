@@ -13,7 +13,7 @@ from sae_tui.widgets.lines import Line, LineView
 
 # The bit of a braille character for a dot at (column, row) in its 2 x 4 cell.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_AXIS = 8  # cells for the numbers to the left of the plot
+_AXIS = 8  # width in cells of the numbers to the left of the plot
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
 _NEAR = 1e-9  # allowed relative rounding error between a sum of floats and a round number
 _BLANK = chr(0x2800)  # a braille character without dots

@@ -202,8 +202,8 @@ class SettingRow(Horizontal):
 class SettingForm(Vertical):
     """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
 
-    Posts `Edited` after every change; `values` returns the entered values, including hidden rows. Values that differ
-    from `original`, if given, are highlighted; with `marks_usual`, so are values that differ from the default.
+    Posts `Edited` after every change; `values` returns the entered values, including those of hidden rows. Values that
+    differ from `original`, if given, are highlighted; with `marks_usual`, so are values that differ from the default.
     """
 
     BINDINGS = [

@@ -1,6 +1,6 @@
 """A table whose cursor belongs to a row's key, so that re-sorting never selects another row.
 
-The built-in `DataTable.sort` keeps the cursor's index, so that "stop the selected job" would stop another job.
+The built-in `DataTable.sort` keeps the cursor's index, so that "stop the selected job" would stop the wrong job.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
 
 
 def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
-    """Return the widths of the columns that fit: drop the least important, and give spare space to the growing one."""
+    """Return the widths of the columns that fit; drop the least important ones, and widen the columns that grow."""
     fitting = list(columns)
     while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
         fitting.remove(max(fitting, key=lambda column: column.drop))

@@ -76,7 +76,7 @@ def test_few_texts_show_no_lead_and_equal_values_form_a_group() -> None:
     same = line_of(*(run(number, one.fvu, 0.001, one) for number, one in enumerate([few(3, 1.0), few(3, 1.0)])))
     assert same.same == frozenset()
     line = line_of(*(run(number, few(3, one).fvu, 0.001, few(3, one)) for number, one in enumerate((1.0, 1.05))))
-    assert line.why.endswith("no lead is significant: the rows come from 3 texts, too few to estimate an error")
+    assert line.why.endswith("no lead is significant: the rows come from only 3 texts, too few to estimate an error")
     values = [(1, 0.100, 1e-6), (2, 0.103, 1e-6), (3, 0.104, 0.01)]
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 
@@ -92,7 +92,7 @@ def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
 def test_a_difference_below_one_percent_is_treated_as_noise_of_the_seed() -> None:
     line = line_of(run(1, 0.1000, 1e-6), run(2, 0.1009, 1e-6))
     assert line.words() == ["0.1 same", "0.1009 same"]
-    assert "1%, which another seed can cause (compare 3 seeds to measure it)" in line.why
+    assert "1%, which a different seed alone can cause (compare 3 seeds to measure this)" in line.why
     assert line_of(run(1, 0.1000, 1e-6), run(2, 0.1011, 1e-6)).best == {0}
     # The result is the same if no standard error is known.
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
@@ -119,4 +119,4 @@ def test_fvus_at_different_l0_are_shown_with_their_l0_values() -> None:
     assert line_of(at(1, 0.10, 32.0), at(2, 0.12, 33.5)).why == ""
     line = line_of(at(1, 0.10, 36.4), at(2, 0.12, 32.0))
     assert line.best == {0}
-    assert line.why.endswith("is not at equal L0, and a higher L0 alone lowers it: 1 at 36.4 and 2 at 32.0")
+    assert line.why.endswith("differ, and a higher L0 alone lowers the report card FVU: 1 at 36.4 and 2 at 32.0")
