@@ -146,7 +146,7 @@ class PacketParser(XTermParser):
             return None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
-        """Return the keys of a sequence, or an empty list if its numbers are not characters."""
+        """Return the keys of a sequence, or an empty list if its numbers do not represent characters."""
         try:
             keys = list(super()._sequence_to_key_events(sequence, alt))
             for key in keys:
