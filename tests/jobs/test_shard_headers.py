@@ -72,7 +72,7 @@ def test_a_refusal_of_the_trainer_names_the_setting_file_and_remedy(tmp_path: Pa
     torch.save({"x": range(3)}, shards / "b.pt")
     message = refusal(ShardHeaders(DataDir(tmp_path / "data")), shards)
     assert message.startswith(f"data.target_path: {shards / 'b.pt'} is not an array of rows [n_tokens, d_in]: it can ")
-    assert message.endswith('; write it again with torch.save({"activations": x.contiguous()}, file)')
+    assert message.endswith('; save it again with torch.save({"activations": x.contiguous()}, file)')
     assert "\n" not in message
 
 

@@ -38,32 +38,32 @@ def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
 
 
 def on_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets in fp32 on a device; if both are the same tensor, they remain the same tensor."""
+    """Return inputs and targets in fp32 on a device; if they are the same tensor, so are the results."""
     return in_fp32(to_device(pair, device))
 
 
 def to_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets on a device; if both are the same tensor, they remain the same tensor."""
+    """Return inputs and targets on a device; if they are the same tensor, so are the results."""
     x, y = pair
     inputs = x.to(device)
     return inputs, inputs if y is x else y.to(device)
 
 
 def in_fp32(pair: Pair) -> Pair:
-    """Return inputs and targets in fp32; if both are the same tensor, they remain the same tensor."""
+    """Return inputs and targets in fp32; if they are the same tensor, so are the results."""
     x, y = pair
     inputs = x.float()
     return inputs, inputs if y is x else y.float()
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the norms [n] of rows [n, d] in fp32; a norm that overflows, or whose row is not finite, is inf or NaN."""
+    """Return the norms [n] of rows [n, d] in fp32; norms that overflow, or of non-finite rows, are inf or NaN."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:
-    """Return a mask [n] of the rows whose norm and whose target's norm are finite in fp32."""
+    """Return a mask [n] of the rows whose own norm and target norm are both finite in fp32."""
     finite = norms_of(x) < torch.inf
     return finite if y is x else finite & (norms_of(y) < torch.inf)
 
@@ -71,7 +71,7 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 class Source(ABC):
     """An activation source; `place` is its name in messages, and `meta` contains metadata about its origin.
 
-    If `d_out` is set, every row has a target of this width, for a transcoder. If there are several hooks, each row
+    If `d_out` is set (for a transcoder), every row has a target of this width. If there are several hooks, each row
     [n_hooks * d_in] concatenates the activations of one token at all hooks, and so does each target.
     """
 
@@ -101,7 +101,7 @@ class IndexedSource(Source):
     """Stored activations with random access to rows."""
 
     n_tokens: int
-    # For a mixture of several sets of shards: the number of rows and the weight of each set. Without weights, sets are
+    # For a mixture of several sets of shards, the number of rows and the weight of each set. Without weights, sets are
     # mixed in proportion to their rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
@@ -119,7 +119,7 @@ class IndexedSource(Source):
         return self
 
     def continue_from(self, before: DataRecord) -> None:
-        """Keep the row numbers of a run that was trained on `before`, and give higher numbers to rows added since."""
+        """Keep the row numbers of a run that was trained on `before`; rows added since then get higher numbers."""
 
     def read_by_all_threads(self) -> None:
         """Read with all threads of this process from now on; on a rank with a GPU, they would otherwise be idle."""
@@ -134,7 +134,7 @@ class IndexedSource(Source):
     def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
         """Return inputs [n, d_in] and targets [n, d_out] in the order of `rows`; for an SAE, both are the same tensor.
 
-        If the source supports it, rows are read directly into memory allocated by `empty`.
+        Rows are read directly into memory allocated by `empty` if the source supports it.
         """
         x = self.rows(indices)
         return x, x
@@ -153,8 +153,8 @@ class IndexedSource(Source):
 class StreamSource(Source):
     """Activations that are read once, in a fixed order, such as activations streamed from a language model.
 
-    A stream is split into parts. Ranks with different tokens read different parts; ranks with the same tokens read the
-    same part. A part must return the same rows in the same order every time, so that runs can be resumed.
+    A stream is split into parts. Ranks with different tokens read different parts, and ranks with the same tokens read
+    the same part. A part must return the same rows in the same order every time, so that runs can be resumed.
     """
 
     # The number of rows in the shuffle buffer of a rank.
@@ -182,14 +182,14 @@ class StreamSource(Source):
         """
 
     def documents(self) -> Tensor:
-        """Return the text numbers, int64 [n] on the CPU, of the rows that `next_rows` returned last.
+        """Return the text numbers, int64 [n] on the CPU, of the rows returned by the last call to `next_rows`.
 
         A text has the same number in all parts. Text numbers mostly increase with the position in the stream.
         """
         raise NotImplementedError
 
     def divide(self, peers: Group) -> None:
-        """Compute only a share of the rows, and receive the others from `peers`; called after `begin`.
+        """Compute only a share of the rows, and receive the other rows from `peers`; called after `begin`.
 
         All peers read the same part, and from now on they must read and restore at the same positions. They exchange
         CPU tensors.

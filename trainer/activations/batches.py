@@ -53,8 +53,8 @@ class Batches:
     `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the others. If
     `replaces` is False, outliers are only counted here, and the training step replaces them.
 
-    The tokens of a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, this is
-    true only as long as the shares do not change.
+    The tokens of a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, the tokens
+    of a step change if the shares change.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the number of batches after which the threads of all ranks stop. No thread has read
-        # more batches by the time this is set.
+        # If ranks read together, the number of batches after which the threads of all ranks stop. When this is set, no
+        # thread has read more batches than this number.
         self._last: int | None = None
         self._n_taken = 0
         # Ranks that each read a part of a batch start exchanging their parts before they train on the previous batch,

@@ -1,6 +1,6 @@
 """Finds the rows in torch.save, Arrow and Parquet files with torch and pyarrow, without running code from a file.
 
-Each library is imported only for the first file that needs it, so that Arrow files do not require an import of torch.
+Each library is imported only for the first file that needs it; opening Arrow files, for example, does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LARGEST_PICKLE = 10_000_000
 # The first bytes of a file in the format of torch before 1.6, which later versions can also write.
 _OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-_SAVE_AGAIN = 'write it again with torch.save({"activations": x.contiguous()}, file)'
+_SAVE_AGAIN = 'save it again with torch.save({"activations": x.contiguous()}, file)'
 # Matches the name of the class or function that torch refuses to call, in torch's error message.
 _REFUSED = re.compile(r"GLOBAL (\S*\w)\s")
 _ARROW_FILE = b"ARROW1"
@@ -42,7 +42,7 @@ def inspect(root: Path, files: Sequence[Path], field: str) -> ShardSet:
 def read_rows(file: Path) -> list[RowRange]:
     """Find the rows in a file; raise `OSError` or `NotRowsError` if the file has no readable rows."""
     with open_plain(file) as stream:
-        # This path makes the libraries open the file that was checked, even if its name is not UTF-8.
+        # With this path, the libraries open the file that was checked, even if its name is not UTF-8.
         opened = f"/proc/self/fd/{stream.fileno()}"
         if file.suffix == ".arrow":
             return _rows_of_arrow(opened)
@@ -91,14 +91,14 @@ def refuse_old_format(file: Path) -> None:
 def _members(stream: BinaryIO) -> list[tuple[int, int]]:
     """Return the header offset and the size, in bytes, of each member of a zip file that torch.save wrote.
 
-    Raise `NotRowsError` if a member is compressed or big-endian, or if the zip file is not from torch.save.
+    Raise `NotRowsError` if a member is compressed or big-endian, or if torch.save did not write the zip file.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
             members = {entry.filename: entry for entry in archive.infolist()}
             pickle = next((entry for name, entry in members.items() if name.endswith("/data.pkl")), None)
             if pickle is None:
-                raise NotRowsError(f"it is a zip, but not from torch.save; {_SAVE_AGAIN}")
+                raise NotRowsError(f"it is a zip file that torch.save did not write; {_SAVE_AGAIN}")
             if pickle.file_size > _LARGEST_PICKLE:
                 raise NotRowsError(f"it contains more than tensors; {_SAVE_AGAIN}")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in members.values()):
@@ -108,7 +108,7 @@ def _members(stream: BinaryIO) -> list[tuple[int, int]]:
                 raise NotRowsError(f"its numbers are big-endian; {_SAVE_AGAIN} on a machine like this one")
             return [(entry.header_offset, entry.file_size) for entry in members.values()]
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, UnicodeDecodeError):
-        raise NotRowsError(f"it is damaged, or not a file of torch.save; {_SAVE_AGAIN}") from None
+        raise NotRowsError(f"it is damaged, or was not written by torch.save; {_SAVE_AGAIN}") from None
 
 
 def _dtype_of(tensor: Tensor) -> str:
@@ -120,7 +120,7 @@ def _dtype_of(tensor: Tensor) -> str:
 def _offset_in_file(tensor: Tensor) -> int:
     """Return the byte offset of a mapped tensor in its file, from the kernel's list of memory mappings.
 
-    torch also knows this offset, but exposes it only since version 2.7, and only for tensors without data.
+    torch knows this offset too, but exposes it only since version 2.7, and only for tensors without data.
     """
     place = tensor.data_ptr()
     with open("/proc/self/maps", "rb") as mappings:
@@ -145,7 +145,7 @@ def _rows_of_arrow(file: str) -> list[RowRange]:
 
 
 def _batches(whole: pyarrow.Buffer) -> Iterator[RowRange]:
-    """Yield the location of the rows in each record batch; each innermost list is a row.
+    """Yield the location of the rows in each record batch; every innermost list is one row.
 
     For example, lists of the shape [n_contexts, n_tokens, d_in] contain n_contexts * n_tokens rows.
     """
@@ -187,12 +187,12 @@ def _rows_of_batch(column: Any, name: str, dtype: str, whole: pyarrow.Buffer) ->
 
 
 def _plain(column: Any) -> Any:
-    """Return the storage of a column if it has an extension type, as in `datasets`, otherwise the column itself."""
+    """Return a column's storage if the column has an extension type, as in `datasets`, otherwise the column itself."""
     return getattr(column, "storage", column)
 
 
 def _dtype_of_lists(kind: Any, deepest: int = _DEEPEST) -> str:
-    """Return the dtype of the numbers in a list type of at most `deepest` levels, or "" for any other type."""
+    """Return the dtype of the numbers in lists nested at most `deepest` levels deep, or "" for any other type."""
     depth, kind = 0, getattr(kind, "storage_type", kind)
     while _is_list(kind):
         depth, kind = depth + 1, getattr(kind.value_type, "storage_type", kind.value_type)

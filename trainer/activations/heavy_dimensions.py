@@ -17,8 +17,8 @@ from trainer.contract.wording import join_words, plural
 
 # The largest standard deviation of a scaled dimension, as a multiple of the median standard deviation.
 WIDEST = 3.0
-# A set of dimensions is heavy if it accounts for more than a share MOST of the variance, and if it is a single
-# dimension or at most a share FEW of all dimensions.
+# A set of dimensions is heavy if it accounts for more than the fraction MOST of the variance, and contains only one
+# dimension or at most the fraction FEW of all dimensions.
 FEW, MOST = 0.01, 0.5
 # With fewer dimensions, it is normal for one of them to account for half of the variance.
 _LEAST_DIMENSIONS = 16
@@ -40,7 +40,7 @@ class HeavyDimensions(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The reason why heavy dimensions matter, and the settings that leave them out or scale them down."""
+        """Why heavy dimensions matter, and which settings leave them out or scale them down."""
         it, listed = "it" if len(self.numbers) == 1 else "them", ", ".join(map(str, self.numbers))
         return (
             f"FVU mostly measures {it}: leave {it} out with data.drop_dimensions = [{listed}], "
@@ -49,7 +49,7 @@ class HeavyDimensions(NamedTuple):
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the smallest set of dimensions that accounts for most of `variance` [d_in], or None if it is large."""
+    """Return the smallest set of dimensions with most of the `variance` [d_in], or None if this set is large."""
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None

@@ -1,4 +1,4 @@
-"""Assigns rows from several sources, mixed by weight, to batches."""
+"""Assigns rows from several sources, mixed according to weights, to batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
 # A seed is a list of numbers. Its last element differs between passes and splits, so that their random numbers are
-# independent of each other and of the order of epochs.
+# independent of each other and of the order of the epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 
@@ -76,9 +76,9 @@ class MixedOrder:
     """An endless sequence of epochs in a seeded order; the length of an epoch is the total number of training rows.
 
     Each source's share of an epoch is its relative weight, rounded to whole rows. A row is repeated only after all
-    other rows of its source have been used equally often. For this, a pass over a source can span epochs, and each pass
-    has a different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint stores only a
-    position, and `run` neighbouring rows mostly stay together.
+    other rows of its source have been used equally often. To ensure this, a pass over a source can span several epochs,
+    and each pass has a different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint
+    stores only a position, and `run` neighbouring rows mostly stay together.
     """
 
     def __init__(self, split: MixedSplit, seed: int, run: int = 1) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, norms_of
 
-# The limit if the job sets none, as a multiple of the median norm. The optimizer computes fourth powers, which would
-# overflow fp32 for larger rows.
+# The limit for jobs without `data.max_norm`, as a multiple of the median norm. The optimizer computes fourth powers,
+# which would overflow fp32 for larger rows.
 _BEYOND_FP32 = 1e9
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -37,9 +37,9 @@ class LeftOut(NamedTuple):
 class Outliers:
     """Finds rows to leave out, with limits from a sample of inputs x [n, d_in] and targets y [n, d_out].
 
-    For an SAE, y is x. A row is an outlier if its norm exceeds the median norm of non-zero rows by a factor of more
-    than `times`, or of more than `_BEYOND_FP32` if `times` is 0. Rows that are not finite in fp32 are also left out, as
-    are zero rows if `drops_zero` is true. A row and its target are always left out together.
+    For an SAE, y is x. A row is an outlier if its norm is more than `times` times the median norm of non-zero rows; if
+    `times` is 0, the factor is `_BEYOND_FP32`. Rows that are not finite in fp32 are also left out, as are zero rows if
+    `drops_zero` is true. A row and its target are always left out together.
     """
 
     def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
@@ -62,9 +62,9 @@ class Outliers:
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each row to leave out with the previous kept row, cyclically, and count the replaced rows.
+        """Replace each row to leave out with the kept row before it (cyclically), and count the replaced rows.
 
-        The batch size does not change, so the host need not wait for the GPU. `note` counts the total number of rows.
+        The batch size stays the same, so the host need not wait for the GPU. `note` counts the total number of rows.
         """
         marks = self._marks(x, y)
         self._n_marked += torch.stack(marks).sum(1)
@@ -78,7 +78,7 @@ class Outliers:
         return replaced, replaced if y is x else y.index_select(0, rows)
 
     def note(self, n_rows: int) -> None:
-        """Count the rows passed to `replace`; this is a separate method, since CUDA graphs replay no host code."""
+        """Count the rows passed to `replace`; this is a separate method, since a CUDA graph replays no host code."""
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:

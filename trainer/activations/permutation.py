@@ -56,7 +56,7 @@ class RunPermutation:
     """A seeded bijection of 0 .. n - 1 that keeps runs of neighbouring numbers together, in ascending order.
 
     The start of the first run is random, so that each seed groups different rows. If n is not a multiple of the run
-    length, the remaining numbers come last.
+    length, the leftover numbers come last.
     """
 
     def __init__(self, n: int, run: int, *seed: int) -> None:
@@ -68,7 +68,7 @@ class RunPermutation:
         """Return the images of positions, each in [0, n)."""
         numbers, is_whole = positions.copy(), positions < self._n_whole
         runs, places = np.divmod(positions[is_whole], self._run)
-        # Permute each run of rows only once: the 4096 consecutive positions of a batch are in about 65 runs of rows.
+        # Map each run of rows only once: the 4096 consecutive positions of a batch span only about 65 runs.
         begins = np.diff(runs, prepend=-1) != 0
         numbers[is_whole] = self._runs(runs[begins])[begins.cumsum() - 1] * self._run + places
         shifted: Indices = (numbers + self._begin) % self._n
@@ -76,7 +76,7 @@ class RunPermutation:
 
 
 def permutation(n: int, run: int, *seed: int) -> Callable[[Indices], Indices]:
-    """Return a random order of n rows that keeps runs of `run` neighbours together, unless there are few rows."""
+    """Return a random order of n rows that keeps runs of `run` neighbours together if there are enough rows."""
     return RunPermutation(n, run, *seed) if run > 1 and n >= _FEWEST_RUNS * run else Permutation(n, *seed)
 
 

@@ -1,4 +1,4 @@
-"""Splits the rows of a batch among ranks with the same tokens for reading, and assembles the batch on each rank."""
+"""Divides the reading of a batch among ranks that use the same tokens, and assembles the batch on each rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trainer.parallel.group import Group
 
 
 def own_rows(indices: Indices, readers: Group) -> Indices:
-    """Return the numbers of the rows of a batch that this rank reads, in ascending order.
+    """Return the row numbers of the part of a batch that this rank reads, in ascending order.
 
-    All ranks read the same number of rows; the batch's last row is repeated to make the parts equal in size.
+    All ranks read the same number of rows: the last row of the batch is repeated until the parts are equal in size.
     """
     n_each = -(-len(indices) // readers.size)
     places = np.arange(readers.index * n_each, (readers.index + 1) * n_each)

@@ -184,8 +184,8 @@ def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
 
 
 def _sorted(indices: Indices) -> Indices:
-    # The stable sort exploits ascending runs and takes a tenth of the time of the default sort, which took a seventh of
-    # the reading time.
+    # The stable sort makes use of ascending runs and takes a tenth of the time of the default sort, which took a
+    # seventh of the reading time.
     return np.sort(indices, kind="stable")
 
 
@@ -255,7 +255,7 @@ def _meta_of(sets: Sequence[ShardSet]) -> dict[str, Any]:
 
 
 def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
-    """Decode a Parquet file into a temporary file, and return the bytes of its rows, memory-mapped.
+    """Decode a Parquet file into a temporary file, and return the bytes of its rows as a memory map.
 
     Parquet compresses rows in pages, so reading a batch of random rows would require decoding the entire file. Each
     rank has its own unnamed temporary file in `TMPDIR`, which is deleted when the process exits. Raise a `JobFileError`

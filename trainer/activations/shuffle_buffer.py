@@ -18,7 +18,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows on the CPU from one call of a stream, the stream's state before them, and their texts, if known."""
+    """Rows on the CPU from one `next_rows` call, the stream's state before the call, and the rows' texts, if known."""
 
     state: Any
     x: Tensor
@@ -42,7 +42,7 @@ class StreamRows:
     """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
 
     Chunks that are read before the first `go_to` are cached until that call. Training starts with the rows of the
-    sample, and thanks to the cache, a language model need not compute these rows twice.
+    sample; thanks to the cache, a language model need not compute them twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -82,7 +82,7 @@ class StreamRows:
         return None if chunk is None else (chunk.x, chunk.y)
 
     def next_chunk(self) -> Chunk | None:
-        """Return the remainder of the current chunk, or else the next chunk, or None at the end of the stream."""
+        """Return the rest of the current chunk, or the next chunk if none is left, or None at the end of the stream."""
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
@@ -93,7 +93,7 @@ class StreamRows:
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to a position that `place` returned earlier; this requires reading the rows to skip."""
+        """Go to a position that `place` returned earlier; the rows to skip must be read."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -157,10 +157,10 @@ class MixedRows(NamedTuple):
 class ShuffleBuffer:
     """Yields the rows of a stream in a seeded order, shuffled in a buffer of `size` rows.
 
-    The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. The slot of
-    each returned row is filled with a row of the next block, so that reads are spread evenly. Rows are only shuffled
+    The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. Each returned
+    row is replaced in the buffer by a row of the next block, so that reads are spread evenly. Rows are only shuffled
     within their block. Therefore, the content of the buffer depends only on the block's position in the stream and on
-    how many of its rows were returned. A checkpoint stores these two values, about a hundred bytes, instead of
+    how many of its rows have been returned. A checkpoint stores these two values, about a hundred bytes, instead of
     gigabytes of rows. In exchange, a resumed run reads up to 2 × `size` rows of the stream again.
     """
 
@@ -220,7 +220,7 @@ class ShuffleBuffer:
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of a block's given rows; rows fill slots in the order that the previous block freed them."""
+        """Return the slots of rows of a block; rows fill slots in the order in which the previous block freed them."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:
@@ -230,7 +230,7 @@ class ShuffleBuffer:
         self._n_next += self._read_into(slots, (self._block + 1) * self._size + self._n_next)
 
     def _read_into(self, slots: Indices, first: int) -> int:
-        """Read the next rows of the stream into slots, number them from `first`, and return the number of rows."""
+        """Read the next rows of the stream into slots, numbered from `first`, and return how many rows were read."""
         n = 0
         while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]

@@ -65,7 +65,7 @@ class SideBySide(IndexedSource):
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
-    """Return whether rows with equal indices come from the same texts, judging by a sample of the rows."""
+    """Return whether rows with equal indices come from the same texts, according to a sample of the rows."""
     return len(some) == len(others) and all(
         one.n_rows == other.n_rows
         and np.array_equal(one.labels(_spread(one.n_rows)), other.labels(_spread(one.n_rows)))

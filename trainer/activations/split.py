@@ -9,13 +9,14 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# The number of neighbouring rows that are held out together. If texts are unknown, they are treated as one text.
+# The number of neighbouring rows that are held out together. If texts are unknown, each such block is treated as one
+# text.
 BLOCK = 128
 # The minimum number of blocks that held-out rows are chosen from.
 LEAST_BLOCKS = 8
 # The maximum share of all rows that may be in held-out texts; twice the requested number of rows is always allowed.
 MOST_IN_TEXTS = 0.25
-# The minimum share of the held-out rows in each half.
+# The minimum share of the held-out rows that each half must have.
 LEAST_OF_HALF = 0.25
 # The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept complete.
 N_RANGES = 16
@@ -26,7 +27,7 @@ class TooFewTexts(ValueError):
 
 
 class Split:
-    """Held-out rows, and training rows, which are numbered consecutively from 0.
+    """Training rows, which are numbered consecutively from 0, and held-out rows.
 
     The split depends only on `hold_out`, the seed, the requested number of rows, and the number or the texts of the
     first `n_first` rows (by default, of all rows). Therefore, `held_out` does not change if rows are added at the end.
@@ -62,11 +63,11 @@ class Split:
         self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
-        """Convert training row numbers, from 0 to n_train - 1, to row numbers in the data."""
+        """Convert training row numbers, 0 to n_train - 1, to row numbers in the data."""
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
-        """Sample at most n training rows from all data, since b_dec would fit a single text if rows were neighbours."""
+        """Sample at most n training rows from all the data: neighbouring rows would fit b_dec to a single text."""
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
 
@@ -101,7 +102,7 @@ def halves_of(labels: Indices) -> Indices:
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
     with less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves.
-    Thus, neighbours mostly stay together, and both halves cover the data from beginning to end.
+    Neighbours then mostly stay together, and both halves cover the data from beginning to end.
     """
     _, of_row, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     half_of, totals = np.zeros(len(sizes), np.int64), [0, 0]

@@ -21,8 +21,8 @@ class Synthetic(IndexedSource):
     """Rows that are sparse sums of random unit vectors, `features` [n_features, d_in] (Sharkey et al. 2022).
 
     Features fire independently. The probability of feature j is about proportional to j^-skew, and its coefficient is
-    uniform in 0.5 .. 1.5. A row is generated only from hashes of the seed and the row's number, so it does not depend
-    on the other rows in a batch.
+    uniform in 0.5 .. 1.5. A row is generated only from hashes of the seed and of the row's number, so it does not
+    depend on the other rows of a batch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Synthetic(IndexedSource):
     def _sums(self, words: Words) -> Tensor:
         """Return, for each row, the sum of a Poisson-distributed number of features.
 
-        Features are sampled in proportion to their rates. Thus, the number of times that a feature is sampled is an
+        Features are sampled in proportion to their rates. The number of times that a feature is sampled is then an
         independent Poisson variable. A feature that is sampled twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
-# The maximum number of table entries per row. If a larger table would be needed, text numbers are counted by sorting.
+# The maximum number of table entries per row. If the table would be larger, text numbers are counted by sorting
+# instead.
 _PLACES_PER_ROW = 4
 
 
@@ -28,8 +29,8 @@ class Texts:
 
     With `numbered_through`, as in sae-tui's own extractions, a number refers to the same text in all shards. Otherwise,
     if numbers ascend within all shards and a later shard starts again at the lowest number, that shard starts a new
-    numbering, and its texts are different texts. If the numbering is unclear, rows with equal numbers are treated as
-    one text, so that no text is on both sides of a split.
+    numbering, and its texts are new. If the numbering is unclear, rows with equal numbers are treated as one text, so
+    that no text is on both sides of a split.
     """
 
     def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
@@ -52,7 +53,8 @@ class Texts:
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
         """Return all rows of `texts`, a subset of `counts(n_rows)`, in ascending order.
 
-        In shards that start after the first `n_rows` rows, rows are matched by text number, with any numbering.
+        In shards that start after the first `n_rows` rows, rows are matched by text number alone, whatever the
+        numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):
@@ -84,7 +86,7 @@ class Texts:
 
 
 def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words:
-    """Return a random number for each text that does not depend on other texts; `seed` comes from `seed_key`."""
+    """Return a random number for each text, independent of other texts; `seed` comes from `seed_key`."""
     of_number = mixed(number.astype(np.int64).view(np.uint64) ^ seed)
     return mixed(of_number + np.asarray(numbering).astype(np.uint64))
 
@@ -95,11 +97,11 @@ def seed_key(*seed: int) -> Words:
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
-    """Return the index of each shard's numbering; if numberings are unclear, all shards share a single one."""
+    """Return the index of each shard's numbering; if the numberings are unclear, all shards share one numbering."""
     if not parts:
         return np.zeros(0, np.int64)
     lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))
-    # Compare strictly, since a single text that continues in the next shard does not start a new numbering.
+    # Use a strict comparison, since a text that continues in the next shard does not start a new numbering.
     falls = lowest[1:] < highest[:-1]
     is_sure = bool((lowest[1:][falls] == lowest[0]).all())
     # If numbers do not ascend, the rows may be shuffled across shards, so that each shard has rows of every text.

@@ -115,7 +115,7 @@ class HookRows(ABC):
 
 
 class TrainingData(ABC):
-    """The rows that one rank trains on, in order; the rows of several hooks are concatenated, as in the source."""
+    """The rows that one rank trains on, in order; rows are concatenated over hooks, as in the source."""
 
     # The total number of held-out rows on all ranks, how they are chosen, and the number of their texts, if known.
     n_held_out: int
@@ -153,7 +153,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
-        """Return a sentence about a non-finite row that was trained on between two positions, or None.
+        """Return a sentence about a non-finite row that was used for training between two positions, or None.
 
         This is a collective call for all ranks that train the same SAEs.
         """
@@ -340,7 +340,7 @@ class StreamData(TrainingData):
 
     Ranks with different tokens read different parts of the stream. A checkpoint stores the position of each part, so a
     run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows of a step
-    change too, but no row is trained on twice.
+    change too, but no row is used twice.
 
     If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers.
     Otherwise, or if there are only a few long texts, the first rows of each part are held out. The held-out rows and
@@ -431,8 +431,8 @@ class StreamData(TrainingData):
         """Hold out texts near the start of the stream, chosen by a hash; return [] if they have too few rows.
 
         All ranks choose the same texts, and each rank holds out the rows of these texts in its part. Training leaves
-        out chosen texts up to twice the highest text number read, because a run with fewer parts reads slightly further
-        to find enough rows.
+        out chosen texts with numbers up to twice the highest number read, because a run with fewer parts reads slightly
+        further to find enough rows.
         """
         key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
         while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):

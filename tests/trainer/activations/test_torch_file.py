@@ -46,7 +46,7 @@ def test_rows_equal_those_that_torch_load_returns(dtype: torch.dtype, tmp_path: 
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_a_pickle_that_torch_can_only_read_by_running_code_is_refused(protocol: int, tmp_path: Path) -> None:
     torch.save({"activations": rows(30, 8), "hook": "resid"}, tmp_path / "a.pt", pickle_protocol=protocol)
-    assert "damaged, or contains more than tensors; write it again with torch.save(" in problem(tmp_path)
+    assert "damaged, or contains more than tensors; save it again with torch.save(" in problem(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_views_and_dicts_that_torch_loads_without_running_code_are_read(value: A
         (torch.ones(3, 4, dtype=torch.int64), "stores int64; "),
         (rows(12), f"{BEGINS}its shape is [12]; reshape it to [-1, d_in]"),
         (rows(0, 4), "contains no activations"),
-        (rows(4, 3).T, f"{BEGINS}its tensor is not contiguous; write it again with torch.save("),
+        (rows(4, 3).T, f"{BEGINS}its tensor is not contiguous; save it again with torch.save("),
         (rows(1, 3).expand(5, 3), f"{BEGINS}its tensor is not contiguous"),
         (
             {"x": rows(3, 4), "y": rows(2)},
@@ -104,7 +104,7 @@ class Evil:
 def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     torch.save({"activations": rows(3, 4), "x": Evil(trace)}, tmp_path / "a.pt")
-    assert "only be read by running code (io.open); write it again" in problem(tmp_path)
+    assert "only be read by running code (io.open); save it again" in problem(tmp_path)
     assert not trace.exists()
 
 
@@ -118,7 +118,7 @@ def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path, req
     (tmp_path / "a.pt").write_bytes(content)
     is_old = "1.6" in request.node.name
     old = "it is in the format of torch.save before 1.6; load it with torch and save it again"
-    reason = old if is_old else "it is damaged, or not a file of torch.save; write it again"
+    reason = old if is_old else "it is damaged, or was not written by torch.save; save it again"
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {BEGINS}{reason}")
 
 
@@ -142,7 +142,7 @@ REAL = members_of(saved(rows(3, 4)))
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (packed({"a.txt": b"x"}), "it is a zip, but not from torch.save"),
+        (packed({"a.txt": b"x"}), "it is a zip file that torch.save did not write"),
         (packed(REAL, zipfile.ZIP_DEFLATED), "it is compressed"),
         (packed(REAL | {DATA: b"short"}), "its tensor is larger than the file"),
         (packed({name: x for name, x in REAL.items() if name != DATA}), "it is damaged, or contains more than tensors"),
