@@ -62,7 +62,7 @@ def measure(
     No language model runs, so `data.model_gpus = "auto"` means 0.
     """
     if job.parallel.mode == "dp":
-        raise UserError('parallel.mode: only separate processes can be timed by phase; use "ddp"')
+        raise UserError('parallel.mode: phases can be timed only in separate processes; use "ddp"')
     sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
     return run_ranks("trainer.measuring.bench_rank", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
 

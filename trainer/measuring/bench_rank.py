@@ -77,7 +77,7 @@ class RepeatedStep:
             learner.whole_steps = None
 
     def take(self, n_steps: int) -> None:
-        """Run steps like `Trainer`, but without reading data or reporting progress."""
+        """Run steps as `Trainer` does, but without reading data or reporting progress."""
         for _ in range(n_steps):
             take_step(self.learners, self._parallel, self._n_taken % self._total_steps, self._batches())
             self._n_taken += 1
@@ -156,7 +156,7 @@ def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[
 
 
 def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
-    """Return a lower bound on the step time in ms, with the times of the encoder's product and of memory traffic.
+    """Return a lower bound on the step time in ms, and the times of the encoder's product and of memory traffic.
 
     The bound is the longer of the two times. The time of the memory traffic is the number of bytes divided by the
     measured bandwidth of a large copy.
@@ -234,7 +234,7 @@ def _sent_bytes(parallel: Parallel) -> int | None:
 
 
 def _agree(world: World, job: JobConfig) -> None:
-    """Make all ranks use the same kernels, as in a run; if kernels are disabled, print the reasons."""
+    """Make all ranks use the same kernels, as in a run; if kernels are disabled, print why."""
     compiles = world.group.index == 0
     agree(world.group, world.device, job, compiles=compiles, report=print)
 

@@ -53,10 +53,10 @@ class Inspection(msgspec.Struct, frozen=True):
 
     `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` is the number
     of rows with more than `data.max_norm` times the median norm. `duplicates` does not include zero rows.
-    `heavy_dimensions` are a few dimensions that account for more than half of the variance: the fraction `heavy_share`.
-    `subnormal` is the fraction of fp16 values that are too small for full precision. By default, a training run holds
-    out `n_held_out` rows with the method `hold_out`, from `n_texts` texts if their number is known. `copies` is the
-    fraction of the checked held-out rows that are also training rows.
+    `heavy_dimensions` are a few dimensions that together account for more than half of the variance; `heavy_share` is
+    their fraction of the variance. `subnormal` is the fraction of fp16 values that are too small for full precision. By
+    default, a training run holds out `n_held_out` rows with the method `hold_out`, from `n_texts` texts if their number
+    is known. `copies` is the fraction of the checked held-out rows that are also training rows.
     """
 
     n_tokens: int
@@ -151,7 +151,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     if facts.not_finite:
         sentence = f"{facts.not_finite:,} {of_rows} contain a NaN, an infinity or values too large for fp32"
         is_accident = facts.not_finite <= MOST_BAD_ROWS * facts.n_looked_at
-        left_out = f"training leaves out such rows if they are at most {MOST_BAD_ROWS:.0%} of all rows"
+        left_out = f"training leaves out such rows if they make up at most {MOST_BAD_ROWS:.0%} of all rows"
         remedy = f"{left_out}; {CURE}" if is_accident else CURE
         yield InspectionFinding("warning" if is_accident else "error", sentence, remedy)
     yield from _of_size(facts)

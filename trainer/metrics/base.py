@@ -26,7 +26,7 @@ class Observation:
     `y` (the target) and `x_hat`, both [n_tokens, d_out], cover this rank's tokens. `acts` and `dead` (bool [d_sae])
     cover this rank's latents, and `acts` covers the tokens of all ranks that share latents. `y_mean` [d_out] is fixed
     for the run. Values that the forward pass has already computed are passed in: `mse` is Σ‖y − x_hat‖², `counts` is
-    the number of tokens on which each latent is active, float [d_sae], and `sums` contains the sums of errors and
+    the number of tokens on which each latent is active, float [d_sae], and `sums` contains the sums over errors and
     targets. Values that several metrics need are cached properties.
     """
 
@@ -69,7 +69,7 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity that is logged for each interval, computed from sums over all batches and ranks, or the last batch.
+    """A quantity that is logged for each interval, from sums over ranks and over all batches or only the last batch.
 
     `of_batch` must not read device values on the host, because that would stall the step.
     """

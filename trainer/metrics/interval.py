@@ -16,9 +16,9 @@ from trainer.runtime.triton_kernels import METRIC_SUMS
 
 
 class Interval:
-    """Accumulates all registered metrics, or only `entries`, and the named loss terms, which become means per token.
+    """Accumulates all registered metrics, or only `entries`, and the named loss terms, which are averaged over tokens.
 
-    All sums are in one vector, because on a GPU an operation takes equally long for a few numbers and for many.
+    On a GPU, an operation takes equally long for a few numbers and for many, so all sums are in one vector.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
@@ -48,7 +48,7 @@ class Interval:
     def sums(self, latents: Latents) -> dict[str, Tensor]:
         """Return the sums by name, float64 [n], and reset them to 0.
 
-        The caller sums them over ranks with the same latents.
+        The caller adds up these sums over ranks with the same latents.
         """
         assert self._total is not None, "a log interval has at least one batch"
         total = self._total.clone()

@@ -16,7 +16,7 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     """Add numbers [n] to a float64 `total` [n] in place, as `interval.add_if_finite` does."""
     if n := len(total):
         together = numbers.sum(dtype=torch.float64)
-        # Triton launches on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(total):
             _add[triton.cdiv(n, _PART),](total, numbers, together, n, PART=_PART, num_warps=4)
 

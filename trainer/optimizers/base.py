@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Now(NamedTuple):
-    """The settings of one step, 0-dim tensors on the device; if `skips` (bool) is true, the step has no effect."""
+    """The settings of one step, as 0-dim tensors on the device; if `skips` (bool) is true, the step has no effect."""
 
     lr: Tensor
     grad_scale: Tensor | None
@@ -47,7 +47,7 @@ class TiedParameter(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² over all per-latent weights, and over the weights that all latents share; fp64, 0-dim."""
+    """Σ‖g‖² over all per-latent weights, and over all weights that latents share; each is fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor
@@ -120,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def use_trained_weights(self) -> None:
-        """Load the weights for evaluation and saving into the parameters, if they differ from the weights in use."""
+        """Load the weights to be evaluated and saved into the parameters, if training steps use other weights."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""

@@ -1,6 +1,6 @@
 """Schedule-free Signum: updates by the sign of the gradient, with weights averaged over steps.
 
-Bernstein et al. 2018 (arXiv 1802.04434) for the sign, Defazio et al. 2024 (arXiv 2405.15682) for the average.
+The sign is from Bernstein et al. 2018 (arXiv 1802.04434), the average from Defazio et al. 2024 (arXiv 2405.15682).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from trainer.optimizers.compiled import Compiled
 
 # The number of weights per tile. On CPU, the twenty passes over a tile stay in the cache. On a GPU, the Triton row
 # kernels update most weights. Tiles are used for skip connections, for latents whose number of weights exceeds 8,192 or
-# is not divisible by four, and if Triton fails. In the last case, nothing is compiled either, and a step needs 200 MB
-# of memory per tile.
+# is not divisible by four, and if Triton fails. Without Triton, the step is not compiled either, and needs 200 MB of
+# memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
 # Multiples of these numbers are evenly distributed modulo 2^16, so the dithers of a weight cover their range evenly.
 # The numbers are 2^16 divided by the plastic number, by the square of that number (Roberts' R2 sequence), and by the

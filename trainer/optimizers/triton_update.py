@@ -89,7 +89,7 @@ def measure(
     n_some = 0 if some_rows is None else len(some_rows)
     n_rows = len(grad) if some_rows is None else n_some + (0 if more_rows is None else len(more_rows))
     if n_rows:
-        # Triton launches on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(grad):
             _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, more_rows, n_some, **_tile(grad.shape[1]))
 

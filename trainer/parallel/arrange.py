@@ -69,8 +69,8 @@ def arrange(
     # Always use measured speeds to divide reads among ranks, since the results do not depend on which rank reads a row.
     to_read_by = slowest(speeds)
     if job.train.deterministic:
-        # Measured speeds vary between runs, and the order of additions would vary with them. All ranks use the same
-        # assumed speeds, even on heterogeneous GPUs, since they must make the same decision.
+        # Measured speeds vary between runs, and with them the order of additions. All ranks use the same assumed
+        # speeds, even on heterogeneous GPUs, since they must make the same decision.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     work = Workload(job, world.size, shape, _name_of_all(world, name))
     free = _free_of_all(world, work, may_take)

@@ -20,8 +20,8 @@ from trainer.parallel.waiting import HostWaits, Waiting, Waits
 class StepSums(NamedTuple):
     """The tensors to reduce over ranks at the end of a step.
 
-    `of_latents` are all-reduced over the ranks with the same latents. `sharded` are reduce-scattered over these ranks:
-    each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
+    `of_latents` are all-reduced over the ranks with the same latents. `sharded` are reduce-scattered over the ranks
+    with the same latents: each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
     """
 
     of_latents: list[Tensor]
@@ -35,7 +35,7 @@ class StepSums(NamedTuple):
 
 
 class Parallel:
-    """The ranks of a run, from the point of view of one rank. This class itself is the mode for a single rank.
+    """The ranks of a run, as seen by one rank. This base class is the mode for a single rank.
 
     Ranks in `data` have the same latents but process different tokens. Ranks in `latents` process the same tokens but
     have different latents. `world` contains all ranks.
@@ -60,7 +60,7 @@ class Parallel:
         self.capacity: list[float] | None = None
         # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
-        # Whether each rank in `latents` reads only a share of the stored rows and receives the other rows from other
+        # Whether each rank in `latents` reads only a share of the stored rows and receives the rest from the other
         # ranks.
         self.reads_parts = False
 
@@ -158,7 +158,7 @@ class Parallel:
     def slot(self, value: float) -> Tensor:
         """Return a vector [world_size] on the CPU that is `value` at this rank and 0 elsewhere.
 
-        The sum of the vectors of all ranks contains the value of every rank.
+        The sum of these vectors over all ranks contains every rank's value.
         """
         values = torch.zeros(self.world_size, dtype=torch.float64)
         values[self.rank] = value

@@ -94,8 +94,8 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
     generator = torch.Generator(device).manual_seed(0)
-    # Use random operands, since with constants, a GPU draws less power and clocks higher than in training. Convert the
-    # operands beforehand, since training also converts operands once for several products.
+    # Use random operands, since a GPU that multiplies constants draws less power and clocks higher than in training.
+    # Convert the operands beforehand, since training also converts operands once for several products.
     x, weights = (
         torch.randn(shape, generator=generator, device=device).to(NARROW.get(precision, torch.float32))
         for shape in ((n_tokens, d_in), (d_in, n_latents))

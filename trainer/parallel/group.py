@@ -57,7 +57,7 @@ class Group:
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         """Replace this rank's rows of every tensor with their sum over the group; the other rows become undefined.
 
-        Rows are divided among ranks as by `tensor_split` along the first dimension.
+        Rows are divided among ranks along the first dimension, as `tensor_split` does.
         """
 
     def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
@@ -296,7 +296,7 @@ def packs(tensors: Iterable[Tensor]) -> list[Pack]:
 
 
 def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that pass a test, and the tensors that do not."""
+    """Return the tensors that pass a test, and the rest."""
     passing: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in tensors:
@@ -372,7 +372,7 @@ def sum_of(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
-    """All-gather bytes of different lengths, as tensors on `device`."""
+    """All-gather byte strings of different lengths, as tensors on `device`."""
     sizes = group.gather(torch.tensor([len(own)], dtype=torch.int64, device=device)).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -389,7 +389,7 @@ def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Ten
 
 
 def part_sizes(n_rows: int, size: int) -> list[int]:
-    """Return the number of rows that each of `size` ranks owns, divided as by `tensor_split`."""
+    """Return the number of rows that each of `size` ranks owns if rows are divided as `tensor_split` does."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
@@ -412,7 +412,7 @@ def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 
 
 def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
-    """Reduce-scatter: return this rank's rows of the sum over the group, so that ranks share later work on rows.
+    """Reduce-scatter: return this rank's rows of the sum over the group, so that ranks share later work on the rows.
 
     Ranks send fp32, since their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit product,
     depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# The time limit in seconds after the last rank has arrived. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if
-# direct transfers between the GPUs get lost.
+# The time limit in seconds for the first exchanges, counted from the arrival of the last rank. NCCL takes 3 to 10 s on
+# eight GPUs, and hangs forever if direct transfers between the GPUs get lost.
 LIMIT_S = 60.0
 # The time limit in seconds for all ranks to read the verdict, `OPENED` or `HANGS`.
 READ_WITHIN_S = 10.0
@@ -67,7 +67,7 @@ def open_connections(
 
 
 def _verdict(store: dist.Store, found: str) -> str:
-    """Return the verdict of the first rank that called this; `found` is this rank's verdict."""
+    """Return the verdict of the first rank that called this function; `found` is this rank's verdict."""
     return bytes(store.compare_set("verdict", "", found)).decode()
 
 
@@ -85,7 +85,7 @@ def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_e
 def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) -> None:
     """On rank 0, wait until all ranks have read the verdict; on other ranks, until rank 0 has closed its store.
 
-    A rank that restarted too early would try to meet the others in a store that is about to close.
+    A rank that restarts too early would try to meet the other ranks in a store that is about to close.
     """
     with contextlib.suppress(RuntimeError):
         store.set(f"read {group.index}", "")

@@ -56,7 +56,7 @@ class World:
 
 
 class Connected(World):
-    """Several processes that find each other through a store, which no other code uses."""
+    """Several processes that find each other through a store that no other code uses."""
 
     def __init__(
         self, device: torch.device, store: dist.Store, group: Group, time: Waiting, patience: timedelta
@@ -67,8 +67,8 @@ class Connected(World):
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         members = next(members for members in groups if self.group.index in members)
-        # Use a separate timer, since a different thread uses this group, and the waiting time of a step must not
-        # include that thread's waiting time.
+        # Use a separate timer: another thread uses this group, and its waiting time is not part of a step's waiting
+        # time.
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
@@ -145,7 +145,7 @@ def join(
 ) -> World:
     """Connect this rank to the others and return the world of all ranks.
 
-    Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, they meet through
+    Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, ranks meet through
     torchrun's environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than
     `patience`. On GPUs, `on_hang` is called if the first exchanges hang. If ranks restart after a hang, `attempt` must
     be a new string.
@@ -178,7 +178,7 @@ def join(
         )
         ranks = DistributedGroup(None, time)
         if _may_hang(device):
-            # With torchrun's variables, torchrun's agent or, in older versions, rank 0 hosts the store.
+            # If torchrun started the ranks, its agent hosts the store; in older versions, rank 0 does.
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             opening = dist.PrefixStore("open", store)
             open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)

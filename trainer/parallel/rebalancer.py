@@ -19,8 +19,8 @@ PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
 # The work is divided again only if some rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# Slow data is reported as the cause if a rank spends more than this share of its time waiting for data, and a busy CPU
-# core if the rank gets less than this share of the core.
+# Slow data is reported as the cause if a rank waits for data for more than the share MUCH_DATA of its time. A busy CPU
+# core is reported as the cause if the rank gets less than the share LITTLE_CORE of the core.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
 # The amount of work is reported as the cause if it exceeds this multiple of an even share.
@@ -95,7 +95,7 @@ class Balancer:
         return sum(seconds for seconds, _ in self._seen)
 
     def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[HistoryEvent]:
-        """Return an event for each rank that has now been late for long enough to report, or has caught up again."""
+        """Return an event for each rank that has been late for long enough to report, or that has caught up again."""
         typical, events = statistics.median_low(times), []
         for rank, time in enumerate(times):
             is_late = time > LATE * typical

@@ -139,7 +139,7 @@ def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib
 def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
     """Accept connections from `n_others` ranks in the background, and yield a future for them.
 
-    Accepting cannot wait until all ranks are ready, since connections of other users could fill the socket's queue.
+    Accepting cannot wait until all ranks are ready, since connections from other users could fill the socket's queue.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
         try:
@@ -189,7 +189,7 @@ def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[P
 
 
 def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
-    """Connect to the socket with this name; raise `OSError` if it is missing."""
+    """Connect to the socket with this name; raise `OSError` if there is no such socket."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -26,9 +26,9 @@ def agree(
     """Try the kernels of a job on all ranks, and disable kernels that fail on any rank.
 
     Ranks with `compiles` go first, because ranks that compiled at the same time would each occupy the host's cores for
-    a minute and write the same files. A rank that lacks a kernel would be several times slower, and all others would
-    wait for this rank. Without ZeRO, replicas with and without a kernel would also round differently. `report` is
-    called with one sentence for each cause of failure.
+    a minute and write the same files. A rank that lacks a kernel would be several times slower, and all other ranks
+    would wait for it. Without ZeRO, replicas with and without a kernel would also round differently. `report` is called
+    with one sentence for each cause of failure.
     """
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
@@ -50,8 +50,8 @@ def agree(
 def _needed(job: JobConfig) -> list[Kernels]:
     """Return the kernels that a job may use.
 
-    Compiled updates take seconds to try, so they are included only for skip connections and optimizers other than Adam.
-    Adam's updates of latents have Triton kernels.
+    Trying compiled updates takes seconds, so they are included only for skip connections and optimizers other than
+    Adam. Adam's updates of latents have Triton kernels.
     """
     compiles_updates = any(one.sae.skip or one.train.optimizer != "adam" for one in members(job).values())
     return [one for one in KERNELS.values() if compiles_updates or one != COMPILED_UPDATES]

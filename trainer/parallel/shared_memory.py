@@ -117,7 +117,7 @@ class SharedRanks(Processes):
     def _swap(self, blocks: list[Tensor], received: list[Tensor]) -> None:
         """Send each rank its block of `blocks`, and copy the blocks sent to this rank into `received`."""
         received[self.index].copy_(blocks[self.index])
-        # Depending on the rank, either the blocks to send or the blocks to receive differ in length.
+        # Depending on the rank, either the blocks to send or the blocks to receive have different lengths.
         for places, piece in self._exchange_pieces(blocks, max(map(len, [*blocks, *received]))):
             for rank, block in enumerate(received):
                 if rank != self.index:
@@ -149,7 +149,7 @@ class SharedRanks(Processes):
             yield places[self.index], piece
 
     def _slices(self, dtype: torch.dtype, longest: int, n_each: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield areas [size, n] of the memory, and the slices of the blocks to exchange in them, `n_each` per slot."""
+        """Yield a memory area [size, n] for each slice of the blocks to exchange; a slot holds `n_each` slices."""
         n_values = SLOT_BYTES // dtype.itemsize // n_each
         for begin in range(0, longest, n_values):
             self._n_times += 1

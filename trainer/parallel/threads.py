@@ -45,7 +45,7 @@ class Meeting:
 
 
 class Threads(Group):
-    """A group of threads, from the point of view of one of them."""
+    """A group of threads, as seen by one thread."""
 
     def __init__(self, meeting: Meeting, size: int, index: int, waiting: Waiting | None = None) -> None:
         self._meeting, self.size, self.index = meeting, size, index

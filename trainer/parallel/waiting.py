@@ -65,7 +65,7 @@ class CudaWaiting:
         begin.record()
         yield
         end.record()
-        # Also process completed events at every step, so that events do not accumulate over a long log interval.
+        # Process completed events at every step, so that they do not accumulate over a long log interval.
         self._since.add(begin, end)
 
     def take(self) -> Waits:
@@ -74,7 +74,7 @@ class CudaWaiting:
 
 
 class CudaWaits:
-    """GPU transfers, each between two events; the latest transfers may still be running."""
+    """GPU transfers, each timed by two events; the latest transfers may still be running."""
 
     def __init__(self) -> None:
         self._total_ms = 0.0
