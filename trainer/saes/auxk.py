@@ -1,4 +1,4 @@
-"""AuxK: a loss that trains dead latents to reconstruct the error of the others (Gao et al. 2024, arXiv 2406.04093)."""
+"""AuxK: a loss that makes dead latents reconstruct the error of living latents (Gao et al. 2024, arXiv 2406.04093)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DeadCandidates(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the weight of the loss."""
+    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the weight of the AuxK loss."""
 
     reconstruction: Tensor
     weight: Tensor
@@ -120,7 +120,7 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> D
 
 
 def _order(sae: Sae) -> Tensor:
-    """Return a sort key for each latent of this rank, comparable across ranks; longer silence gives a smaller key.
+    """Return a sort key for each latent of this rank, comparable across ranks; longer silence means a smaller key.
 
     Ties are broken by latent index. Silence is capped at 2^31 − 1 tokens.
     """
@@ -130,9 +130,9 @@ def _order(sae: Sae) -> Tensor:
 def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
     """Return the n latents that have been silent the longest over all ranks; `own` are the candidates of this rank.
 
-    Each rank fills in the weights of the latents that it holds and zeros for the others, so the sum over ranks is
-    exact. How many of the n latents belong to a given rank depends on the data. A single rank may hold all n latents,
-    so smaller fixed-size blocks would not suffice.
+    Each rank fills in the weights of the latents that it holds, and zeros for the other latents, so the sum over ranks
+    is exact. How many of the n latents belong to a given rank depends on the data. A single rank may hold all n
+    latents, so smaller fixed-size blocks would not suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)
@@ -140,7 +140,7 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     is_dead = gathered < sae.d_sae * (1 - sae.dead_after_tokens)
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
-    # A latent's position is the number of latents before it, clamped to n. For 6,144 values, sorting launches 19 GPU
+    # The position of a latent is the number of latents before it, at most n. For 6,144 values, sorting launches 19 GPU
     # kernels and counting launches 4. For a bool tensor, `sum` would first make a 64-bit copy.
     is_before = own.bias.new_empty(len(order), len(gathered), dtype=torch.bfloat16)
     torch.lt(gathered, order[:, None], out=is_before)
@@ -162,7 +162,7 @@ def _n_dead(is_dead: Tensor, n: int) -> int:
 
 
 def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
-    """Return a reconstruction [n_tokens, d_out] from each token's strongest candidates."""
+    """Return a reconstruction [n_tokens, d_out] from the strongest candidates of each token."""
     parameters = sae.W_enc, sae.b_enc, sae.W_dec, sae.input_bias
     leave = sae.row_gradients.leave
     explained: Tensor = _Explain.apply(centred, *parameters, candidates, sae.latents.group, leave)  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ class _Explain(torch.autograd.Function):
 
     `centred` is x − input_bias in the product dtype. The weight gradients are passed to `leave` as one row per latent.
     Plain autograd would convert each matrix to the narrow dtype twice, and would make two passes over [n_tokens, n]
-    instead of one.
+    rather than one.
     """
 
     @staticmethod

@@ -70,10 +70,10 @@ class Traits(NamedTuple):
     n_own_sums: int = 0
     # Keep the rows of W_dec at unit norm.
     unit_decoder: bool = True
-    # Initial norm of the encoder's columns, unless the job sets one.
+    # The initial norm of the encoder's columns, unless the job sets one.
     encoder_scale: float = 0.3
-    # Encoder norm of a revived latent as a fraction of the living latents' mean. Bricken et al. 2023 use 0.2, so that a
-    # revived latent does not immediately fire on everything.
+    # The encoder norm of a revived latent, as a fraction of the living latents' mean. Bricken et al. 2023 use 0.2, so
+    # that a revived latent does not immediately fire on everything.
     revived_share: float = 0.2
     # Sparse products read W_enc and W_dec only in the product dtype.
     reads_narrow: bool = False
@@ -86,10 +86,10 @@ class Declared(NamedTuple):
 
     # The dimension that has one entry per latent; None if all latents share the tensor.
     latent_dim: int | None
-    # Whether the tensor is [d_sae] and has the units of a pre-activation. When a latent is revived, its biases are set
-    # to a fraction of the living latents' mean, and its other parameters, except W_enc and W_dec, to 0.
+    # Whether the tensor is [d_sae] and is measured in the units of pre-activations. When a latent is revived, its
+    # biases are set to a fraction of the living latents' mean, and its other parameters, except W_enc and W_dec, to 0.
     is_bias: bool = False
-    # Lower bound, enforced by clamping after each step; only for tensors with `latent_dim` 0.
+    # The lower bound, enforced by clamping after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
 
 
@@ -109,8 +109,8 @@ class Sae(nn.Module, ABC):
 
     An architecture defines `forward`, `objective` and `export_config`, and optionally `traits`, `export_weights`,
     `calibrate`, `begin_step` and `learn_from`. An architecture must not override anything else. A constructor is needed
-    only for additional parameters or buffers. That constructor takes the same `SaeSpec`, and adds these tensors to
-    `declared` before it sets them.
+    only for additional parameters or buffers. The constructor takes the same `SaeSpec`, and adds the additional tensors
+    to `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
@@ -122,10 +122,10 @@ class Sae(nn.Module, ABC):
     micro-batches and ranks. `step_sums` contains the number of tokens on which each latent fired [n_own], the number of
     tokens, Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
-    A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for those.
-    Ranks that share latents encode the same tokens. After these ranks have summed their decoded contributions, each
-    continues with a part of the tokens: x_hat and everything computed from it, such as the squared error, cover only
-    the `local_shard` of the tokens.
+    A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for these
+    latents. Ranks that share latents encode the same tokens. After these ranks have summed their decoded contributions,
+    each continues with a part of the tokens: x_hat and everything computed from it, such as the squared error, cover
+    only the `local_shard` of the tokens.
     """
 
     traits = Traits()
@@ -181,11 +181,11 @@ class Sae(nn.Module, ABC):
         self.batch_tokens = 0
         # Whether the forward pass depends on `may_have_dead`.
         self.reads_dead = False
-        # The half of the held-out rows that is being measured, 0 or 1, or None.
+        # The half of the held-out rows that is being measured: 0, 1 or None.
         self.held_out_half: int | None = None
         self._host_values: Hashable = ()
         self._buffer_sizer = BufferSizer() if self.traits.encodes_above else None
-        # Upper bound on `n_tokens_since_fired`, kept on the host so that reading it does not sync with the device.
+        # An upper bound on `n_tokens_since_fired`, kept on the host so that reading it does not sync with the device.
         self._longest_since_fired = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_since_fired(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
@@ -234,7 +234,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def shard(self, data: Group, peers: Group, latents: Latents) -> None:
-        """Keep only this rank's latents; call it before the weights are set. Ranks in `data` hold the same latents."""
+        """Keep only this rank's latents; call this before weights are set. Ranks in `data` hold the same latents."""
         self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
@@ -292,7 +292,7 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Within the context, measure rows of held-out half 0 or 1 without values that were fitted on that half."""
+        """Within the context, measure rows of held-out half 0 or 1 without using values fitted on these rows."""
         self.held_out_half = half
         try:
             yield
@@ -300,15 +300,15 @@ class Sae(nn.Module, ABC):
             self.held_out_half = None
 
     def calibrate(self, x: Tensor) -> None:
-        """Set parameters that depend on the initial pre-activations of normalised x [n, d_in], if there are any."""
+        """Set the parameters that depend on the initial pre-activations of normalised x [n, d_in], if there are any."""
 
     def begin_step(self, progress: float) -> Hashable:
         """Update the values that change during a run, and return any values that are kept on the host.
 
         `progress` is the completed fraction of the run, 0 to 1.
 
-        A CUDA graph uses the host values from the time of its capture, so it is replayed only while these values are
-        unchanged.
+        A CUDA graph uses the host values from the time of its capture, so it is replayed only as long as these values
+        are unchanged.
         """
         return ()
 
@@ -381,8 +381,9 @@ class Sae(nn.Module, ABC):
     def may_have_dead(self) -> bool:
         """Return whether any latent may be dead.
 
-        The result is the same on all ranks, and needs no device sync or communication. False is always correct. True
-        may be wrong if the latents are on a GPU or shared among ranks, since the host then knows only an upper bound.
+        The result is the same on all ranks, and needs no device sync or communication. False is always correct. A True
+        result may be wrong if the latents are on a GPU or shared among ranks, since the host then knows only an upper
+        bound.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_since_fired >= self.dead_after_tokens
@@ -439,7 +440,7 @@ class Sae(nn.Module, ABC):
         return self.step_sums[self.n_own + 2] > 0 if self._buffer_sizer else None
 
     def forget_passes(self) -> None:
-        """Discard the forward passes since the last step."""
+        """Discard the sums and counts of the forward passes since the last step."""
         self.step_sums.zero_()
         if self._buffer_sizer:
             self._buffer_sizer = BufferSizer()

@@ -26,7 +26,7 @@ class BatchTopK(TopK):
 
     Outside training, the result for a token must not depend on the other tokens, so a latent is active if its value
     exceeds a threshold. The SAE is exported in this form, as a JumpReLU. `threshold` is a running average of the
-    smallest active value in a batch. This average is fitted to the training rows; on other rows, more latents exceed
+    smallest active value in each batch. This average is fitted to the training rows; on other rows, more latents exceed
     it: 36.4 per token for k = 32 on a small sample. Therefore, the three `set_thresholds`, fitted on held-out rows,
     take precedence. The first threshold applies to all rows. Each of the other two thresholds applies to one half of
     the held-out rows and was fitted on the other half, so that no row is measured with a threshold fitted on it.
@@ -93,7 +93,7 @@ class BatchTopK(TopK):
 
 
 def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Allow loading a checkpoint from an older version, which lacks `set_thresholds`."""
+    """Make it possible to load a checkpoint from an older version, which lacks `set_thresholds`."""
     state.setdefault(f"{prefix}set_thresholds", torch.full_like(sae.set_thresholds, UNSET))
 
 

@@ -10,7 +10,8 @@ from trainer.contract.settings.job import SaeSettings
 from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 
-# Limit for the mean distance of rows from their mean, since the sum of d squares must stay below fp32's maximum, 3e38.
+# The largest allowed mean distance of rows from their mean, since the sum of d squares must stay below fp32's maximum,
+# 3e38.
 LARGEST_SPREAD = 1e15
 # Below this magnitude, the square of a value loses precision in fp32.
 SMALLEST_VALUE = 1e-18
@@ -102,8 +103,8 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
 def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -> None:
     """Set the rows of this rank's latents, `own` [n_own, d], to random unit vectors.
 
-    Every rank generates the rows of all latents, block by block, and keeps its own, so that the result does not depend
-    on how the latents are sharded.
+    Every rank generates the rows of all latents, block by block, and keeps its own rows, so that the result does not
+    depend on how the latents are sharded.
     """
     ids, d = latents.own, own.shape[1]
     n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
@@ -125,7 +126,7 @@ def _centre(points: Tensor, how: str) -> Tensor:
 
 
 def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:
-    """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], using Weiszfeld's algorithm.
+    """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], found with Weiszfeld's algorithm.
 
     Unlike the mean, this point is not dominated by a few tokens with very large norms.
     """

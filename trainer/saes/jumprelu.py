@@ -76,8 +76,8 @@ class _Jump(torch.autograd.Function):
     The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these
     gradients are −θ/ε and −1/ε inside a window of width ε. z also gets the ordinary gradient of its value. The jump
     depends on z − θ, so its window gradient for z is the negative of its window gradient for θ. z gets this gradient
-    only if `moves_z` is set, and never gets one from the count. The implementation minimises the number of passes over
-    z.
+    only if `moves_z` is set, and gets no gradient from the count. The implementation minimises the number of passes
+    over z.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Jump(torch.autograd.Function):
 
 
 def _summed_to(threshold: Tensor, values: Tensor) -> Tensor:
-    """Sum `values` over tokens if all tokens share the thresholds; sparse entries have one threshold each."""
+    """Sum `values` over tokens if all tokens share the thresholds; sparse entries each have their own threshold."""
     if values.shape == threshold.shape:
         return values
     return marked_in_columns(values) if values.dtype == torch.bool else values.sum(dim=0)

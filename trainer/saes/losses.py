@@ -78,7 +78,7 @@ def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
     reconstruct.
     """
     # Check that the sparse kernels work in this dtype: a GPU may lack bf16, and the self-test of the error kernels does
-    # not detect that. If products work in a dtype, sums work too.
+    # not detect that. A dtype that works for products also works for sums.
     is_narrow = explained.dtype != error.dtype and SPARSE_PRODUCTS.on(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:

@@ -82,7 +82,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return reduce_scatter(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
-        """Regroup the activations, so that each (token, level) pair has its own token index.
+        """Regroup the activations so that each (token, level) pair has its own token index.
 
         The entries of a token are ordered by latent, and therefore by level.
         """

@@ -1,4 +1,4 @@
-"""The latent activations of a batch: only the active ones, or a dense matrix if many are active."""
+"""The latent activations of a batch: a list of the active latents, or a dense matrix if many latents are active."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return the element of the vector `per_latent` [d_sae] for the latent of each entry, [n]."""
+        """Return, for each entry, the element of the vector `per_latent` [d_sae] that belongs to its latent, [n]."""
         return per_latent.index_select(0, self.indices.latents)
 
     def total(self, weights: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def judge(
     """Return the fields of a `gradients.GradientCheck`, as `GradientChecks.of` does; update `norm` and `skipped`."""
     divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(factor):
         _judge[1,](
             norm, skipped, divisor, skips, bad, bad_gradient, taken, of_step,

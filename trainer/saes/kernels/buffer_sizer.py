@@ -14,7 +14,7 @@ micro-batch would leave the GPU idle. All micro-batches also use the same weight
 count of its micro-batches.
 
 With CUDA graphs, the host must choose a size before it queues anything. The host then does not wait for the count of
-the last step, so that the GPU is still busy with that step. An overflow is therefore noticed two steps later.
+the last step, and decides while the GPU is still busy with that step. An overflow is therefore noticed two steps later.
 
 Each rank decides from its own counts, since sparse and dense products require the same communication between ranks.
 """
@@ -37,8 +37,8 @@ from trainer.saes.kernels.select import Chosen, places_of
 # of a run, the count may grow by half from one step to the next, and a step that overflows is wasted.
 MEMORY, MOST_GROWTH = 4, 1.25
 # With CUDA graphs, the buffer shrinks only after this many steps in which a smaller buffer sufficed, since L0
-# oscillates around its target. Of 400 steps with 4,096 latents and k = 8, at least 379 were then replayed for each
-# architecture; without this rule, only 153 were replayed for the standard architecture.
+# oscillates around its target. With this rule, at least 379 of 400 steps with 4,096 latents and k = 8 were replayed for
+# each architecture; without it, only 153 steps were replayed for the standard architecture.
 SHRINKS_AFTER = 100
 
 
@@ -69,7 +69,7 @@ class BufferSizer:
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        # The batches of the step being queued, and the batches of steps whose counts the host has not read yet.
+        # The batches of the step that is being queued, and the batches of steps whose counts the host has not read yet.
         self._of_step: list[_ObservedBatch] = []
         self._unread: deque[list[_ObservedBatch]] = deque()
         # With CUDA graphs: the predicted counts per token, and the last buffer size per token.
@@ -125,8 +125,8 @@ class BufferSizer:
     def _capacity(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
         """Predict the buffer size for a batch from all but the last `n_unread` steps; None for the dense product.
 
-        Deterministic mode always uses dense products. Checkpoints do not store the earlier counts, and sparse products
-        round differently, so a resumed run would otherwise not be bit-identical.
+        Deterministic mode always uses dense products. Checkpoints do not store the counts of earlier steps, and sparse
+        products round differently, so a resumed run would otherwise not be bit-identical.
         """
         while len(self._unread) > n_unread:
             self._learn(self._unread.popleft())
@@ -161,8 +161,8 @@ def largest_above(pre_acts: PreActs, bound: Tensor | float, n: int) -> tuple[Cho
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor):
-        # Rounding a distance to the dtype of the matrix preserves its sign: the distance of a value above the bound is
-        # never negative.
+        # Rounding a distance to the dtype of the matrix preserves its sign: a value above the bound never has a
+        # negative distance.
         distances = PreActs(torch.sub(matrix, bound, out=torch.empty_like(matrix)))
         flat, excess = distances.largest_of_all(n)
         values = matrix.flatten().index_select(0, flat)

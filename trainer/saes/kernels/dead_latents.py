@@ -1,6 +1,6 @@
 """AuxK's operations on dead latents: finding them, gathering their weights, and adding their gradients.
 
-Each operation has a GPU kernel.
+There is a GPU kernel for each operation.
 """
 
 from __future__ import annotations

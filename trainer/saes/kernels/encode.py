@@ -1,8 +1,8 @@
 """The encoder, which computes one dense product and keeps only the selected pre-activations.
 
-A step with only dense products takes 10·B·d_in·d_sae operations for B tokens; with this encoder, it takes
-2·B·d_in·d_sae. Autograd would scatter the gradient of the selected values into a dense [n_tokens, d_sae] matrix, and
-multiply by that matrix twice, and a third time for the gradient of x − input_bias.
+For B tokens, a step with only dense products takes 10·B·d_in·d_sae operations; with this encoder, it takes
+2·B·d_in·d_sae. Autograd would scatter the gradient of the selected values into a dense [n_tokens, d_sae] matrix and
+multiply by this matrix twice, and a third time for the gradient of x − input_bias.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from trainer.saes.kernels import top_k
 # The number of keys that numpy sorts at once, without partitioning: on one core, it finds the 64 largest of 512 keys in
 # 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
-# The largest group size if the chosen groups have more than `AT_ONCE` columns, relative to the size that minimises the
-# number of maxima plus columns. The ratio is below 1 because the columns of chosen groups must be gathered.
+# If the chosen groups have more than `AT_ONCE` columns, the largest group size as a fraction of the size that minimises
+# the number of maxima plus columns. This fraction is below 1 because the columns of the chosen groups must be gathered.
 SHARE_OF_BEST = 0.6
 # The size in bytes of the rows that are searched at once.
 PART_BYTES = 2**22
@@ -30,7 +30,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the columns and float values of each row's k largest bf16 numbers, the smallest first: both [n_rows, k].
 
     Positive bf16 numbers are ordered like the integers with the same bits. For a row with fewer than k positive
-    numbers, the result contains these numbers and arbitrary others.
+    numbers, the result contains its positive numbers and arbitrary others.
     """
     levels = _levels(values.view(torch.int16), k)
     kind, shift = (np.int32, 16) if values.shape[1] <= 2**16 else (np.int64, 32)
@@ -54,8 +54,8 @@ def _levels(bits: Tensor, k: int) -> list[Tensor]:
 def _group_size(n: int, k: int) -> int:
     """Return the number of columns in a group, or 1 if searching the maxima of groups first would save no time.
 
-    With these sizes, a few levels of groups lead to at most `AT_ONCE` maxima: the 64 largest values of each of 2,048
-    rows of 16,384 columns are found in 19 ms; a single level of groups takes 33 ms.
+    With these sizes, a few levels of groups lead to at most `AT_ONCE` maxima: finding the 64 largest values of each of
+    2,048 rows of 16,384 columns takes 19 ms, or 33 ms with a single level of groups.
     """
     if (ratio := n / AT_ONCE) <= 1:
         return 1

@@ -13,7 +13,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 class PreActs:
     """The pre-activations [n_tokens, d_sae] of a batch; callers usually need only the largest values."""
 
-    # Whether a rounded product may be used first; all ranks of a host must agree on it.
+    # Whether a rounded product may be used first; all ranks of a host must agree on this.
     may_be_rounded = False
 
     def __init__(self, matrix: Tensor) -> None:
@@ -40,7 +40,7 @@ class PreActs:
 
 
 class Product(PreActs):
-    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only if it is requested or faster."""
+    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only on request or if that is faster."""
 
     def __init__(self, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> None:
         self.shape = torch.Size((len(x), W_enc.shape[1]))

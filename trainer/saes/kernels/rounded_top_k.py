@@ -2,8 +2,8 @@
 
 A CPU with hardware support for bf16 computes bf16 products eight times as fast as fp32 products. The error of a rounded
 product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value that is below the k-th largest exact value by
-more than this bound is not among the k largest. If this rules out too few values, the exact product is computed, so the
-result never depends on the rounding.
+more than this bound is not among the k largest. If too few values can be ruled out, the exact product is computed, so
+the result never depends on the rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainer.saes.sparse_acts import SparseIndices
 
 # The number of rows per chunk, small enough that a chunk stays in the cache.
 PART = 512
-# Rounding to bf16 changes a number by at most `ROUNDING` times its size. The fp32 sums of both products have an error
-# of at most `SUMMING` times the norms of both factors for each term.
+# Rounding to bf16 changes a number by at most `ROUNDING` times its size. In both products, each term adds to the fp32
+# sums an error of at most `SUMMING` times the product of the factors' norms.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-23
 
 
@@ -72,7 +72,7 @@ class Rough(NamedTuple):
 class Candidates(NamedTuple):
     """Large values of each token: columns and exact values [n_tokens, n], in no particular order.
 
-    No other value of a token exceeds its `ceiling` [n_tokens]; a ceiling of NaN says nothing about the other values.
+    No other value of a token exceeds its `ceiling` [n_tokens]; if the ceiling is NaN, the other values are unknown.
     """
 
     columns: Tensor
@@ -131,7 +131,7 @@ def may_be_used(factors: Factors) -> bool:
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
     """Return whether a rounded product saves time if `n_exact` values per token are then computed exactly.
 
-    With `of_batch`, the values that are searched for are the largest over all tokens, otherwise the largest of each
+    With `of_batch`, the search is for the largest values over all tokens, otherwise for the largest values of each
     token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
@@ -211,8 +211,8 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:
     """Return ascending flat indices of the values [n_tokens, d_sae] that are at or above their token's floor.
 
-    Positive bf16 numbers are ordered like the integers with the same bits. If a floor is not positive, all values of
-    its token are returned.
+    Positive bf16 numbers are ordered like the integers with the same bits. If the floor of a token is not positive, all
+    values of the token are returned.
     """
     # Subtract 1 because the floor may have been rounded up.
     bits = floors.bfloat16().view(torch.int16) - 1

@@ -23,7 +23,7 @@ def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
     """Choose the k · n_tokens largest pre-activations of a batch, ordered by token and latent.
 
-    Some tokens may have none.
+    Some tokens may have no chosen pre-activation.
     """
     n_tokens, d_sae = pre_acts.shape
     flat, values = pre_acts.largest_of_all(min(round(k * n_tokens), n_tokens * d_sae))

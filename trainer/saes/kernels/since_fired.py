@@ -8,7 +8,7 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import TOKENS_SINCE_FIRED
 from trainer.saes.sparse_acts import Acts, SparseActs
 
-# Lower bound of the variance, which would be 0 for a perfect SAE; AuxK divides by the variance.
+# The lower bound of the variance, which would be 0 for a perfect SAE; AuxK divides by the variance.
 LEAST_VARIANCE = 1e-12
 
 

@@ -1,10 +1,10 @@
 """Products with sparse activations, which read only the rows of active latents.
 
 The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows.
-Decoding sums the rows of W_dec of each token's active latents. The gradient of an activation is the inner product of
-one such row with the gradient of its token. The gradient of the weights sums, for each latent, the rows of the tokens
-on which it is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these products take 5, 7 and
-8 ms; a dense product takes 80 ms. A GPU computes both gradients of decoding in one pass.
+Decoding sums, for each token, the rows of W_dec of its active latents. The gradient of an activation is the inner
+product of its row of W_dec with the gradient of its token. The gradient of the weights is, for each latent, a sum over
+the rows of the tokens on which it is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these
+products take 5, 7 and 8 ms; a dense product takes 80 ms. A GPU computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Decode(torch.autograd.Function):
             return decoded
         own, transfers = group.start_part_of_sum(decoded)
         if transfers and ctx.needs_input_grad[1]:
-            # Sort now, since the gradients will need it, and a GPU overlaps the sort with the transfer.
+            # Sort now, since the gradients need the sorted entries, and a GPU overlaps the sort with the transfer.
             indices.tokens_by_latent(len(rows))
         group.finish(transfers)
         return own
@@ -295,7 +295,8 @@ def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, indices: SparseIndice
     """Return whether a CPU uses its cache better when it reads the entries by latent instead of by token.
 
     For 4,096 tokens, d = 384 and k = 64 on one core, including the sort, reading by latent takes 22 ms instead of 40 ms
-    with 16,384 latents, but 20 ms instead of 16 ms with 3,072. With fewer entries than latents, it saves no time.
+    with 16,384 latents, but 20 ms instead of 16 ms with 3,072. With fewer entries than latents, reading by latent saves
+    no time.
     """
     exceeds_cache = rows.nbytes > max(CACHE_BYTES, dense.nbytes) and not rows.is_cuda
     return exceeds_cache and len(indices.latents) >= len(rows)

@@ -191,7 +191,7 @@ def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] |
 
     A value in any other group is at most the maximum of its group, and at least k maxima are as large. A group consists
     of every (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds the
-    largest maxima, and then the largest values of the chosen groups; by default, both searches group again.
+    largest maxima, and then the largest values of the chosen groups; by default, both searches use groups again.
     """
     n_rows, n = values.shape
     if (size := _group_size(n, k)) < LEAST_GROUP or not k:

@@ -58,7 +58,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest values of each token, and the number that a rank sends.
+    """Return this rank's candidates for the k largest values of each token, and how many candidates a rank sends.
 
     Ranks on the same host exchange the bounds from a rounded product before they compute exact values. All of these
     ranks take part in the exchange, even a rank with too few latents for a rounded product.
@@ -119,7 +119,7 @@ class _Entries(NamedTuple):
     is_chosen: Tensor
 
     def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
-        """Return all entries, starting with the chosen entries; only these are valid.
+        """Return all entries, chosen entries first; only the chosen entries are valid.
 
         `n_expected` is the approximate number of chosen entries.
         """

@@ -36,7 +36,7 @@ def longest_since_fired(
     weight = torch.empty_like(variance)
     held: int = triton.next_power_of_2(n_latents)
     warps, part = max(held // (32 * PER_THREAD), 4), min(PART, held)
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(since_fired):
         _find_longest_since_fired[triton.cdiv(n_latents, part),](
             latents, bias, weight, since_fired, b_enc.detach(), variance, dead_after, n_latents, n,
@@ -191,7 +191,7 @@ def _add_rows(
     if (tl.program_id(1) == 0) & is_here:
         tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
     if centred is not None:
-        # With an "and" of both conditions, Triton 3.2 would compile this block even if `centred` is None.
+        # If both conditions were joined by "and", Triton 3.2 would compile this block even if `centred` is None.
         indices, inside = inout_input_bias + columns, (columns < n_read) & (row == 0)
         taken = tl.load(centred + columns, mask=inside, other=0).to(tl.float32)
         tl.store(indices, tl.load(indices, mask=inside, other=0) - taken, mask=inside)

@@ -22,7 +22,7 @@ def centre(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     (n_rows, n_columns), out = x.shape, torch.empty_like(x, dtype=dtype)
     if x.numel():
         grid = triton.cdiv(n_rows, _ROWS), triton.cdiv(n_columns, _COLUMNS)
-        # Triton launches on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(x):
             _centre[grid](out, x, bias, n_rows, n_columns, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS)
     return out

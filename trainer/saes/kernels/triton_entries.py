@@ -35,7 +35,7 @@ def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Ten
     so_far, n = is_chosen.cumsum(0), len(is_chosen)
     given = [one.contiguous() for one in (latents, tokens, values)]
     out_latents, out_tokens, out_values, ascending = (torch.empty_like(one) for one in (*given, given[1]))
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(values):
         _put_chosen_first[triton.cdiv(n, _TILE),](
             out_latents, out_tokens, out_values, ascending, *given, is_chosen, so_far, n, n_tokens,

@@ -115,7 +115,7 @@ def _fill_of_bags(
     n_filled = None if indices.filled is None else indices.filled.n
     sizes = len(acts.values), n_tokens, n_levels, n_columns, of_program
     shape = {"ENTRIES": _AT_ONCE // rows.itemsize, "COLUMNS": _GATHERED, "num_warps": 1, "enable_fp_fusion": True}
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(y):
         _nest_bags[grid](*tensors, n_filled, *sizes, **shape)
     error, centred, inner = squares.sum(dim=(1, 2))
@@ -171,7 +171,7 @@ def _summed(
     stride = 0 if offset is None or offset.dim() == 1 else n_columns
     offset = None if offset is None else offset.contiguous()
     tensors = errors, sums, x_hat, y.contiguous(), parts.contiguous(), offset, y_mean
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(y):
         sizes = {"LEVELS": n_levels, "MOMENTS": n_moments, "ROWS": 4 if n_levels == 1 else 2}
         _sum_errors[grid](*tensors, stride, n_rows, n_columns, **sizes, **_TILE)

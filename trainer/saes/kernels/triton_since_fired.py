@@ -38,7 +38,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     n = len(since_fired)
     others = torch.empty_like(sums[n:])
     assert len(others) <= _MOST_OTHERS, "the first program cannot return more sums"
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(since_fired):
         _add_tokens[max(1, triton.cdiv(n, _PART)),](
             since_fired, sums, others, n_tokens, n, len(others), PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4

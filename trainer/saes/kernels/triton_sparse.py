@@ -60,7 +60,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
         tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
-        # Triton launches on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(rows):
             _sum_bags[grid](*tensors, n_entries, n_columns, **shape)
     return out
@@ -110,7 +110,8 @@ def sum_by_latent(
     product of each entry's row of `dense` and its latent's row, computed from the same gathered data. The order of the
     additions is fixed unless `splits`: then a latent's entries beyond its first `LONGEST` are added to its row
     atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. The squared
-    length of each latent's sum is written to `measured`, except for latents whose entries several programs share.
+    length of each latent's sum is written to `measured`, except for latents whose entries are split among several
+    programs.
     """
     indices, d_sae = acts.indices, acts.d_sae
     (order, starts), filled = indices.by_latent(d_sae), indices.filled

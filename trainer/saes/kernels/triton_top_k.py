@@ -1,4 +1,4 @@
-"""The largest values of each row or of a whole matrix on a GPU, selected by their bits, so that the result is exact.
+"""Finds the largest values of each row or of a whole matrix on a GPU by their bits, so that the result is exact.
 
 A matrix is read once, in groups of adjacent columns. The k groups with the largest maxima contain the k largest values,
 and only these groups are read again. The exact bound is found by counting. If each program processes one row, a search
@@ -64,7 +64,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
     if n_rows:
-        # Triton launches on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(values):
             (_look_in_groups if _keeps_few(n, k) else _look_at_whole)(
                 columns, _bits(largest), _bits(values), k, _of_type(values)
@@ -159,7 +159,7 @@ def largest_of_all(values: Tensor, n: int) -> Tensor:
 
 
 def _maxima(grouped: Tensor) -> Tensor:
-    """Return the maximum of each group, or NaN if the group has one; for groups of 32, torch takes 17 times as long."""
+    """Return the maximum of each group, or NaN if it contains NaN; for groups of 32, torch takes 17 times as long."""
     n_groups, group = grouped.shape
     maxima = grouped.new_empty(n_groups)
     at_once = SHARED_TILE // group
@@ -179,14 +179,14 @@ def _shared_group(n_values: int, n: int) -> int:
 
 
 def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
-    """Return the n largest values as ascending indices.
+    """Return the ascending indices of the n largest values.
 
     If `groups` is given, the values [n, size] were gathered from these groups. The returned indices refer to the
     original matrix.
     """
     bits = _bits(values.flatten())
     n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
-    # Triton launches on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, which may differ from the tensors' device.
     with torch.cuda.device_of(values):
 
         def launch(kernel: Any, *tensors: Tensor | None, **sizes: int) -> None:
@@ -404,8 +404,8 @@ def _count_digits(
     """Count the high digits in a tile or, with `high_digits`, the low digits of values in the bound's bin.
 
     Other values are counted as digit 0, which does not affect the search, since it starts from the highest digit. A
-    separate digit would need 512 bins. For every 32 bins, each thread counts the bits of a mask once per value, which
-    takes a GPU eight times as long as an addition.
+    separate digit for these values would need 512 bins. For every 32 bins, each thread counts the bits of a mask once
+    per value, which takes a GPU eight times as long as an addition.
     """
     indices = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, indices, n_values, INFINITY, BITS)
@@ -465,7 +465,7 @@ def _write_chosen(
 
 @triton.jit
 def _ranks_at(bits, indices, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return 16-bit values as integers from 0 that have the same order, or −1 for padding."""
+    """Map 16-bit values to integers that start at 0 and have the same order; padding becomes −1."""
     inside = indices < n_values
     ordered = _ordered(tl.load(bits + indices, mask=inside, other=0), INFINITY, BITS)
     return tl.where(inside, ordered + 2 ** (BITS - 1), -1)
