@@ -19,7 +19,7 @@ from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 from trainer.training.thresholds import set_thresholds
 
-# The maximum number of values in a batch. Before PyTorch 2.7, `nonzero` on a GPU fails for larger matrices.
+# The maximum number of values in a batch. Before PyTorch 2.7, `nonzero` on a GPU failed for larger matrices.
 MOST_VALUES = 2**31 - 1
 
 

@@ -72,8 +72,9 @@ def export_checkpoint(
 
     `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
     labels are written. For a given job, `firings` returns a function that finds the tokens in the job's data on which
-    latents of an SAE fire. The result lists SAEs that the format cannot represent under `left_out`, with the reason for
-    each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is invalid.
+    latents of an SAE fire. Under `left_out`, the result lists the SAEs that the format cannot represent, with the
+    reason for each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag
+    is invalid.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()

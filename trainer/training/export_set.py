@@ -43,7 +43,7 @@ def export_set(
     """Write the transcoders of runs or checkpoints to one folder; return the folder, the steps by layer, and notes.
 
     With `only`, just the transcoders with these labels are written. Transcoders that the format cannot represent are
-    left out, with a note. Raise `UserError`, and write nothing, if the others do not form a set.
+    left out, with a note. Raise `UserError`, and write nothing, if the remaining transcoders do not form a set.
     """
     chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
     if not isinstance(chosen, CircuitTracer):

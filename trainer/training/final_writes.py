@@ -21,7 +21,7 @@ from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 
-# The seconds between attempts to write to a full disk, and the seconds until the run gives up.
+# The time in seconds between attempts to write to a full disk, and the time in seconds until the run gives up.
 RETRY_S = 30.0
 GIVE_UP_S = 24 * 3600.0
 

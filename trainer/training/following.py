@@ -13,8 +13,8 @@ class Following:
     """Splits W_enc into share · W_decᵀ and a remainder; within `apart`, the optimizer updates W_dec and the remainder.
 
     The encoder decides on which tokens a latent fires, and each of these tokens corrects the decoder. If the encoder
-    were changed only by its gradient, it would lag behind the decoder. The catalog states the measured benefit next to
-    Adam's learning rates.
+    were changed only by its own gradient, it would lag behind the decoder. The catalog states the measured benefit next
+    to Adam's learning rates.
     """
 
     def __init__(self, share: float, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -32,5 +32,5 @@ class Following:
 
     @torch.no_grad()
     def _add(self, share: Tensor) -> None:
-        # A single pass suffices, without a temporary matrix.
+        # This takes a single pass, without a temporary matrix.
         self._encoder.addcmul_(self._decoder.T, share)

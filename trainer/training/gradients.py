@@ -82,8 +82,8 @@ class GradientChecks:
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] contains the number of steps
     skipped in this log interval, the number of consecutive skips not caused by lost activations, and the number of
-    skips in the interval caused by lost activations. Both tensors are updated in place, since a CUDA graph only repeats
-    operations on the same memory.
+    skips in the interval caused by lost activations. Both tensors are updated in place, since a CUDA graph always
+    operates on the same memory.
     """
 
     def __init__(self, device: torch.device, expected: int, largest: float) -> None:

@@ -70,7 +70,7 @@ def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
 
     Otherwise, torch would return all memory that is freed later to the graph's pool, and batches would fill the GPU.
     """
-    # The second name is used before PyTorch 2.8.
+    # PyTorch before 2.8 uses the second name.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     # torch raises an error if allocation from the pool has already ended.
@@ -140,7 +140,7 @@ class GraphReplay:
 
     def _may_record(self, decided: _Decided) -> bool:
         if self._recording and not _are_same(self._recording.lasting, self._lasting()):
-            # The tensors were replaced, for example by loading a checkpoint.
+            # The tensors were replaced, for example when a checkpoint was loaded.
             self._recording, self._n_alike = None, 1
         # The more often the host-side decisions have changed, the more likely they are to change again.
         waits = PLAIN_STEPS * 2 ** min(self._n_captured, 8) + RETRY_STEPS * self._n_failed

@@ -83,7 +83,7 @@ def import_sae(
 
 
 def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:
-    """Return the job that would have trained such an SAE on this data."""
+    """Return the job that would have trained an SAE like this on the data."""
     sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
     if shared.k is not None:
         sae["k"] = shared.k

@@ -110,7 +110,7 @@ class IntervalRecorder:
         self._report.pace(ended.at.step, self._pace.values(paces), paces)
         self._report_left_out(ended.at.step, left_out)
         self._report.interval(ended.at.step, total_steps)
-        # The first interval includes the warm-up, so its speed is not compared.
+        # The first interval includes the warm-up, so its speed is not compared with the expected speed.
         if ended.since.step > self._first_step:
             self._report.compare(ended.at.step, float(paces["step_ms"].mean()))
             self._report_data_wait(paces)

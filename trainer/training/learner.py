@@ -338,7 +338,7 @@ class Learner:
         return every > 0 and is_young and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Revive dead latents from rows of raw data; return a mask of them, bool [d_sae], to be passed to `forget`."""
+        """Revive dead latents from rows of raw data; return a mask of revived latents, bool [d_sae], for `forget`."""
         self.stepped.restore()
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
@@ -363,7 +363,7 @@ class Learner:
             self.sae.train()
 
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents on the rank where `state.collect` returns the tensors, and None on others.
+        """Return the SAE with all latents on the rank where `state.collect` returns the tensors, otherwise None.
 
         Call this within `evaluating` to get the SAE in its export form.
         """
@@ -388,7 +388,8 @@ class Learner:
     def sums(self) -> dict[str, Tensor]:
         """Return the sums of a log interval by name, for summing over ranks with the same latents, and reset them.
 
-        The result includes all device values that the host needs, so that the host does not wait for any others.
+        The result includes all device values that the host needs, so that the host does not have to wait for other
+        values.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 

@@ -66,12 +66,12 @@ from trainer.training.step import cut_of, take_step
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Return a message that micro-batches were reduced to fit into memory, and whether this changes the SAE."""
+    """Return a message that micro-batches were reduced to fit into memory, and on whether this changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
         f"with {join_words(by_batch)}, latents are selected within each micro-batch, "
-        f"so the SAE differs from a run with {whole:,}"
+        f"so the SAE differs from that of a run with {whole:,}"
         if by_batch
         else "the SAE is not affected"
     )
@@ -513,7 +513,8 @@ class Trainer:
         )
 
     def _report_overfitting(self) -> None:
-        """Warn if the FVU is clearly better on training rows than on held-out rows, or was clearly better before."""
+        """Warn if the held-out FVU is clearly worse than the FVU on training rows, or clearly worse than earlier in the
+        run."""
         how_far = self.how_far()
         if not self._parallel.is_main or not (words := how_far.overfitting):
             return

@@ -34,8 +34,8 @@ class RowSampler:
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
-        # The results of `find_outliers` for its sample: the counts of rows to leave out, a sentence about the first row
-        # that is not finite, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions
+        # What `find_outliers` found in its sample: the counts of rows to leave out, a sentence about the first
+        # non-finite row, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions
         # that still account for most of the variance.
         self.left_out = LeftOut(0, 0, 0, 0)
         self.first_bad = ""

@@ -26,7 +26,7 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The maximum fraction of a run's time for checkpoints at the best held-out FVU, in addition to the configured
+# The maximum fraction of a run's time to spend on checkpoints at the best held-out FVU, in addition to the configured
 # checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
@@ -160,7 +160,7 @@ class Saving:
 
 
 class Timer:
-    """Signals when `every_minutes` have passed since the last save; 0 disables it."""
+    """Signals when `every_minutes` have passed since the last save; 0 disables the timer."""
 
     def __init__(self, every_minutes: float) -> None:
         self._every_s = 60 * every_minutes
@@ -175,7 +175,7 @@ class Timer:
         return time.monotonic() - self._since
 
     def take_due(self) -> bool:
-        """Return whether a save is due; if so, restart, since the ranks may need a step to agree to the save."""
+        """Return whether a save is due; if so, restart the timer, since the ranks may need a step to agree to save."""
         is_due = self._every_s > 0 and self.elapsed_s >= self._every_s
         if is_due:
             self.restart()

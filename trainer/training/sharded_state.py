@@ -39,7 +39,7 @@ class ShardedState:
         self._stepped.restore()
         own = ((name, tensor) for name, tensor in self.tensors() if name.startswith(prefix))
         of_replica = {name: self._of_replica(name, tensor) for name, tensor in own}
-        # Only the first replica continues, since the others have the same tensors.
+        # Only the first replica continues, since all replicas have the same tensors.
         if self._sae.data.index:
             return None
         whole = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}

@@ -14,7 +14,7 @@ from trainer.training.learner import Learner, StepState
 MOST_SKIPPED = 5
 # In fp16, some skips only lower the loss scale. Starting from 2^15, more than this number of halvings is not useful.
 MOST_SKIPPED_FP16 = 25
-OVERFLOWED = "many more latents were active than in the steps before, more than the buffers hold; training continues"
+OVERFLOWED = "many more latents were active than in earlier steps, more than the buffers hold; training continues"
 
 
 def is_hopeless(in_a_row: int, learner: Learner) -> bool:

@@ -21,8 +21,8 @@ from trainer.saes.batch_topk import UNSET, BatchTopK
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
-# The bit patterns of positive fp32 numbers have the same order as the numbers. Without their last 13 bits, they are
-# indices of bins that are 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result
+# The bit patterns of positive fp32 numbers have the same order as the numbers. Without their last 13 bits, the patterns
+# are indices of bins that are 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result
 # does not depend on how the rows are distributed over ranks.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
@@ -84,7 +84,7 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
     """Return the threshold that brings L0 as close to k as the bins allow, or `UNSET` if there are no rows.
 
     `counts` [n_bins] contains the number of positive pre-activations of `n_rows` rows in each bin. If there are fewer
-    than k per row on average, the threshold is 0.
+    than k positive pre-activations per row on average, the threshold is 0.
     """
     if not n_rows:
         return UNSET

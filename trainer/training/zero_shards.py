@@ -75,7 +75,7 @@ class Stepped:
         return latents
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
-        """Return the tensor for all latents on the first replica, and None on the others; here `own` is that tensor."""
+        """Return the tensor for all latents on the first replica, otherwise None; here, `own` is that tensor."""
         return own
 
 

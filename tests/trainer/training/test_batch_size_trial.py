@@ -104,7 +104,8 @@ def test_both_ranks_halve_their_micro_batches_if_one_rank_lacks_memory(
 def test_halving_is_reported_to_change_an_sae_that_selects_latents_per_micro_batch() -> None:
     message = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
     assert message.endswith(
-        "; with batch_topk, latents are selected within each micro-batch, so the SAE differs from a run with 8,192"
+        "; with batch_topk, latents are selected within each micro-batch, "
+        "so the SAE differs from that of a run with 8,192"
     )
 
 

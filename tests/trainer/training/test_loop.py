@@ -388,7 +388,7 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
     # Every fifth step overflows, since each guess of the buffer size requires the counts of four complete steps.
-    assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
+    assert message.startswith("4 steps skipped up to step 20: many more latents were active than in earlier steps")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0
 
