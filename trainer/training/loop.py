@@ -513,8 +513,7 @@ class Trainer:
         )
 
     def _report_overfitting(self) -> None:
-        """Warn if the held-out FVU is clearly worse than the FVU on training rows, or clearly worse than earlier in the
-        run."""
+        """Warn if the held-out FVU is clearly worse than the FVU on training rows, or than earlier in the run."""
         how_far = self.how_far()
         if not self._parallel.is_main or not (words := how_far.overfitting):
             return
