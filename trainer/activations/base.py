@@ -122,7 +122,7 @@ class IndexedSource(Source):
         """Keep the row numbers of a run that was trained on `before`; rows added since then get higher numbers."""
 
     def read_by_all_threads(self) -> None:
-        """Read with all threads of this process from now on; on a rank with a GPU, they would otherwise be idle."""
+        """From now on, read with all threads of this process, which would otherwise be idle on a rank with a GPU."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
@@ -159,8 +159,8 @@ class StreamSource(Source):
 
     # The number of rows in the shuffle buffer of a rank.
     shuffle_tokens: int
-    # Whether rows are expensive to compute. If so, ranks that read the same part each compute a share of its rows; see
-    # `divide`.
+    # Whether rows are expensive to compute. If rows are expensive, ranks that read the same part each compute a share
+    # of its rows; see `divide`.
     is_divided: bool = False
     # Whether `documents` is available.
     knows_texts: bool = False

@@ -50,7 +50,7 @@ class Arriving(NamedTuple):
 class Batches:
     """Yields this rank's rows of each micro-batch, from position `start` on, with outliers replaced.
 
-    `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the others. If
+    `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the other hooks. If
     `replaces` is False, outliers are only counted here, and the training step replaces them.
 
     The tokens of a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, the tokens

@@ -1,7 +1,7 @@
 """Finds heavy dimensions: a few dimensions that account for most of the variance.
 
 An SAE that learns only the heavy dimensions already has a low FVU. Therefore, a job can multiply each dimension by a
-factor: below 1 to scale the dimension down, or 0 to leave it out.
+factor, which is below 1 to scale the dimension down, or 0 to leave it out.
 """
 
 from __future__ import annotations

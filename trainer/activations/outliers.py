@@ -1,6 +1,6 @@
 """Leaves out rows that an SAE should not learn from, and counts them.
 
-The rows to leave out are non-finite rows, rows with a far larger norm than the others (such as the first tokens of
+The rows to leave out are non-finite rows, rows with a far larger norm than most rows (such as the first tokens of
 texts) and optionally zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes
 more to an SAE's loss than the other 255 rows combined. A single NaN makes the total loss NaN.
 """

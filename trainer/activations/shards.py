@@ -28,8 +28,8 @@ from trainer.contract.settings.sources import Paths, ShardSettings, each, inspec
 from trainer.contract.wording import gibibytes, join_words
 
 Bytes = NDArray[np.uint8]
-# The numpy and torch dtype of each stored dtype. numpy has no bfloat16, so two-byte values are read as integers and
-# reinterpreted by torch.
+# The numpy and torch dtype of each stored dtype. Two-byte values are read as integers and reinterpreted by torch, since
+# numpy has no bfloat16.
 _DTYPES = {
     "F16": (np.int16, torch.float16),
     "BF16": (np.int16, torch.bfloat16),
@@ -43,7 +43,7 @@ _OF_EXTRACTION = "documents_share_contexts"
 # The number of neighbouring rows that are read together from shuffled shards. A disk reads such runs as fast as
 # sequential data, and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
-# The number of Parquet rows decoded at a time; they take 40 MB at d_in 2304.
+# The number of Parquet rows decoded at a time; these rows take 40 MB at d_in 2304.
 _ROWS_AT_ONCE = 4096
 
 
@@ -199,7 +199,7 @@ def _map_of(content: Bytes) -> mmap.mmap | None:
 
 
 def _read_alone(contents: Iterable[Bytes]) -> None:
-    """Turn off the kernel's read-ahead, which would read 128 KiB for a 4 KiB row and thus fill the page cache."""
+    """Turn off the kernel's read-ahead, which would read 128 KiB for a 4 KiB row and fill the page cache."""
     for content in contents:
         if mapped := _map_of(content):
             mapped.madvise(mmap.MADV_RANDOM)

@@ -251,7 +251,7 @@ class ShuffleBuffer:
 
 def _selected(rows: Tensor, chosen: Tensor, empty: Empty) -> Tensor:
     into = empty(len(chosen), rows.shape[1], rows.dtype)
-    # This is many times faster than `rows[chosen]`.
+    # With `out`, `index_select` is many times faster than `rows[chosen]`.
     return torch.index_select(rows, 0, chosen, out=into)
 
 

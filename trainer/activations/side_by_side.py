@@ -21,7 +21,7 @@ class SideBySide(IndexedSource):
     """Concatenates the i-th rows of several sources, which have the same width and number of rows.
 
     In an extraction, row i belongs to the same token at every hook. If the sources have different orders, a row
-    combines different tokens. Such rows do not affect training, because each hook has its own SAEs.
+    combines different tokens. Training is not affected by this, because each hook has its own SAEs.
     """
 
     def __init__(self, sources: Sequence[IndexedSource]) -> None:

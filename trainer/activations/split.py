@@ -23,7 +23,7 @@ N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
-    """Raised if complete texts cannot be held out, since there are too few texts or they are too long."""
+    """Raised if complete texts cannot be held out, since the texts are too few or too long."""
 
 
 class Split:
@@ -98,7 +98,7 @@ def split_of(
 
 
 def halves_of(labels: Indices) -> Indices:
-    """Return the half, 0 or 1, of each row, given the label of its text; no text is in both halves, if possible.
+    """Return the half, 0 or 1, of each row, given the label of its text; if possible, no text is in both halves.
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
     with less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves.

@@ -38,7 +38,8 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample; they take 300 MB at d_in 2304. OpenAI initialises b_dec from the same number of rows.
+# The number of rows in a sample; these rows take 300 MB at d_in 2304. OpenAI initialises b_dec from the same number of
+# rows.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
@@ -123,7 +124,7 @@ class TrainingData(ABC):
     n_texts: int = 0
     # The number of stored training rows, or None for a stream, whose length is unknown.
     n_train: int | None = None
-    # Whether `read` waits for other ranks. If so, all ranks must call `read` the same number of times.
+    # Whether `read` waits for other ranks. If `read` waits, all ranks must call it the same number of times.
     reads_together: bool = False
     # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
@@ -342,9 +343,10 @@ class StreamData(TrainingData):
     run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows of a step
     change too, but no row is used twice.
 
-    If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers.
-    Otherwise, or if there are only a few long texts, the first rows of each part are held out. The held-out rows and
-    the sample, which consists of the first training rows, stay in memory. A resumed run reads these rows again.
+    If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers. If
+    texts are unknown, or if there are only a few long texts, the first rows of each part are held out instead. The
+    held-out rows and the sample, which consists of the first training rows, stay in memory. A resumed run reads these
+    rows again.
     """
 
     def __init__(

@@ -71,8 +71,8 @@ class CudaLane:
     """A separate CUDA stream for copies.
 
     The memory of a batch can only be reused after the GPU has trained on the batch, not as soon as the host has queued
-    the training step. Therefore, the host waits if it is more than `AHEAD` batches ahead of the GPU. Otherwise, every
-    further batch would need new memory.
+    the training step. Therefore, the host waits if it is more than `AHEAD` batches ahead of the GPU. If the host ran
+    further ahead, every further batch would need new memory.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -27,7 +27,7 @@ from trainer.parallel.group import Group
 from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
 from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 
-# The maximum number of rows to inspect; with d_in = 4096, they take 1 GiB in fp32.
+# The maximum number of rows to inspect; with d_in = 4096, these rows take 1 GiB in fp32.
 SAMPLE_ROWS = 65_536
 # With a larger gamma, the learnt features lose precision if the mean is not subtracted.
 LARGE_GAMMA = 3.0

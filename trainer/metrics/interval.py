@@ -77,7 +77,7 @@ class Interval:
 def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     """Add numbers [n] to a float64 `total` [n] in place, unless any of them is NaN or infinite.
 
-    Training also skips batches with such values.
+    Training also skips batches with NaN or infinite values.
     """
     if triton := METRIC_SUMS.on(total):
         triton.add_if_finite(total, numbers)

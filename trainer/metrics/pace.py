@@ -64,7 +64,8 @@ class Pace:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
-        # Bytes of GPU memory outside the allocator after the first interval: NCCL, kernels and the CUDA context.
+        # The bytes of GPU memory that NCCL, kernels and the CUDA context use outside the allocator after the first
+        # interval.
         self._foreign_at_first: int | None = None
         self.begin(0.0)
 

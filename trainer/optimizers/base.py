@@ -89,8 +89,8 @@ class Optimizer(torch.optim.Optimizer):
 
     `found_inf` (0-dim float on the device) is set before `step`. If `found_inf` is 1, the step has no effect, so the
     host does not have to know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim
-    float on the device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have
-    the same two attributes. The contents of the gradients after a step are undefined.
+    float on the device; None means 1), so loss scaling and clipping need no extra pass. The fused optimizers of torch
+    have the same two attributes. The contents of the gradients after a step are undefined.
     """
 
     found_inf: Tensor | None = None

@@ -74,6 +74,7 @@ def _update(y: Tensor, z: Tensor, grad: Tensor, share: Tensor, now: Now, momentu
     """Update z in place, and move x by the fraction `share` of its distance to the new z; a skipped step adds 0."""
     rate = now.lr * ~now.skips
     sign = grad.sign().nan_to_num_(0)
-    # The new y is (1 − momentum)·z' + momentum·(x + share·(z' − x)). x is not stored, but follows from y and z.
+    # The new y is (1 − momentum)·z' + momentum·(x + share·(z' − x)). The average x is not stored, but follows from y
+    # and z.
     y.lerp_(z, share).addcmul_(sign, rate * (1 - momentum * (1 - share)), value=-1)
     z.addcmul_(sign, rate, value=-1)

@@ -2,9 +2,8 @@
 
 A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows, the
 kernels remove the gradient component along the row before the step, and normalise the row afterwards. Vectors, such as
-biases, are split into parts of 1,024 values, one per program. torch's fused Adam uses parts of 65,536 values, which
-take 0.07 ms each on an H200. Sums are in fp32 and are computed in a fixed order, since no two programs add to the same
-sum.
+biases, are split into parts of 1,024 values, one per program. In torch's fused Adam, parts have 65,536 values and take
+0.07 ms each on an H200. Sums are in fp32 and are computed in a fixed order, since no two programs add to the same sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -135,7 +135,7 @@ def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
 def _with_room(n_values: int, device: torch.device) -> Tensor:
     """Return a tensor to sum, after checking that its transfer buffers also fit into memory.
 
-    A rank that ran out of memory during the sum would leave the others waiting.
+    A rank that ran out of memory during the sum would leave the other ranks waiting.
     """
     large = torch.zeros(n_values, device=device)
     torch.empty(2 * n_values, device=device)

@@ -416,7 +416,7 @@ def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = N
 
     Ranks send fp32, since their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit product,
     depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by
-    default the gradient's own dtype. This dtype must be the same on all ranks.
+    default the gradient's own dtype. The dtype `read_in` must be the same on all ranks.
     """
     if group.size == 1:
         return tensor

@@ -143,10 +143,10 @@ def join(
     on_hang: Callable[[], object] = lambda: None,
     attempt: str = "",
 ) -> World:
-    """Connect this rank to the others and return the world of all ranks.
+    """Connect this rank to the other ranks, and return the world of all ranks.
 
     Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, ranks meet through
-    torchrun's environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than
+    torchrun's environment variables, on any host. An exchange fails if a rank keeps other ranks waiting for longer than
     `patience`. On GPUs, `on_hang` is called if the first exchanges hang. If ranks restart after a hang, `attempt` must
     be a new string.
     """
@@ -167,7 +167,8 @@ def join(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = device.type == "cuda"
         # With `device_id`, NCCL connects the ranks once, and subgroups and pairs of ranks reuse these connections.
-        # Otherwise, each subgroup would connect at its first exchange, which takes half a second and GPU memory.
+        # Without `device_id`, each subgroup would connect at its first exchange, which takes half a second and GPU
+        # memory.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,

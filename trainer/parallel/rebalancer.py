@@ -1,4 +1,4 @@
-"""Finds ranks that keep the others waiting, reports the likely cause, and gives these ranks less work."""
+"""Finds ranks that keep other ranks waiting, reports the likely cause, and gives these ranks less work."""
 
 from __future__ import annotations
 

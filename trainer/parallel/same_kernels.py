@@ -33,7 +33,8 @@ def agree(
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
         try_all(device, dtype, needed)
-    # `cpu()` waits for the gather, which a GPU only queues. Otherwise, other ranks would start compiling too early.
+    # `cpu()` waits for the gather, which a GPU only queues. Without this wait, other ranks would start compiling too
+    # early.
     group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, needed)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]

@@ -98,13 +98,13 @@ class AuxK(nn.Module):
         """Use this step's Σ‖y − x_hat‖² to update the residual variance, which scales the next step's loss.
 
         Scaling the loss by the sum of the same step would require communication between ranks before the backward pass.
-        b_dec keeps the mean of the residual near 0, so the mean square of the residual is its variance.
+        Since b_dec keeps the mean of the residual near 0, the mean square of the residual is its variance.
         """
         take_variance(self.residual_variance, sums)
 
 
 def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> DeadLatents:
-    """Return the n latents of this rank that have been silent the longest; on CPU, the longest-silent one is first."""
+    """Return this rank's n latents that have been silent the longest; on CPU, the longest-silent latent comes first."""
     since_fired = sae.n_tokens_since_fired
     if found := dead_latents.longest_since_fired(since_fired, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found

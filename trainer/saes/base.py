@@ -320,9 +320,9 @@ class Sae(nn.Module, ABC):
     def input_bias(self) -> Tensor:
         """The vector that is subtracted from x before encoding: b_dec, or x_mean for a transcoder.
 
-        A transcoder's b_dec is in the output space. b_enc cannot compensate for a nonzero mean of x: with a mean of
-        twice the spread, all latents died within 64 steps, because every update of W_enc shifts all pre-activations by
-        the product of the mean and the update.
+        A transcoder's b_dec is in the output space. The encoder's bias b_enc cannot compensate for a nonzero mean of x:
+        with a mean of twice the spread, all latents died within 64 steps, because every update of W_enc shifts all
+        pre-activations by the product of the mean and the update.
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
@@ -421,7 +421,7 @@ class Sae(nn.Module, ABC):
     def since_fired_slack(self) -> Tensor:
         """Return by how much the host's upper bound exceeds the true maximum, float64 [1] on the device.
 
-        This is a collective call: all ranks that train this SAE must make it, and all get the same result.
+        This is a collective call for all ranks that train this SAE, and all of them get the same result.
         """
         # A rank may have no latents.
         own = F.pad(self.n_tokens_since_fired, (1, 0)).max()

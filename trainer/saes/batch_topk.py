@@ -27,9 +27,9 @@ class BatchTopK(TopK):
     Outside training, the result for a token must not depend on the other tokens, so a latent is active if its value
     exceeds a threshold. The SAE is exported in this form, as a JumpReLU. `threshold` is a running average of the
     smallest active value in each batch. This average is fitted to the training rows; on other rows, more latents exceed
-    it: 36.4 per token for k = 32 on a small sample. Therefore, the three `set_thresholds`, fitted on held-out rows,
-    take precedence. The first threshold applies to all rows. Each of the other two thresholds applies to one half of
-    the held-out rows and was fitted on the other half, so that no row is measured with a threshold fitted on it.
+    the threshold (36.4 per token for k = 32 on a small sample). Therefore, the three `set_thresholds`, fitted on
+    held-out rows, take precedence. The first threshold applies to all rows. Each of the other two thresholds applies to
+    one half of the held-out rows and was fitted on the other half, so no row is measured with a threshold fitted on it.
     """
 
     traits = TopK.traits._replace(n_own_sums=1)

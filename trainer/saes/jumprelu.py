@@ -74,10 +74,10 @@ class _Jump(torch.autograd.Function):
     """Returns z where z > θ and 0 elsewhere, and the number of active values, 0-dim; θ is at least 0.
 
     The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these
-    gradients are −θ/ε and −1/ε inside a window of width ε. z also gets the ordinary gradient of its value. The jump
-    depends on z − θ, so its window gradient for z is the negative of its window gradient for θ. z gets this gradient
-    only if `moves_z` is set, and gets no gradient from the count. The implementation minimises the number of passes
-    over z.
+    gradients are −θ/ε and −1/ε inside a window of width ε. The gradient for z also includes the ordinary gradient of
+    its value. The jump depends on z − θ, so its window gradient for z is the negative of its window gradient for θ.
+    This gradient is added for z only if `moves_z` is set; the count has no gradient for z. The implementation minimises
+    the number of passes over z.
     """
 
     @staticmethod

@@ -133,7 +133,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:
-    """Return the Triton kernels if they work on this GPU and support y and the other tensors; else None."""
+    """Return the Triton kernels if they work on this GPU and support y and the other tensors, otherwise None."""
     triton = RECONSTRUCTION_ERRORS.on(y)
     return triton if triton and triton.fits(y, *others) else None
 

@@ -37,8 +37,8 @@ class Steering(NamedTuple):
 class Penalty(nn.Module):
     """The weight λ of a sparsity loss: fixed, or found by a proportional-integral controller that keeps L0 at k.
 
-    λ grows from 0 during the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
-    to a variance of 1 per dimension, like Anthropic's and SAELens' coefficients.
+    λ grows from 0 during the first `warmup_fraction` of the run. This weight is relative to the squared error of data
+    normalised to a variance of 1 per dimension, like Anthropic's and SAELens' coefficients.
     """
 
     unit: Tensor
@@ -124,8 +124,8 @@ class Penalised(Sae):
     def calibrate(self, x: Tensor) -> None:
         """Set the biases so that k latents per token are active.
 
-        Otherwise, half of all latents would be active initially, and reducing that number to k would take most of a
-        short run.
+        With unchanged biases, half of all latents would be active initially, and reducing that number to k would take
+        most of a short run.
         """
         self.penalty.start(self.y_variance)
         # For a latent that is active on 1 % of the tokens, 2,048 rows determine the bound to within 1 %.

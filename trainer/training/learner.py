@@ -351,7 +351,7 @@ class Learner:
     def evaluating(self) -> Iterator[None]:
         """Convert the SAE to its export form inside the `with` block.
 
-        All replicas must enter the block together, unless no training pass has run since they last did so.
+        All replicas must enter the block together, unless no training pass has run since they last entered it.
         """
         self.stepped.restore()
         self.sae.eval()

@@ -183,7 +183,7 @@ class Trainer:
                     self._saving.save(self.learners, self.position)
             if self._parallel.world_size == 1:
                 # The metrics of the last steps are the most useful for explaining a failure. If there are several
-                # ranks, the others may not respond.
+                # ranks, other ranks may not respond.
                 with contextlib.suppress(Exception):
                     self._pending.drain()
             raise
@@ -424,7 +424,7 @@ class Trainer:
             self._balance(paces)
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
-        """Report ranks that keep the others waiting, and request new shares of the work if that saves time."""
+        """Report ranks that keep other ranks waiting, and request new shares of the work if that saves time."""
         _, seconds, _, ranks = paces["pace"].tolist()
         balance = self._balancer.look(paces, seconds / ranks)
         for kind, message, level in balance.events:

@@ -1,1 +1,1 @@
-"""The matrix products of a training step: the encoder's product is dense, and the others read only active latents."""
+"""The matrix products of a training step; all except the encoder's dense product read only active latents."""

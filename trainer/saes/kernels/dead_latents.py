@@ -31,7 +31,7 @@ class DeadLatents(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of n latents, or their gradients: W_enc [n, d_in] and W_dec [n, d_out] as rows, and b_enc [n]."""
+    """The weights of n latents or their gradients, with W_enc [n, d_in] and W_dec [n, d_out] as rows, and b_enc [n]."""
 
     W_enc: Tensor
     b_enc: Tensor

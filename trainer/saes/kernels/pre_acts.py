@@ -20,7 +20,7 @@ class PreActs:
         self.shape, self.matrix = matrix.shape, matrix
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the columns of the k largest values of each token, unordered, and these values: both [n_tokens, k]."""
+        """Return the columns and values of each token's k largest pre-activations, unordered, both [n_tokens, k]."""
         return top_k.largest_of_each(self.matrix, k)
 
     def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
@@ -34,7 +34,7 @@ class PreActs:
         return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the ascending indices of the n largest values in the flattened matrix, and these values: both [n]."""
+        """Return the ascending indices and the values of the n largest elements of the flattened matrix, both [n]."""
         flat = top_k.of_all(self.matrix, n)
         return flat, self.matrix.flatten().index_select(0, flat)
 

@@ -148,7 +148,7 @@ def look(factors: Factors, n: int) -> FirstLook:
 
 
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
-    """Return the same as `PreActs.largest`."""
+    """Return the result of `PreActs.largest`."""
     looked = look(factors, first_look.n_seen(k, 1))
     columns, values, ceiling = looked.exact(top_k.kth(looked.lower, k)).largest(k)
     # The negated comparison is True for NaN.
@@ -161,7 +161,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
-    """Return the same as `PreActs.largest_of_all`, or None if the rounded product rules out too few values."""
+    """Return the result of `PreActs.largest_of_all`, or None if the rounded product rules out too few values."""
     rough = _rough(factors)
     bound = top_k.guessed_bound(rough.values, n)
     floors = bound - abs(bound) * ROUNDING - rough.largest_errors

@@ -35,7 +35,7 @@ def of_each(values: Tensor, k: int) -> Tensor:
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of the k largest values of each row, unordered, and these values: both [n_rows, k]."""
+    """Return the columns and values of each row's k largest elements, unordered, both [n_rows, k]."""
     if (triton := LATENT_SELECTIONS.on(values)) and triton.fits(values, k):
         found: tuple[Tensor, Tensor] = triton.largest_of_each(values, k)
         return found
@@ -141,10 +141,10 @@ def _topk(values: Tensor, k: int) -> Tensor:
 
 
 def _partition(values: Tensor, k: int) -> Tensor:
-    """Return the same as `_topk` for rows [n_rows, n], but faster on CPU.
+    """Return the result of `_topk` for rows [n_rows, n], but faster on CPU.
 
-    On one core, 4,096 rows of 256 take 4 ms instead of 12 ms. numpy's `partition` has vector instructions on more CPUs
-    than its `argpartition`, which takes 13 ms with AVX2.
+    On one core, 4,096 rows of 256 take 4 ms instead of 12 ms. With AVX2, numpy's `argpartition` takes 13 ms;
+    `partition` has vector instructions on more CPUs.
     """
     n = values.shape[1]
     if k == n:
@@ -187,7 +187,7 @@ def _group_size(n: int, k: int) -> int:
 
 
 def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
-    """Return the same as `_partition`, but search only the k groups with the largest maxima.
+    """Return the result of `_partition`, but search only the k groups with the largest maxima.
 
     A value in any other group is at most the maximum of its group, and at least k maxima are as large. A group consists
     of every (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds the

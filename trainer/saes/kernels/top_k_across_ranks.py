@@ -136,7 +136,7 @@ class _Entries(NamedTuple):
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the columns of each token's largest values on this rank, these values, and a mask.
+    """Return the columns and values of each token's largest pre-activations on this rank, and a mask.
 
     The mask marks the values that are among the token's k largest over all ranks. All results are [n_tokens, n].
     """

@@ -69,7 +69,7 @@ def add(
         )  # fmt: skip
     for one in (*wholes, input_bias):
         if one is not None:
-            # Torch does the same for its own in-place operations.
+            # Torch also increments the version in its own in-place operations.
             torch.autograd.graph.increment_version(one)
 
 

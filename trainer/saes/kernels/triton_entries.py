@@ -15,9 +15,9 @@ _TILE, _WARPS = 1024, 4
 
 
 class Ordered(NamedTuple):
-    """Entries [n] of activations: the first `n_chosen` (0-dim) entries are chosen; the others have a value of 0.
+    """Entries [n] of activations: the first `n_chosen` (0-dim) entries are chosen; the other entries have a value of 0.
 
-    `ascending` contains the tokens of the chosen entries, and n_tokens for the others.
+    `ascending` contains the tokens of the chosen entries, and n_tokens for the other entries.
     """
 
     latents: Tensor
@@ -30,7 +30,7 @@ class Ordered(NamedTuple):
 def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Tensor, n_tokens: int) -> Ordered:
     """Move the chosen entries to the front.
 
-    Both the chosen entries and the others keep their relative order. All inputs are [n].
+    Both the chosen entries and the other entries keep their relative order. All inputs are [n].
     """
     so_far, n = is_chosen.cumsum(0), len(is_chosen)
     given = [one.contiguous() for one in (latents, tokens, values)]

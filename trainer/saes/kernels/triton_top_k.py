@@ -59,7 +59,7 @@ def _keeps_few(n: int, k: int) -> bool:
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the ascending columns of the k largest values of each row, and these values: both [n_rows, k]."""
+    """Return the ascending columns and the values of each row's k largest elements, both [n_rows, k]."""
     n_rows, n = values.shape
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
@@ -356,7 +356,7 @@ def _mark_largest(
 def _gather_largest(
     out_columns, out_values, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Write the columns of the k largest values of one row, and these values."""
+    """Write the columns and values of the k largest elements of one row."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     numbers, _, chosen, nth = _largest_of_one(bits + row * n_columns, columns, n_columns, k, INFINITY, BITS)
     tl.store(out_columns + row * k + nth - 1, columns.to(tl.int64), mask=chosen)
