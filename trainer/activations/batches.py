@@ -75,8 +75,8 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the number of batches after which the threads of all ranks stop. When this is set, no
-        # thread has read more batches than this number.
+        # If ranks read together, the number of batches after which the threads of all ranks stop. The number is set
+        # before any thread has read more batches than that.
         self._last: int | None = None
         self._n_taken = 0
         # Ranks that each read a part of a batch start exchanging their parts before they train on the previous batch,

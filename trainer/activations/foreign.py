@@ -57,7 +57,7 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
 
     try:
         with warnings.catch_warnings():
-            # torch warns about pickles of another protocol, which it either reads correctly or refuses.
+            # torch warns about pickles of other protocols, which it either reads correctly or refuses.
             warnings.simplefilter("ignore")
             value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

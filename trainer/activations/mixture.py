@@ -14,8 +14,8 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# A seed is a list of numbers. Its last element differs between passes and splits, so that their random numbers are
-# independent of each other and of the order of the epochs.
+# A seed is a list of numbers. The last element of a seed differs between passes and splits, so that their random
+# numbers are independent of each other and of the order of the epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 

@@ -102,8 +102,8 @@ def _uniform(words: Words, stream: int) -> Floats:
     return numbers
 
 
-# Quantiles of the normal distribution at the centres of 65,536 equal intervals of probability; more would make no
-# practical difference.
+# Quantiles of the normal distribution at the centres of 65,536 equal intervals of probability; more intervals would
+# make no practical difference.
 _QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float()
 
 

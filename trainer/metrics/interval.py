@@ -82,6 +82,6 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     if triton := METRIC_SUMS.on(total):
         triton.add_if_finite(total, numbers)
     else:
-        # If any number is NaN or infinite, the sum times 0 is NaN, which converts to True. Otherwise the product is 0,
-        # which converts to False.
+        # If any number is NaN or infinite, the sum times 0 is NaN, which converts to True. If all numbers are finite,
+        # the product is 0, which converts to False.
         total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)

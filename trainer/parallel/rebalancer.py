@@ -19,8 +19,8 @@ PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
 # The work is divided again only if some rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# Slow data is reported as the cause if a rank waits for data for more than the share MUCH_DATA of its time. A busy CPU
-# core is reported as the cause if the rank gets less than the share LITTLE_CORE of the core.
+# Slow data is reported as the cause if a rank spends more than the fraction MUCH_DATA of its time waiting for data. A
+# busy CPU core is reported as the cause if the rank gets less than the fraction LITTLE_CORE of the core.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
 # The amount of work is reported as the cause if it exceeds this multiple of an even share.

@@ -282,7 +282,7 @@ class Sae(nn.Module, ABC):
             "b_dec": self.raw(self.b_dec),
         }
         if self.W_skip is not None:
-            # [d_out, d_in], as in SAELens, sparsify and circuit-tracer.
+            # The shape is [d_out, d_in], as in SAELens, sparsify and circuit-tracer.
             weights["W_skip"] = (self.W_skip * (x_scale / self.raw_scale)).T
             weights["b_dec"] = self.raw(self.b_dec - self.x_mean @ self.W_skip)
         return weights

@@ -18,7 +18,8 @@ SMALLEST_VALUE = 1e-18
 # The number of random values generated at once: all values for 2^20 latents of width 4,096 would take 16 GiB of host
 # memory per rank.
 _AT_ONCE = 2**24
-# PyTorch generates normal values in groups of 16, so blocks of a multiple of 16 rows give the same values as one call.
+# PyTorch generates normal values in groups of 16, so blocks of a multiple of 16 rows give the same values as a single
+# call.
 _DRAWN_BY = 16
 
 

@@ -34,7 +34,8 @@ class JumpReLU(Penalised):
     # only to 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of the penalty
     # (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
-    # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 for 0.3, 32 for 0.5 and 26 for 0.7.
+    # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 with a threshold of 0.3, 32 with 0.5
+    # and 26 with 0.7.
     threshold_at_start = 0.5
 
     def __init__(self, spec: SaeSpec) -> None:

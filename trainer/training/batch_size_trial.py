@@ -100,7 +100,7 @@ class _Echo(Group):
         self.size, self.index = group.size, group.index
 
     def gather(self, tensor: Tensor) -> Tensor:
-        # Clone, since a real transfer receives the tensors of all ranks in a separate buffer.
+        # Clone the tensor, since a real transfer receives the tensors of all ranks in a separate buffer.
         return self._pad_with_lowest(tensor).clone()
 
     def to_owners(self, tensor: Tensor) -> Tensor:

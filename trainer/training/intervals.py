@@ -66,7 +66,7 @@ class IntervalRecorder:
     def begin_step(self, at: Position, waited_for_data_s: float) -> None:
         """If the step after `at` is the first of an interval, start the clocks."""
         if at == self._since:
-            # Start here, so that set-up and saves are excluded from the pace.
+            # Start the clocks here, so that the pace excludes set-up and saves.
             self._pace.begin(waited_for_data_s)
 
     def end(self, at: Position, own_tokens: int, waited_for_data_s: float) -> EndedInterval:

@@ -203,7 +203,7 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for part, into, norm, off in zip(*(tensor.split(PART) for tensor in (rows, rounded, norms, offs)), strict=True):
         into.copy_(part)
         torch.linalg.vector_norm(part, dim=1, out=norm)
-        # Subtracting tensors of different dtypes takes longer.
+        # Subtracting tensors of different dtypes directly would take longer.
         torch.linalg.vector_norm(off_of_part[: len(part)].copy_(into).sub_(part), dim=1, out=off)
     return rounded, norms, offs
 

@@ -85,7 +85,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """
     since_fired = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
-    # 24 latents have been silent for at least 98 tokens. `few` contains all of them; `many` contains the 12 latents
+    # 24 latents have been silent for at least 98 tokens. `few` contains all 24 latents; `many` contains the 12 latents
     # with 99 tokens and the first 8 latents with 98 tokens.
     few, many = (longest_since_fired(since_fired, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
     numbers = torch.arange(1200, device=device)

@@ -285,8 +285,8 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
-            # Here, `error` still belongs to the previous level. When this addition was at the end of the loop body,
-            # sm_70 spilled registers.
+            # Here, `error` still belongs to the previous level. With this addition at the end of the loop body, sm_70
+            # spilled registers.
             if level > 0:
                 inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1

@@ -231,7 +231,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
     sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
-    # Test with a single column part and with several.
+    # Test with a single column part and with several column parts.
     of_both = (n, 48), (1, WIDEST + VECTOR)
     are_right = [_sums_of_latents_are_right(device, dtype, *of_one) for of_one in of_both]
     are_right += [bool((weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all())]
@@ -337,7 +337,7 @@ def _sum_by_latent(
         value = tl.load(values + entry).to(tl.float32)
         token = tl.load(tokens + entry).to(tl.int64) * n_columns
         product = 0.0
-        # Process the small block first, since sm_120 spills registers in the other order.
+        # Process the small block first; in the other order, sm_120 spills registers.
         if FAR > 1:
             numbers = _gathered(dense + token + far, far < right)
             far_total += value * numbers
@@ -362,8 +362,8 @@ def _sum_by_latent(
     if out_squares is not None:
         measures = part * n_latents + latent
         if unit_rows is not None:
-            # Loading these rows before the loop would double the number of registers. When the two rows were loaded in
-            # the other order, sm_86 and sm_89 spilled registers.
+            # Loading these rows before the loop would double the number of registers. With the two rows loaded in the
+            # opposite order, sm_86 and sm_89 spilled registers.
             far_row = _once(unit_rows + row + far, far < right)
             near_row = _once(unit_rows + row + near, near < right)
             if out_lengths is not None:

@@ -283,7 +283,7 @@ def _largest_of_rows(
         maxima = _largest_of_each(numbers, INFINITY, BITS)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
         largest = tl.maximum(largest, maxima)
-    # Wait until all threads have stored the maxima that others read.
+    # Wait until all threads have stored the maxima that other threads read.
     tl.debug_barrier()
 
     # Maxima at different positions come from different groups, and there are at least k positions, or one for each
