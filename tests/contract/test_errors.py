@@ -36,7 +36,7 @@ def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_hidden() -> None:
     file.seek(0)
     with pytest.raises(Exception, match="weights_only") as refused:
         torch.load(file, weights_only=True)
-    assert first_line(refused.value) == "it contains a pickle of more than tensors, which could run code"
+    assert first_line(refused.value) == "it is a pickle that contains more than tensors, so it could run code"
 
 
 def test_sizes_below_a_mebibyte_are_distinguished() -> None:

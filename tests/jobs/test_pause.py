@@ -265,7 +265,7 @@ def test_a_job_continues_on_other_gpus_with_the_same_tokens_per_step(box):
     job_id = stopped(box, gpus=(0,))
     plan = box.resume(job_id, "launch.gpus=[1,2]", gpus=(1, 2))
     assert Layout(plan.config, 2).tokens_per_step == 64
-    assert "a step stays 64 tokens" in plan.notes[0]
+    assert "a step still has 64 tokens" in plan.notes[0]
     job = box.wait_ended(job_id)
     assert (job.state, job.gpu_ids, job.world_size, job.distributed) == (JobState.FINISHED, (1, 2), 2, True)
     assert [rank.rank for rank in box.control.ranks(job_id) if rank.attempt == 2] == [0, 1]

@@ -433,7 +433,7 @@ def test_a_relative_path_in_a_deleted_working_folder_gives_a_one_sentence_error(
 ) -> None:
     words = [str(job_file) if argument == "JOB" else argument for argument in arguments]
     done = run_where_the_folder_was_deleted(tmp_path, *words)
-    way_out = "change to another one, or give an absolute path"
+    way_out = "change to another folder, or give an absolute path"
     assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
     assert done.stderr == f"{named}: the working folder was deleted; {way_out}\n"
 

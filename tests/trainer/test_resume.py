@@ -127,7 +127,7 @@ def test_a_run_keeps_its_tokens_per_step_even_if_auto_would_choose_another_numbe
             was, longer = stored_job(run_dir, []), stored_job(run_dir, overrides)
             longer, notes = with_same_step(was, longer, 1, 1)
             assert Layout(was, 1).tokens_per_step == Layout(longer, 1).tokens_per_step == expected
-            assert all(note.startswith("train.n_tokens: changed; a step stays 512 tokens") for note in notes)
+            assert all(note.startswith("train.n_tokens: changed; a step still has 512 tokens") for note in notes)
 
 
 def test_overriding_n_tokens_alone_replaces_n_steps_as_the_length(run_dir: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_run_without_checkpoints_restarts_but_damaged_checkpoints_are_refused(
     assert "and it has no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
     assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
     out, err = capsys.readouterr()
-    assert "warning: it had saved no checkpoint, and starts from the beginning" in err
+    assert "warning: the run had saved no checkpoint, so it starts from the beginning" in err
     assert (json.loads(out)["steps"], json.loads(out)["tokens"]) == (20, 2560)
     assert (run_dir / "attempt3").exists()
 
@@ -380,7 +380,7 @@ def test_a_step_has_the_same_number_of_tokens_in_a_different_mode(make_job: Make
     shared, notes = with_same_step(job, job.replace("parallel", mode="tensor"), 4, 4)
     assert Layout(shared, 4).tokens_per_step == Layout(job, 4).tokens_per_step
     assert (Layout(shared, 4).micro_batch, Layout(shared, 4).micro_batches) == (128, 4)
-    assert notes[0].startswith("parallel.mode: changed; a step stays 512 tokens")
+    assert notes[0].startswith("parallel.mode: changed; a step still has 512 tokens")
 
 
 # Tests for the metrics history.
@@ -462,7 +462,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
     resumed, errors = run_trainer("resume", run_dir, *longer)
     assert (resumed["steps"], resumed["tokens"]) == (30, 30 * 128)
     assert "the run ends at step 30 instead of 20, and its schedules change" in errors
-    assert "a step stays 128 tokens (train.global_batch_size)" in errors
+    assert "a step still has 128 tokens (train.global_batch_size)" in errors
     stored = load_job(run_dir / "job.toml")
     assert (stored.train.n_steps, stored.train.global_batch_size, stored.launch.gpus) == (30, 128, "cpu:2")
     assert [entry.name for entry in precious.iterdir()] == ["thesis.tex"]

@@ -24,11 +24,11 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A request that is refused before any work starts, because it cannot be carried out."""
+    """A request that cannot be carried out and is refused before any work starts."""
 
 
 class BadUsage(UsageError):
-    """Arguments that a command does not accept; `sentence` is the message for people, `message` is for scripts."""
+    """Arguments that a command does not accept; `sentence` is for people, and `message` is for scripts."""
 
     def __init__(self, message: str, sentence: str, fix: str) -> None:
         self.message, self.sentence, self.fix = message, sentence, fix
@@ -44,7 +44,7 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: the text of an error, or the reason of an `OSError` without its number."""
+    """Return the message for the user: the text of an error, or the reason of an `OSError` without the error number."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
@@ -55,8 +55,8 @@ def first_line(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
-    # For a pickle of more than tensors, torch recommends `weights_only=False`, which would run code from the file.
-    return "it contains a pickle of more than tensors, which could run code" if "weights_only" in line else line
+    # If a pickle contains more than tensors, torch recommends `weights_only=False`, which would run code from the file.
+    return "it is a pickle that contains more than tensors, so it could run code" if "weights_only" in line else line
 
 
 def errors(problems: Iterable[Problem]) -> list[Problem]:

@@ -39,7 +39,7 @@ _ELSEWHERE: ContextVar[OtherInterpreter | None] = ContextVar("elsewhere", defaul
 
 
 def elsewhere() -> OtherInterpreter | None:
-    """Return the other Python, with its packages, that jobs are currently checked against; None if it is this one."""
+    """Return the other Python that jobs are currently checked against, with its packages; None for this Python."""
     return _ELSEWHERE.get()
 
 
@@ -84,7 +84,7 @@ def _way_of(prefix: Path) -> str:
 
 
 def missing_of_trainer() -> list[str]:
-    """Return the modules that the trainer requires and that are not installed."""
+    """Return the modules that the trainer requires but that are not installed."""
     return [name for name in OF_TRAINER if not is_installed(name)]
 
 

@@ -17,13 +17,13 @@ from trainer.contract.paths import file_mode, open_below
 
 # The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this many seconds, so any older temporary file is a leftover of a killed process.
+# No write takes this many seconds, so any older temporary file was left by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write a file atomically: readers see either the complete file or none, even after a power cut.
+    """Write a file atomically: readers see either the complete file or no file, even after a power cut.
 
     Only the owner may read the file, unless a group shares the folder. Without `durable`, the call does not wait for
     the disk, and a power cut may leave an empty file; use this for expendable files that are written every few seconds.
@@ -74,7 +74,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 
 def _sync_names(folder: Path) -> None:
-    """Flush a folder's entries to disk if its file system supports this."""
+    """Flush a folder's entries to disk if the file system supports this."""
     # The file is already in place, so ignore a failure to read or sync the folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,7 +101,7 @@ def _is_cut_off(status: os.stat_result) -> bool:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a file for reading.
 
-    Raise `OSError` for a git-lfs pointer, and for a pipe or device, since reading it might never end.
+    Raise `OSError` for a git-lfs pointer, and for a pipe or device, since reading it might block forever.
     """
     descriptor = open_below(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

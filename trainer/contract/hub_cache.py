@@ -7,22 +7,23 @@ import stat
 from pathlib import Path
 
 # The suggested fix for a link that is not followed.
-COPY = "copy the file itself there, as `cp -rL` does"
+COPY = "replace it with a copy of the file, as `cp -rL` does"
 
 
 def plain_file(file: Path) -> Path:
     """Return the given path, or the target blob if the path is a link in the hub's cache.
 
     All other links are refused, since they could lead to any file that this user can read. The blob must be a regular
-    file directly in the `blobs` folder of the same `models--*` folder. It must be owned by this user, by root or, in a
-    shared cache, by the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no file.
+    file directly in the `blobs` folder of the same `models--*` folder. The blob must belong to this user, to root or,
+    in a shared cache, to the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no
+    file.
     """
     if not file.is_symlink():
         file.stat()
         return file
     try:
         return _blob(file)
-    except RuntimeError:  # raised by `resolve` for a loop of links
+    except RuntimeError:  # `resolve` raises this for a loop of links
         raise ValueError(f"is part of a loop of symbolic links and is not followed; {COPY}") from None
 
 
@@ -35,7 +36,9 @@ def _blob(file: Path) -> Path:
     target = snapshot / os.readlink(file)
     blob = model / "blobs" / target.name
     if target.name in ("", ".", "..") or target.parent.resolve() != blob.parent:
-        raise ValueError(f"is a symbolic link out of the blobs of {model.name[:100]} and is not followed; {COPY}")
+        raise ValueError(
+            f"is a symbolic link that points outside the blobs of {model.name[:100]} and is not followed; {COPY}"
+        )
     status = blob.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"is a symbolic link to something other than a regular file and is not followed; {COPY}")

@@ -1,4 +1,4 @@
-"""Reads untrusted JSON, which may be truncated or corrupt; any input results in a value or a one-line error."""
+"""Reads untrusted JSON, which may be truncated or corrupt; any input yields a value or a one-line error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _preparing = threading.RLock()
 
 
 def prepare(kind: Any) -> None:
-    """Build msgspec's decoder for a type, in one thread at a time; raise `TypeError` for an unsupported type.
+    """Build msgspec's decoder for a type, one thread at a time; raise `TypeError` for an unsupported type.
 
     By default, msgspec builds the decoder when the type is first used, and crashes if two threads do this at once (seen
     with msgspec 0.22).

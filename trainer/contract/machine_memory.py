@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class MachineMemory(NamedTuple):
-    """The memory of the machine in bytes: available to new processes without swapping, and in total."""
+    """The memory of the machine in bytes: the memory available to new processes without swapping, and the total."""
 
     available_bytes: int
     total_bytes: int

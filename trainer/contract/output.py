@@ -47,7 +47,7 @@ class SafeParser(argparse.ArgumentParser):
         raise BadUsage(name + said, printable_lines(self.sentence_on(message)), f"see {self.prog} --help")
 
     def sentence_on(self, message: str) -> str:
-        """Return the usage error message to show to a person."""
+        """Return the text of a usage error, as shown to a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
@@ -59,7 +59,7 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
     """Run a command and return its exit code, even if the command's output cannot be written.
 
     If standard output or error is closed, the command is not run: its messages would be lost, and the next opened file
-    would get the file descriptor of the output. `teller` is the prefix of the message that reports this.
+    would get the file descriptor of the output. `teller` is the prefix of the error message.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
@@ -111,12 +111,12 @@ def can_show(characters: str, stream: TextIO) -> bool:
 def _code_of(command: Callable[[], int]) -> int:
     try:
         return command()
-    except SystemExit as leaving:  # raised after help and bad usage
+    except SystemExit as leaving:  # argparse raises this after help and bad usage
         return leaving.code if isinstance(leaving.code, int) else 0
 
 
 def _without_output(teller: str, why: str, code: Exit) -> Exit:
-    """Report the completed actions and the lost output on standard error.
+    """Report on standard error which actions were completed and that the output was lost.
 
     Print nothing if the reader closed the pipe and no action was completed.
     """

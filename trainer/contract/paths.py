@@ -15,7 +15,7 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# The name of the file that reserves disk space for the last checkpoint; it is stored next to the checkpoints.
+# The name of the file, next to the checkpoints, that reserves disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
 # Folders below which links are not followed, since other users may create links there. The folders themselves may be
 # links.
@@ -84,15 +84,15 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON Lines file where a rank 0 on another host writes its progress."""
+        """Return the path of the JSON Lines file with the progress of a rank 0 that runs on another host."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of a file that, if it exists, makes ranks without access to the job store stop."""
+        """Return the path of the file whose existence makes ranks without access to the job store stop."""
         return self.attempt(attempt) / "stop"
 
     def finish_file(self, attempt: int) -> Path:
-        """Return the path of a file that, if it exists, makes ranks without access to the job store finish early."""
+        """Return the path of the file whose existence makes ranks without access to the job store finish early."""
         return self.attempt(attempt) / "finish"
 
     def create(self) -> None:
@@ -225,7 +225,7 @@ def _usual_data_folder() -> str:
     with contextlib.suppress(RuntimeError):
         path = platformdirs.user_data_dir("sae-tui", appauthor=False)
     if not path or path.startswith("~"):
-        who = f"the user of id {os.getuid()} has no home folder, and HOME is not set"
+        who = f"the user with id {os.getuid()} has no home folder, and HOME is not set"
         raise UserError(f"{who}; set HOME, or give a data folder with --data-dir or {ENV_DATA_DIR}")
     return path
 
@@ -293,8 +293,8 @@ def _inside(folder: Path, place: Path) -> str:
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file or folder like `os.open`; raise `OSError` if the path contains a link below a folder in `_KEPT`.
 
-    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link in the
-    meantime.
+    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link while it is
+    being opened.
     """
     whole = os.path.abspath(path)
     # Iterate over a copy of `_KEPT`, since another thread may add a folder.
@@ -400,7 +400,7 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
         os.getcwd()
     except FileNotFoundError:
         if relative := [name for name, path in given.items() if not path.is_absolute()]:
-            way_out = "change to another one, or give an absolute path"
+            way_out = "change to another folder, or give an absolute path"
             raise UsageError(f"{relative[0]}: the working folder was deleted; {way_out}") from None
         os.chdir("/")
 

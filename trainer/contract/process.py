@@ -38,9 +38,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return process
 
     def is_alive(self) -> bool:
-        """Return whether this process is known to be alive; False for processes in other PID namespaces, which are not
-        visible.
-        """
+        """Return whether this process is known to be alive; False for a process in another PID namespace."""
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property

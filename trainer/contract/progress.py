@@ -89,7 +89,8 @@ class _Stage:
 class Progress:
     """A context manager that shows a command's progress, over all stages if they are `planned`.
 
-    By default, the progress is written to the file descriptor given in the environment, or else to standard error.
+    By default, the progress is written to the file descriptor given in the environment or, without one, to standard
+    error.
     """
 
     def __init__(self, what: str, planned: Mapping[str, Planned] | None = None, *, to_descriptor: bool = True) -> None:
@@ -130,7 +131,7 @@ class Progress:
         if part and once and left_in_stage is not None:
             # Assume that the other stages deviate from the plan by the same factor.
             self._pace = elapsed / part / once
-        # A stage without units may take any amount of time, so consider it at most 90 % complete.
+        # A stage without units may take any amount of time, so never show it as more than 90 % complete.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
@@ -157,7 +158,7 @@ class Progress:
     def close(self) -> None:
         """Stop showing progress."""
         self._over.set()
-        # Wait for the bar to be removed, so that it does not mix with the next output on the terminal.
+        # Wait for the bar to be removed, so that it does not get mixed up with the next output on the terminal.
         self._thread.join(timeout=5)
 
     def _show(self) -> None:

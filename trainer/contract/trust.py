@@ -53,7 +53,7 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Return why a file's content must not be trusted, such as that others may have written it; "" if it can be."""
+    """Return why a file's content must not be trusted, for example because others can write to it; "" if it is safe."""
     return distrust_of_open(file, file.stat())
 
 

@@ -50,7 +50,7 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
-# A larger share of zero rows is reported; the setting drops zero rows.
+# A share of zero rows above this limit is reported, together with the setting that drops them.
 MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 

@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the training packages, and torch's CUDA and ROCm; None marks a missing one."""
+    """Return the versions of Python, the training packages, and torch's CUDA and ROCm, with None for missing ones."""
     import torch
 
     by_name = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}

@@ -35,7 +35,7 @@ def extract_rows(
     progress: RunProgress,
     stop: threading.Event,
 ) -> bool:
-    """Extract this rank's share; return True when there are enough rows or no more text, False after a stop.
+    """Extract this rank's share; return True when there are enough rows or the text has run out, False after a stop.
 
     Ranks find each other in `folder`, which must be new; rank 0 writes the result there.
     """

@@ -32,7 +32,7 @@ def join_launched(spec: RankSpec) -> int:
     _write_to(paths.log(rank))
     end_with_parent()
     if not staging.is_staged():
-        # A rank that restarted itself already has a watching parent.
+        # A rank that restarted itself already has a parent that watches it.
         fork_rank(paths.rank_mark(spec.attempt, rank))
     resume_from = spec.resume_from or newest_checkpoint(paths)
     return run(msgspec.structs.replace(spec, resume_from=resume_from), rank)

@@ -11,7 +11,8 @@ _NEEDED = ("torch", "trainer.parallel.arrange", "trainer.training.loop")
 def load_trainer() -> None:
     """Import torch and the trainer with garbage collection disabled, since imports create almost no garbage.
 
-    Otherwise, Python would collect garbage about a hundred times, which took a third of the 2 s of CPU time.
+    Otherwise, Python would collect garbage about a hundred times, which took a third of the 2 s of CPU time for the
+    imports.
     """
     gc.disable()
     try:

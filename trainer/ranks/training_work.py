@@ -169,7 +169,7 @@ class TrainingWork(RankWork[JobConfig]):
 def patience_s(job: JobConfig, world_size: int) -> float:
     """Return how many seconds ranks wait for a busy rank: enough for a checkpoint, and at least `LEAST_PATIENCE_S`."""
     try:
-        # Assume a CPU, which by default keeps moments in fp32 and thus has the larger checkpoint.
+        # Assume a CPU, where checkpoints are larger, since moments are in fp32 by default.
         work = Workload(job, world_size, job.data_shape(), CPU)
     except JobFileError:  # The ranks report this error themselves.
         return LEAST_PATIENCE_S

@@ -299,7 +299,7 @@ def test_a_locked_store_is_reported_and_works_after_its_release(
         holder = child(HOLDS_THE_LOCK, made)
         assert holder.hear() == "locked"
         text = message(lambda: control.request(1, "stop"))
-        pid, begins = holder.process.pid, f"the store {made} is locked by another process for more than 0.2 s: "
+        pid, begins = holder.process.pid, f"the store {made} has been locked by another process for more than 0.2 s: "
         assert re.match(rf"{re.escape(begins)}\S+'s process {pid} \(python\S* -c ", text)
         assert text.endswith(f"run `kill {pid}` if it hangs, which undoes only its unfinished change")
         holder.process.send_signal(signal.SIGSTOP)
@@ -439,9 +439,7 @@ def test_the_next_reader_rolls_back_the_partial_write_of_a_killed_writer(tmp_pat
 def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_path, monkeypatch) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
-    with pytest.raises(
-        StoreError, match="half written, and it cannot be written here; any command run by its owner repair"
-    ):
+    with pytest.raises(StoreError, match="half written, and it is read-only here; any command run by its owner repair"):
         open_reader(path, "control")
 
 

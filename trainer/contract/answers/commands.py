@@ -124,7 +124,7 @@ _EXPORT = fields(
         "saes": (by_name(str), "Sweep: the folder of each SAE, by its label."),
         "left_out": (
             by_name(str),
-            "Sweep: for each SAE that was left out, by its label: the reason why the format cannot represent it.",
+            "Sweep: for each SAE that was left out, by its label: why the format cannot represent it.",
         ),
         "notes": (list_of(str), "What the format cannot represent; omitted if nothing is left out."),
         "pushed": (_PUSHED, "With --push."),
@@ -132,14 +132,14 @@ _EXPORT = fields(
     may_lack=["saes", "left_out", "notes", "pushed"],
 )
 _EXPORTED_SET = fields(
-    "A set of several runs",
+    "Several runs exported as a set",
     {
         "checkpoints": (list_of(str), "Absolute paths of the exported checkpoints."),
         "output_path": _OUTPUT,
         "layers": (by_name(int), "Step of each layer's checkpoint, by layer."),
         "left_out": (
             by_name(str),
-            "For each SAE that was left out, by its label: the reason why the format cannot represent it.",
+            "For each SAE that was left out, by its label: why the format cannot represent it.",
         ),
         "notes": _NOTES,
         "pushed": (_PUSHED, "With --push."),
@@ -182,7 +182,7 @@ _ESTIMATE = fields(
         "model_gpus": (int, "Number of GPUs that only run the language model."),
         "per_model_gpu": (
             or_null(_MEMORY),
-            "Memory needed per GPU that only runs the language model; null: there are none.",
+            "Memory needed per GPU that only runs the language model; null: there is no such GPU.",
         ),
     },
 )
@@ -190,8 +190,8 @@ _ESTIMATE_OF_EXTRACTION = fields(
     "An extraction job",
     {
         "per_gpu": (by_name(int), "Memory of each component in bytes, by the component's name, and `total`."),
-        "disk_bytes": (int, "Number of bytes that the extraction will write."),
-        "disk_free_bytes": (int | None, "Number of free bytes on the output disk; null: not known."),
+        "disk_bytes": (int, "Size of the files that the extraction will write, in bytes."),
+        "disk_free_bytes": (int | None, "Free space on the output disk, in bytes; null: not known."),
         **_SPEED,
         "seconds": (float | None, "Estimated duration, in s; null: not known."),
     },
@@ -205,10 +205,10 @@ _PLAN = typed(
         "ranks": "Number of processes.",
         "latent_ranks": "Number of ranks that share one set of latents.",
         "tokens_per_step": "Tokens per step.",
-        "micro_batch": "Tokens per micro-batch on the rank that has the most.",
+        "micro_batch": "Tokens per micro-batch on the rank with the most tokens.",
         "micro_batches": "Micro-batches per step.",
         "step_s": "Expected time of a step, in s.",
-        "needs_bytes": "Memory in bytes of the rank that needs the most.",
+        "needs_bytes": "Memory of the rank that needs the most, in bytes.",
         "token_shares": "Share of the tokens that each row of ranks processes.",
         "latent_shares": "Share of the latents that each column of ranks stores.",
         "reason": 'Why this mode was chosen; "": the job file sets it.',
@@ -221,7 +221,7 @@ _PLAN = typed(
     },
 )
 _BENCH = fields(
-    "Measured steps of a job on this machine",
+    "Step times of a job, measured on this machine",
     {
         "device": (str, "Name of the device."),
         "ranks": (int, "Number of processes."),

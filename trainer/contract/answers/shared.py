@@ -30,11 +30,11 @@ FAILURE = typed(
     {
         "field": "The flag, argument or setting that is wrong, or null if none of them is.",
         "message": "The problem, in one sentence.",
-        "fix": "The fix; null: the message says what is allowed.",
+        "fix": "The fix; null: the message already says what is allowed.",
     },
 )
 REFUSAL = whole(
-    "Problems, which are the only output of a command that fails with a non-zero exit code",
+    "The problems; a command that fails with a non-zero exit code prints only them",
     fields(
         "",
         {
@@ -71,12 +71,12 @@ IMPORT_CHECK: Described = {
             "Check of an import",
             ImportCheck,
             {
-                "rows": "Number of rows of the data that were read.",
+                "rows": "Number of data rows that were read.",
                 "l0": "Mean number of active latents per row.",
                 "fvu": "Fraction of variance unexplained; null: reconstructions are not finite.",
             },
         ),
-        "Metrics of the SAE on rows of the data.",
+        "Metrics of the imported SAE on rows of the data.",
     ),
     "warnings": (list_of(str), "Implausible metrics, each with the likely reason."),
 }
@@ -91,7 +91,7 @@ _FIGURES = typed(
         "fvu_error": "Standard error of `fvu` over clusters of dependent rows; null: not defined.",
         "n_clusters": "Number of clusters (texts or blocks of neighbouring rows); 0: not known.",
         "clustered_by": '"texts" or "blocks"; "": not known.',
-        "median_row_fvu": "Median of the FVU of single rows; null: not defined.",
+        "median_row_fvu": "Median FVU of single rows; null: not defined.",
         "explained_variance": "Explained variance as defined by SAEBench; null: not defined.",
         "mse": "Squared error per row, summed over dimensions; null: not defined.",
         "cosine": "Mean cosine similarity of a row and its reconstruction; null: not defined.",
@@ -105,7 +105,7 @@ _FIGURES = typed(
         "rare": "Share of latents that fire on at most one row in 10,000 (0 to 1); null: too few rows.",
         "dense_1": "Share of latents that fire on more than 1 % of the rows (0 to 1); null: not defined.",
         "dense_10": "Share of latents that fire on more than 10 % of the rows (0 to 1); null: not defined.",
-        "density_histogram": "Numbers of latents in bins of the logarithm of their density.",
+        "density_histogram": "Histogram of the logarithm of the latents' densities.",
         "max_decoder_cosine": "Mean over latents of the largest cosine similarity with any other decoder direction;"
         " null: not defined.",
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
@@ -127,7 +127,7 @@ _TEXT_ROWS = typed(
     no_number_is_null=True,
 )
 _LOSSES = {
-    "n_tokens": "Number of tokens that are included.",
+    "n_tokens": "Number of tokens over which the losses are averaged.",
     "ce": "Cross-entropy of the unchanged model, in nats; null: not defined.",
     "ce_with_sae": "Cross-entropy with reconstructions in place of activations, in nats; null: not defined.",
     "ce_with_zeros": "Cross-entropy with zeros in place of activations, in nats; null: not defined.",
@@ -200,7 +200,7 @@ _RECIPE = typed(
         "steps": "Number of completed steps.",
         "planned_steps": "Total number of steps of the run.",
         "tokens": "Number of training tokens.",
-        "passes": "Number of passes over the training rows; null: a stream, or not known.",
+        "passes": "Number of passes over the training rows; null: not known, or the data is a stream.",
         "target_l0": "Requested L0; null: a fixed penalty determines L0.",
         "auxk_alpha": "Weight of the AuxK loss; null: the architecture has no such loss.",
         "k_aux": "Number of dead latents that the AuxK loss uses, or null if there is no such loss.",
@@ -236,7 +236,7 @@ _TRAINING = typed(
         "step": "Step of the measured weights.",
         "total_steps": "Total number of steps of the run; the run is unfinished if `step` is smaller.",
         "lr_share": "Learning rate at this step as a share of the peak learning rate; null: no decay, or not known.",
-        "passes": "Number of passes over the training rows; null: a stream, or not known.",
+        "passes": "Number of passes over the training rows; null: not known, or the data is a stream.",
         "fvu": "FVU on the last batches; null: not known.",
         "heldout_fvu": "FVU on held-out rows; null: not measured.",
         "best": "The lowest held-out FVU, if it is clearly lower than the last one; null otherwise.",
@@ -285,7 +285,7 @@ _CARD: dict[str, tuple[Any, str]] = {
 }
 # JSON fields for the progress of a training run, named like the metrics in the run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {
-    PASSES: (float | None, "Number of passes over the training rows; null: a stream, or not measured."),
+    PASSES: (float | None, "Number of passes over the training rows; null: not measured, or the data is a stream."),
     BEST_STEP: (int | None, "Step at which the held-out FVU was lowest; null: not measured."),
     BEST_FVU: (float | None, "Held-out FVU at that step, averaged over the SAEs of a sweep; null: not measured."),
 }

@@ -16,8 +16,8 @@ GROUP = 32
 # Bytes per pre-activation of the two masks that an evaluation uses to count pre-activations above a threshold.
 COUNTED_BYTES = 2
 # Number of candidates that a CPU rank sends per token, as a multiple of the average number of values selected from that
-# rank. A GPU sends all possible candidates. Two ranks on one CPU that pre-select with a rounded product send a quarter
-# more, which is not included here.
+# rank. A GPU sends all possible candidates. Two ranks that share a CPU and pre-select with a rounded product send a
+# quarter more, which is not included here.
 MARGIN_PER_TOKEN = 4
 
 # For architectures with a sparsity penalty: the number of rows used to find the initial threshold, and the maximum
@@ -69,7 +69,7 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
 
 
 def kept_copies(work: Workload, job: JobConfig) -> int:
-    """Return the bytes of the 16-bit weight copies that an SAE's optimizer steps write for later passes.
+    """Return the bytes of the 16-bit weight copies that optimizer steps of an SAE write for later passes.
 
     Replicas that each update only a shard of the latents keep these copies only if they exchange them.
     """
@@ -101,7 +101,7 @@ def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
 
 
 def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
-    """Return how many top-k candidates per token each rank sends to the ranks with the other latents."""
+    """Return how many top-k candidates per token each rank sends to the ranks that hold the other latents."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.settings.most_active(work.d_in)
     return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
@@ -135,7 +135,8 @@ class _StepSizes:
         """Return the bytes of the buffers for candidates: sent, received and reordered copies, and two bool masks.
 
         Architectures that select latents per batch also gather the candidates of every rank, with int64 indices. From
-        each rank, a GPU gathers as many candidates as all ranks select in total. It pre-selects them by group maxima.
+        each rank, a GPU gathers as many candidates as all ranks select in total. The GPU pre-selects them by group
+        maxima.
         """
         n_ranks = self.replicas * self.sharing
         if self.entry.dense_matrices or n_ranks == 1:
@@ -150,12 +151,12 @@ class _StepSizes:
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
-        """Return the bytes of all tokens' reconstructions, or of their gradient; 0 unless ranks share latents."""
+        """Return the bytes of the reconstructions of all tokens, or of their gradient; 0 unless ranks share latents."""
         return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
 class _Dense(_StepSizes):
-    """Memory of architectures that keep all pre-activations."""
+    """The memory of a pass for architectures that keep all pre-activations."""
 
     def peak(self) -> float:
         latents, n_weights = 4 * self.n_tokens * self.n_own, self.entry.dense_weights
@@ -175,7 +176,7 @@ class _Dense(_StepSizes):
 
 
 class _SparseArchitecture(_StepSizes):
-    """Memory of architectures that select active latents.
+    """The memory of a pass for architectures that select active latents.
 
     Memory use peaks in one of four phases: the encoder's matmul, the sum of the reconstructions, AuxK's passes, or the
     addition of AuxK's gradients to the other gradients.
@@ -185,7 +186,7 @@ class _SparseArchitecture(_StepSizes):
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.settings.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # Number of weights of AuxK's candidates, and bytes of their gradients, which several ranks sum in fp32.
+        # The number of weights of AuxK's candidates, and the bytes of their gradients, which several ranks sum in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
         # Bytes that AuxK keeps until its backward pass: the candidates' weights, and the values and the reconstruction
@@ -210,7 +211,7 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + product + self.narrow * self.d_in + chosen + self.of_auxk
 
     def _in_order(self) -> float:
-        """Return the bytes used while GPUs that share the latents move the selected entries to the front."""
+        """Return the bytes used while GPUs that share latents move the selected entries to the front of a buffer."""
         is_known = self.work.device == "cpu" or self.sharing == 1 or self.entry.per_batch
         return 0.0 if is_known else 57 * self.n_tokens * self.most_active
 
@@ -231,9 +232,9 @@ class _SparseArchitecture(_StepSizes):
         """Return the bytes used while the outputs of the Matryoshka levels are summed.
 
         Each level has an output and an error or, if ranks share the latents, a sum and the rank's shard of the sum. In
-        the backward pass, each level has an error and a gradient, in addition to x_hat; with shared latents, these take
-        less memory. A single GPU that trains without a skip connection stores no outputs, only errors and gradients in
-        the dtype of the matrix products.
+        the backward pass, each level has an error and a gradient, in addition to x_hat; if latents are shared, the
+        backward pass takes less memory. A single GPU that trains without a skip connection stores no outputs, only
+        errors and gradients in the dtype of the matrix products.
         """
         by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
         n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
@@ -293,8 +294,8 @@ class _SparseArchitecture(_StepSizes):
     def _wide(self) -> float:
         """Return the bytes of reconstructions and errors.
 
-        A sum over ranks is in fp32 and is in memory at the same time as its addends. Later tensors contain only the
-        rank's own tokens.
+        A sum over ranks is in fp32 and is in memory at the same time as its addends. Tensors computed later contain
+        only the rank's own tokens.
         """
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)

@@ -24,12 +24,12 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import plural
 
-# Returns how much GPU memory a finished job of the same shape used.
+# Returns the GPU memory that a finished job of the same shape used.
 UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
-    """The facts about a GPU that the checks use; `busy` and `unhealthy` contain the reason, or are empty."""
+    """The facts about a GPU that the checks use; `busy` and `unhealthy` are either empty or contain the reason."""
 
     index: int
     name: str
@@ -66,7 +66,7 @@ class Proposal(Generic[J]):
     def __init__(self, job: J, machine: Machine, used_before: UsedBefore | None = None) -> None:
         self.job, self.machine, self._used_before = job, machine, used_before
         self.devices = wanted_devices(job)
-        # The number of devices that train, without the GPUs that only run the job's language model.
+        # The number of devices that train, which excludes the GPUs that only run the job's language model.
         self.ranks = ranks_of(job, self.devices)
         self.takes_slices = takes_slices(job, self.devices)
 
@@ -107,7 +107,7 @@ class Proposal(Generic[J]):
     def half_batch(job: J, devices: int) -> list[str]:
         """Return setting overrides that halve the activation memory on `devices` devices with the same result.
 
-        Return [] if there are none.
+        Return [] if there are no such overrides.
         """
         return []
 
@@ -139,7 +139,7 @@ class Proposal(Generic[J]):
         return problems
 
     def _vendor_problems(self) -> list[Problem]:
-        """Report GPUs of different vendors among the GPUs that the job may use."""
+        """Report a problem if the GPUs that the job may use are from different vendors."""
         job, machine = self.job, self.machine
         if job.cluster or job.on_cpu:
             return []
@@ -151,14 +151,14 @@ class Proposal(Generic[J]):
         return [Problem("launch.gpus", message)] if message else []
 
     def _slice_problems(self) -> list[Problem]:
-        """Report MIG slices among the GPUs of a job with several devices that exchange tensors."""
+        """Report a problem if a job with several devices that exchange tensors has MIG slices among its GPUs."""
         named = chosen_indices(self.job)
         gpus = [(gpu.index, gpu.is_slice) for gpu in self.machine.gpus if gpu.index in named]
         message = refusal_of_slices(gpus) if self.job.exchanges else ""
         return [Problem("launch.gpus", message)] if message else []
 
     def _count_problems(self) -> list[Problem]:
-        """Report if the machine has fewer GPUs or cores than a setting like "auto:4" or "cpu:4" requests."""
+        """Report a problem if the machine has fewer GPUs or cores than a setting like "auto:4" or "cpu:4" requests."""
         job, machine, devices = self.job, self.machine, self.devices
         suited = [gpu for gpu in machine.gpus if self.takes_slices or not gpu.is_slice]
         usable = sum(not gpu.unhealthy for gpu in suited)

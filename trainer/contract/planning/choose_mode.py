@@ -16,7 +16,7 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
-# Tokens of the smallest micro-batch to try.
+# Number of tokens in the smallest micro-batch to try.
 LEAST_BATCH = 64
 # A mode must be faster than ddp by this factor to be chosen, because predicted times are no more accurate than that.
 # For two idle CPU processes, the prediction for the faster mode was within 2 %, but after 60 ms of measurement on a
@@ -27,7 +27,7 @@ LEAST_GAIN = 1.1
 class PlannedResources(msgspec.Struct, frozen=True):
     """The resources available to a planned job: the speeds of its ranks, and the bytes that each rank may use.
 
-    `free_bytes` is the free memory of the device with the least, or less if the job may not use all of it.
+    `free_bytes` is the free memory of the device with the least free memory, or less if the job may not use all of it.
     """
 
     speeds: Speeds
@@ -56,7 +56,7 @@ class Settled(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The memory needed by the rank that needs the most, in bytes."""
+        """The memory in bytes that the most demanding rank needs."""
         return self.memory.total
 
 
@@ -120,8 +120,8 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
         yield asked
         return
     least = min(LEAST_BATCH, work.micro_batch) if asked == "auto" else asked
-    # A rank that processes the tokens of several ranks has only some of the latents or SAEs, so the larger micro-batch
-    # needs no more memory.
+    # A rank that processes the tokens of several ranks holds only some of the latents or SAEs, so its larger
+    # micro-batch needs no more memory.
     size = -(-work.tokens_per_step // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size

@@ -1,4 +1,4 @@
-"""Estimates an extraction's memory, disk space and time from its model's files, and reports what is missing.
+"""Estimates an extraction's memory, disk space and time from its model's files, and reports shortages.
 
 The memory estimate covers the loaded weights and the peak of one forward pass. The time estimate covers only the matrix
 products.
@@ -26,7 +26,7 @@ from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.wording import distinct_sizes, gibibytes
 
-# The bytes of a row's `token_ids`, `positions` and `document`.
+# The total size in bytes of a row's `token_ids`, `positions` and `document`.
 _ORIGIN_BYTES = 12
 SPREAD = "spread"
 
@@ -125,7 +125,7 @@ def outlook_of_extraction(
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        # Processes on the CPU share its cores, and the GPUs of a spread model work one after the other.
+        # CPU processes share the cores, and the GPUs of a spread model work one after the other.
         seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
@@ -141,7 +141,7 @@ def outlook_of_extraction(
 
 
 def disk_words(look: ExtractionOutlook) -> str:
-    """Return the needed and the free disk space, such as `0.1 GiB of disk, 38.0 GiB free`."""
+    """Return the required and the free disk space, such as `0.1 GiB of disk, 38.0 GiB free`."""
     free = "" if look.disk_free_bytes is None else f", {gibibytes(look.disk_free_bytes)} free"
     return f"{gibibytes(look.disk_bytes or 0)} of disk{free}"
 
@@ -207,7 +207,7 @@ def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) ->
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
     share = min(1.0, 1 / n_gpus + 1 / size.n_layers) if is_cuda and job.model.spread and n_gpus > 1 else 1.0
-    # Memory for the rows that are buffered until their shard is complete.
+    # The memory of the rows that are buffered until their shard is complete.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
         weights=round(size.n_parameters * each * share),
@@ -227,6 +227,6 @@ def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
 
 
 def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:
-    """Return the time of the matrix products of all tokens, in seconds."""
+    """Return the time in seconds of the matrix products for all tokens."""
     flops = size.flops_per_token(job.hooks) * job.extract.n_tokens
     return flops / (READING_SPEED * flops_per_s)

@@ -10,9 +10,10 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-# Number of candidates per requested value. With a factor of 2, between 0 and 50 of 2,048 tokens of trained SAEs needed
-# the exact product. If ranks share the latents, the factor applies to the average number of requested values per rank.
-# With two ranks of 8,192 latents each, 37 of 4,096 tokens needed a factor above 2, and none needed a factor above 2.5.
+# Number of candidates per requested value. With 2 candidates per value, 0 to 50 of 2,048 tokens needed the exact
+# product in trained SAEs. If ranks share the latents, the number is relative to the average number of requested values
+# per rank. With two ranks of 8,192 latents each, 37 of 4,096 tokens needed more than 2 candidates per value, and none
+# needed more than 2.5.
 MARGIN, MARGIN_SHARED = 2, 2.5
 # The fraction of candidates whose exact values are computed; all others are certain to be too small. In trained SAEs,
 # the fraction was 64 to 72 %.
@@ -34,16 +35,17 @@ class Costs(NamedTuple):
 
 
 # Costs by CPU feature (matrix or vector units), from times for 2,048 tokens. With 3,072 latents, a core with AMX
-# selects the top k per token in 24 ms with pre-selection and 38 ms without for k = 32, and in 57 and 52 ms for k = 128.
-# With 2,048 latents, it takes 27 and 36 ms for k = 64, and 47 and 36 ms for k = 128. A selection per batch takes 36 and
-# 37 ms (3,072 latents, k = 64). A Zen 4 core takes 54 ms for the rounded product of 3,072 latents and 107 ms for the
-# exact product. On this core, pre-selection shortens a step with 2,048 latents and k = 64 from 96 to 71 ms, but not a
-# step with 4,096 latents and k = 256.
+# selects the top k per token in 24 ms with pre-selection and 38 ms without for k = 32, and in 57 ms with and 52 ms
+# without for k = 128. With 2,048 latents, the same core takes 27 ms with and 36 ms without for k = 64, and 47 ms with
+# and 36 ms without for k = 128. A selection per batch takes 36 ms with and 37 ms without (3,072 latents, k = 64). A Zen
+# 4 core takes 54 ms for the rounded product of 3,072 latents and 107 ms for the exact product. On this core,
+# pre-selection shortens a step with 2,048 latents and k = 64 from 96 to 71 ms, but not a step with 4,096 latents and k
+# = 256.
 _COSTS = {"amx_bf16": Costs(0.2, 24, of_batch=0.3), "avx512_bf16": Costs(0.5, 10)}
 
 
 def n_seen(k: int, n_ranks: int) -> int:
-    """Return how many candidates per token each of `n_ranks` ranks must select to find the largest k over all ranks."""
+    """Return how many candidates per token each of `n_ranks` ranks must select to find the k largest over all ranks."""
     return MARGIN * k if n_ranks == 1 else math.ceil(MARGIN_SHARED * k / n_ranks)
 
 

@@ -36,7 +36,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     @property
     def efficiency(self) -> float:
-        """`speed_up` per device; 1.0 means that no device waits."""
+        """The `speed_up` per device; 1.0 means that no device ever waits."""
         return self.speed_up / self.ranks
 
 

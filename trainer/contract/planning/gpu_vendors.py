@@ -48,8 +48,8 @@ class Vendor(msgspec.Struct, frozen=True):
     # The name of the direct links between GPUs, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
-    # Environment variables that select by index among the GPUs that `variable` leaves visible; only the first one that
-    # is set applies.
+    # Environment variables that select by index among the GPUs that `variable` leaves visible; if several are set, only
+    # the first one applies.
     inner_variables: tuple[str, ...] = ()
     # Prefixes of GPU names that are removed in narrow columns, in this order.
     brands: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Vendor(msgspec.Struct, frozen=True):
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
         """Return the environment variables that make exactly these GPUs visible to a process, in this order."""
         gpus = list(uuids)
-        # An inherited variable would select among these GPUs and could leave none visible.
+        # An inherited variable would select among these GPUs and could hide all of them.
         inner = {name: ",".join(map(str, range(len(gpus)))) for name in self.inner_variables[:1]}
         return {self.variable: ",".join(gpus), **inner, **self.order}
 

@@ -12,10 +12,10 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.model_source import ModelSettings
 
 # The maximum GPU time of a step that is captured, and the assumed FLOP/s and bytes per second. A fast host launches a
-# step in 2 ms; the virtual host of an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster
-# GPU gains more from capture, and a slower GPU loses nothing.
+# step in 2 ms; a virtual machine with an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster GPU
+# gains more from capture, and a slower GPU loses nothing.
 LONGEST_S, PRODUCTS, BANDWIDTH = 20e-3, 400e12, 2e12
-# Bytes moved per weight: for the weight, its moments, its gradient and its 16-bit copy.
+# Bytes moved per weight, for the weight itself, its moments, its gradient and its 16-bit copy.
 BYTES_PER_WEIGHT = 36
 
 
@@ -35,7 +35,7 @@ def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
 
 
 def can_be_recorded(job: JobConfig, d_in: int) -> bool:
-    """Return whether steps eventually activate few latents and no language model runs on the GPU."""
+    """Return whether steps will eventually activate only a few latents and no language model runs on the GPU."""
     is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices
     is_sparse = not is_dense or latent_capacity.per_token(job.sae.settings.n_active, job.sae.width(d_in)) is not None
     runs_model = isinstance(job.data.settings, ModelSettings)

@@ -59,8 +59,8 @@ _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # The speed of matrix products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# The name of a MIG slice ends with its profile, such as `1g.10gb`, which gives the number of sevenths of the GPU's
-# compute units, and the memory.
+# The name of a MIG slice ends with its profile, such as `1g.10gb`, which gives its share of the GPU's compute units in
+# sevenths, and its memory.
 _SLICE = re.compile(r" MIG (\d)g\.")
 # GPUs below compute capability 8.0 support neither bf16 nor tf32. On Volta (7.0) and Turing (7.5), fp16 is 2 to 8 times
 # as fast as fp32; on older GPUs, fp16 is no faster than fp32.
@@ -140,8 +140,8 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
     """Resolve `train.precision = "auto"` on a device, "cuda" or "cpu", and return the precision.
 
-    On GPUs it is bf16 if bf16 matrix products are fast, fp16 with loss scaling if only fp16 is fast, and otherwise
-    tf32. GPUs that do not support tf32 compute tf32 products in fp32.
+    On GPUs, the precision is bf16 if bf16 matrix products are fast, fp16 with loss scaling if only fp16 is fast, and
+    otherwise tf32. GPUs that do not support tf32 compute tf32 products in fp32.
     """
     if device != "cuda":
         return "fp32"

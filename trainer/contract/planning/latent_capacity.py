@@ -9,9 +9,9 @@ import math
 
 # The factor by which the buffer exceeds the number of active latents in previous steps.
 MARGIN = 1.25
-# If more than one in this many pre-activations is active, dense products are just as fast on a GPU. The cost model
-# predicts one in 70 to 110 for 65,536 latents with a d_in of 2,304, and one in 45 to 75 for 24,576 latents with a d_in
-# of 768.
+# If more than one in this many pre-activations is active, dense products are just as fast on a GPU. The cost model puts
+# this point at one in 70 to 110 for 65,536 latents with a d_in of 2,304, and one in 45 to 75 for 24,576 latents with a
+# d_in of 768.
 DENSE = 96
 
 

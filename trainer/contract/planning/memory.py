@@ -17,23 +17,23 @@ from trainer.contract.planning.workload import ONE_PROCESS, Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, SaeSettings, Train
 
-# The bytes of a CUDA context with the loaded kernels.
+# The size of a CUDA context with the loaded kernels, in bytes.
 CUDA_CONTEXT_BYTES = 550 * 2**20
-# The bytes of a CPU process with Python, PyTorch and other libraries, before any tensor is allocated (PyTorch 2.13: 570
-# to 595 MiB).
+# The memory of a CPU process with Python, PyTorch and other libraries before any tensor is allocated, in bytes (PyTorch
+# 2.13: 570 to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
 # Memory that PyTorch's allocator reserves beyond a step's tensors, with expandable segments: holes between long-lived
 # tensors, and the unused ends of the last 20 MiB pages. On an H200, holes added 1 to 24 % to the size of the tensors.
-# In 324 simulated steps, their median was 11.4 %, which is used here, and one step in twenty had 27 %. Tensor sizes do
-# not predict the holes. The holes depend on where the first update places its state, and on whether the largest tensors
-# of later steps fit in between.
+# In 324 simulated steps, the median was 11.4 %, which is used here, and the 95th percentile was 27 %. The size of the
+# holes cannot be predicted from tensor sizes. It depends on where the first update places its state, and on whether the
+# largest tensors of later steps fit in between.
 ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
 # cuBLAS reserves a workspace for each thread and stream that multiplies matrices; `cuda_variables` sets its size. The
 # forward and the backward pass each have a thread. CUDA-graph capture has its own stream.
 WORKSPACE_BYTES = 2 * 2**25
-# The bytes of NCCL's buffers on each GPU, outside PyTorch's memory. Over NVLink, each of 8 H100 GPUs used 1.06 GB for
-# all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685). Each of 4 A100 GPUs
-# used 0.54 to 0.69 GB without pairwise exchanges (#964). Over PCIe, NCCL opens few channels.
+# The size of NCCL's buffers on each GPU, which are not part of PyTorch's memory, in bytes. Over NVLink, each of 8 H100
+# GPUs used 1.06 GB for all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685).
+# Each of 4 A100 GPUs used 0.54 to 0.69 GB without pairwise exchanges (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
 # Groups of at least this many GPUs are connected by a switch; smaller groups have fewer channels.
 _SWITCHED_FROM = 4
@@ -67,7 +67,7 @@ def estimate(work: Workload) -> Memory:
     """Return the memory of the rank that needs the most.
 
     All SAEs of a sweep keep their weights, gradients and optimizer state. Only the activations of the largest SAE are
-    included, since the SAEs run one after the other.
+    included, since the SAEs are processed one after the other.
     """
     return _fullest(work, is_compiled=False)
 
@@ -184,7 +184,7 @@ def outside_pytorch(work: Workload) -> int:
 
 
 def nccl_bytes(work: Workload) -> int:
-    """Return the bytes that NCCL uses on each GPU for communication among all ranks and, in mode "hybrid", in groups.
+    """Return the bytes that NCCL uses on each GPU to connect all ranks and, in mode "hybrid", groups of ranks.
 
     In every mode, ranks open all connections at startup. All-reduce and all-gather need one type of connection. Shared
     latents and checkpoints need a second type, between each pair of GPUs.
@@ -209,7 +209,7 @@ def _sharing_steps(work: Workload, train: Train) -> int:
 
 
 def remedies(work: Workload, free_bytes: int) -> list[str]:
-    """Return changes of single settings, such as `train.batch_size = 512`, that each make the job fit.
+    """Return changes to single settings, such as `train.batch_size = 512`, that each make the job fit.
 
     The job fits if it needs at most `free_bytes`.
     """
@@ -230,12 +230,12 @@ def _can_share(work: Workload) -> bool:
 
 
 def on_disk(work: Workload) -> int:
-    """Return the maximum bytes on disk, of the kept checkpoints, the one being written, and the finished SAEs."""
+    """Return the maximum bytes on disk of the kept checkpoints, the checkpoint being written and the finished SAEs."""
     return (work.job.train.keep_checkpoints + 1) * checkpoint_bytes(work) + last_bytes(work)
 
 
 def last_bytes(work: Workload) -> int:
-    """Return the bytes on disk that the end of a run needs: its last checkpoint and the finished SAEs."""
+    """Return the bytes that a run needs on disk at its end: for its last checkpoint and the finished SAEs."""
     return checkpoint_bytes(work) + round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
 
 
@@ -249,7 +249,7 @@ def checkpoint_bytes(work: Workload) -> int:
 def n_parameters(work: Workload, sae: SaeSettings, parts: int = 1) -> float:
     """Return the number of parameters of the encoder, decoder and biases in one of `parts` shards of the latents.
 
-    The parameters of the skip connection are included. A few vectors of some architectures are not.
+    The number includes the parameters of the skip connection, but not a few vectors of some architectures.
     """
     d_sae = sae.width(work.d_in)
     return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)

@@ -16,7 +16,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# Modes that leave no choice, since they use a single device, or one process for all devices.
+# Modes without separate GPUs for the model, since they use a single device, or one process for all devices.
 _FIXED = ("single", "dp")
 
 
@@ -38,7 +38,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The memory needed by the device that needs the most, in bytes."""
+        """The memory in bytes that the most demanding device needs."""
         return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
 
     @property
@@ -140,7 +140,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key, with the smallest key for the best placement: the result of `_lack`, and the time or bytes."""
+    """Return a sort key that is smallest for the best placement: the result of `_lack`, and the time or bytes."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes

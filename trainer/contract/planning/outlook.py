@@ -100,7 +100,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def fullest(self) -> Memory:
-        """The memory of the device that needs the most, which may be one that only runs a language model."""
+        """The memory of the most demanding device, which may be one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 

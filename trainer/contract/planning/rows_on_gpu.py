@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.contract.planning.workload import Workload
 
-# The number of prefetched batches. The step uses one batch while a thread reads the next. More batches would not help
+# The number of prefetched batches. Each step uses one batch while a thread reads the next. More batches would not help
 # if the disk is too slow on average.
 READ_AHEAD = 2
 # If the held-out rows of all hooks on a rank need more bytes than this, every evaluation reads them again. With d_in

@@ -15,14 +15,14 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
 # The number of rows of the decoder and of the data that are read or written per active latent of a token: for the
-# reconstruction, for the gradients of the activations, and for the gradients of both weight matrices. The rows of the
-# latter are both read and written.
+# reconstruction, for the gradients of the activations, and for the gradients of both weight matrices. The rows of
+# weight gradients are both read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
 # The fraction of these rows that misses the caches. On one core with d_in 384 and k 32, the rows took 34 ms instead of
 # the 176 ms that they would have taken without caches.
 _FROM_MEMORY = 0.2
-# The number of passes over all pre-activations to find the largest, and over the data to measure the error. On one
-# core, these passes took 3 ns per pre-activation, a third of it for the memory traffic of the matrix product. The last
+# The number of passes over all pre-activations to find the largest ones, and over the data to measure the error. On one
+# core, these passes took 3 ns per pre-activation, a third of this for memory traffic of the matrix product. The last
 # number counts the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
 # The number of passes over the data for a skip connection: for centring, the product, the sum and the gradient.
@@ -44,9 +44,8 @@ _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
 # another two times.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
-# The memory bandwidth of a host, which all its ranks share, as with two sockets of 8 DDR4 channels, and the number of
-# times that a row is moved in this memory on its way to a GPU: out of the page cache, into pinned memory, and to the
-# GPU.
+# The memory bandwidth that all ranks of a host share (here, two sockets with 8 DDR4 channels each), and how often a
+# row is moved in host memory: out of the page cache, into pinned memory, and to the GPU.
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
 # The bytes of a stored activation value.
 _STORED_BYTES = 2
@@ -136,7 +135,7 @@ def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
 def text_parts(work: Workload) -> int:
     """Return the number of shards into which the text for the language models is split.
 
-    Each separate model GPU has a shard. Without such GPUs, the ranks of one machine have a shard each.
+    There is one shard per separate model GPU or, without such GPUs on a single machine, one per rank.
     """
     return work.model_gpus or (work.ranks if work.job.launch.nodes == 1 else work.data_ranks)
 

@@ -42,7 +42,7 @@ def check_what_is_there(job: ExtractJob) -> list[Problem]:
 
 
 def n_stored_rows(job: ExtractJob) -> int:
-    """Return how many rows of this extraction are in complete shards; 0 if the folder contains a different one."""
+    """Return the number of this extraction's rows in complete shards; 0 if the folder contains another extraction."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _ExtractionRecord)
     return _n_rows(output, state) if state and not _changed(job, state) else 0

@@ -179,7 +179,7 @@ def _check_mode(layout: Layout) -> list[Problem]:
 
 
 def _check_saes(work: Workload) -> list[Problem]:
-    """Return the problems of all SAEs of a sweep without duplicates."""
+    """Return the problems of all SAEs of a sweep, without duplicates."""
     problems = [
         problem
         for member in work.members.values()

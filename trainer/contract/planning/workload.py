@@ -77,12 +77,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def tokens_per_step(self) -> int:
-        """The number of tokens per optimiser step, over all ranks."""
+        """The number of tokens per optimizer step, over all ranks."""
         return self.job.train.global_batch_size or self._own_batch * self.job.train.accumulate * self.data_ranks
 
     @property
     def micro_batches(self) -> int:
-        """The number of forward and backward passes per optimiser step."""
+        """The number of forward and backward passes per optimizer step."""
         if not self.job.train.global_batch_size:
             return self.job.train.accumulate
         return -(-self.job.train.global_batch_size // (self._own_batch * self.data_ranks))
@@ -94,7 +94,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def total_steps(self) -> int:
-        """The total number of optimiser steps of the run."""
+        """The total number of optimizer steps of the run."""
         return self.job.train.n_steps or -(-self.job.train.n_tokens // self.tokens_per_step)
 
     @property
@@ -177,7 +177,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def steps_of(job: JobConfig, devices: int) -> int:
-    """Return the total number of optimiser steps of a training job."""
+    """Return the total number of optimizer steps of a training job."""
     return Layout(job, ranks_of(job, devices)).total_steps
 
 

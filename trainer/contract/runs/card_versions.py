@@ -32,7 +32,7 @@ MOST_FEATURES_BYTES = 2**30
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-# Fields of a report card's parts that change with every evaluation, even if the results stay the same.
+# Fields in the parts of a report card that change with every evaluation, even if the results stay the same.
 _CHANGING = ("measured", "seconds", "device")
 
 
@@ -134,7 +134,7 @@ def _features(folder: Path, card: Card) -> Path | None:
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a report card, ignoring its features file and the times and devices of its measurements."""
+    """Return a digest of a report card that ignores the features file and the times and devices of the measurements."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:

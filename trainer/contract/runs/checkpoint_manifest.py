@@ -91,7 +91,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the cool-down of a run of `planned` steps, or None if it has none or its length has changed."""
+        """Return the cool-down of a run of `planned` steps, or None without one or if the run's length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
@@ -107,7 +107,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints `step-<number>` in a folder, the latest first; ignore symbolic links."""
     numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if not path.is_symlink()}
-    # Names are padded to 8 digits, so names with more digits do not sort by number.
+    # Step numbers are padded to 8 digits, so longer numbers would not sort correctly as text.
     return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: -int(numbers[path]))
 
 

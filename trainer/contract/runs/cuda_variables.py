@@ -8,8 +8,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul, which is part of a rank's
-# measurements before training. If the variable is not set by then, all matmuls of a deterministic run fail.
+# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul, which is part of a
+# rank's measurements before training. If the variable is not set by then, all matmuls of a deterministic run fail.
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Each step allocates and frees tensors of many sizes. With expandable segments, PyTorch reserves little more memory
@@ -19,8 +19,8 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = "expandable_segments:True"
 
 # Caches of compiled kernels. By default, the caches are in the home folder, which is often on a network file system.
-# If several ranks compile there at the same time, they delete files of other ranks. A rank whose files are deleted
-# trains without these kernels, several times slower.
+# If several ranks compile there at the same time, they delete each other's files. A rank whose files have been deleted
+# trains without these kernels and is several times slower.
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 _LOCAL = Path("/var/tmp")
 

@@ -26,7 +26,7 @@ _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
 _NOT_RECORDED = (
     "data.path: the checkpoint is from an older version, which recorded no shards; "
-    "make sure that no shards were changed or added, since otherwise held-out rows are trained on"
+    "make sure that no shards were changed or added, since the run would otherwise train on held-out rows"
 )
 _WAY_OUT = "restore the data, or start a new run on the current data"
 
@@ -131,7 +131,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Return a sentence about the first shard that has fewer bytes than recorded, or None."""
+    """Return a sentence about the first shard with fewer bytes than recorded, or None if there is none."""
     for folder in record:
         for shard in folder.shards:
             try:
@@ -206,7 +206,7 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
 
 
 def _sample(file: Path, n_blocks: int) -> str:
-    """Return the SHA-256 of evenly spaced blocks of a file, including both ends, or of an entire small file."""
+    """Return the SHA-256 of evenly spaced blocks of a file, including both ends; a small file is hashed entirely."""
     digest = hashlib.sha256()
     with open_plain(file) as stream:
         size = os.fstat(stream.fileno()).st_size

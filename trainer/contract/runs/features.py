@@ -79,7 +79,7 @@ def _unfinished(text: bytes) -> int:
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
 # Latents are most often interpretable if the share of rows on which they fire is in the range `SPARSE`. Latents that
-# fire on a larger share than `DENSE` are called dense.
+# fire on a larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
 # The maximum number of latents whose tokens a search joins to find words that span tokens. The most frequent latents
@@ -87,7 +87,7 @@ NO_TOKEN = -1
 # is fast enough to run at each keystroke.
 _MOST_JOINED = 1024
 
-# For each tensor: its dtype in the file, the type code of its `array`, and 1 if it has one value per latent, or else
+# For each tensor: its dtype in the file, the type code of its `array`, and 1 if it has one value per latent, otherwise
 # None.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "n_fired": ("I32", "i", 1),
@@ -250,9 +250,9 @@ class Features:
     def order(self, by: Order = "sparse") -> list[int]:
         """Return all latents that fire, in the given order.
 
-        "density" and "largest" (activation) sort the highest first, and "latent" sorts by index. With "sparse", latents
-        that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and then
-        more frequent latents, the densest last.
+        "density" and "largest" (activation) put the highest values first, and "latent" sorts by index. With "sparse",
+        latents that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and
+        then more frequent latents, the densest last.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -274,7 +274,7 @@ class Features:
 
     @property
     def n_silent(self) -> int:
-        """The number of latents that fire on none of the rows."""
+        """The number of latents that do not fire on any of the rows."""
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
@@ -331,7 +331,7 @@ class Features:
         return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
-        """Return the latents whose contexts may contain the words split over several tokens.
+        """Return the latents whose contexts may contain the words, split over several tokens.
 
         Such contexts have a token that ends with the start of the words, and a token that starts with their end. If
         there are more than `_MOST_JOINED` candidates, skip latents in `found`.

@@ -12,7 +12,7 @@ from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
 
-# Names of metrics in a run's store.
+# Names of metrics in the store of a run.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
 # Types of events: the run overfits, or the run was resumed, which invalidates earlier overfitting events.
 OVERFITTING, RESUMED = "overfitting", "resumed"
@@ -48,7 +48,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unfinished(self) -> str:
-        """A phrase about the step at which the run was stopped, or "" for a finished run."""
+        """A phrase that says at which step the run was stopped, or "" for a finished run."""
         if self.is_finished:
             return ""
         where = f"{'stopped' if self.is_last else 'taken'} at step {self.step:,} of {self.total_steps:,}"

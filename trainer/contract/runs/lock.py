@@ -104,7 +104,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Return whether, according to /proc, a process holds the shared lock on a file and does not just have it open."""
+    """Return whether, according to /proc, a process holds the shared lock on a file instead of only having it open."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())

@@ -21,7 +21,7 @@ def with_model_placed(
     capacity: DeviceMemory,
     memory_of: str | None = None,
 ) -> RankSpec:
-    """Return the spec with some devices reserved for the language model, if this is beneficial.
+    """Return the spec with some devices reserved for the language model if that is faster or saves memory.
 
     In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. See
     `place_model` for the other arguments.

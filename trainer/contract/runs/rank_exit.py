@@ -151,7 +151,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
     for rank in living:
         poller.register(rank.pidfd, select.POLLIN)
     ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-    # A signal handler may have given up waiting for a rank in the meantime.
+    # A signal handler may have given up waiting for this rank in the meantime.
     ended = [rank for rank in living if rank.ended is None and rank.pidfd in ready]
     for rank in ended:
         rank.process.wait()

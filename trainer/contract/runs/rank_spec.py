@@ -103,12 +103,12 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the command line that runs a rank with this Python or with `python`; the environment has its number.
+    """Return the command line that runs a rank with this Python or with `python`; the environment contains the rank.
 
     `any_owner` skips the check of the spec's owner. This is meant for a process that has just written all files of the
     run, since some file systems report one owner for all files, or report all files as writable by everyone.
 
-    -P prevents a `trainer.py` in the working directory from being run instead.
+    -P keeps Python from running a `trainer.py` in the working directory instead.
     """
     words = ["-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
     return [python or sys.executable, *words]

@@ -16,7 +16,7 @@ from trainer.contract.settings.optimizers import LONG_RUN
 
 # The key of the recipe in an exported SAE's metadata.
 RECIPE = "training_recipe"
-# The largest relative deviation from the requested L0 that does not count as a miss.
+# If L0 deviates from the requested value by more than this fraction, the target counts as missed.
 MOST_L0_MISS = 0.05
 
 

@@ -99,7 +99,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """A language model's losses, in nats per prediction, averaged over `n_tokens` predictions.
 
     Rows of activations are replaced with the SAE's reconstructions (`…_with_sae`) or with zeros (`…_with_zeros`).
-    `ce_score` is (zeros − SAE) / (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged
+    `ce_score` is (zeros − SAE) / (zeros − clean); `kl_score` is the same ratio for the KL divergence from the unchanged
     model. The fields `…_error` are the standard errors of the scores.
     """
 
@@ -512,7 +512,7 @@ def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
 
 
 def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines about the losses if all rows are included, or if it is unknown which ones are."""
+    """Return lines about the losses if all rows are included, or if it is unknown which rows are."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"

@@ -32,7 +32,7 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
-# The setting for the devices that compute the rows; it does not affect the rows themselves.
+# The setting for the devices that compute the rows; it does not affect the rows.
 _PLACE = "data.model_gpus"
 
 
@@ -62,7 +62,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return cool_down.end if cool_down else steps_of(job, devices)
 
     def is_finished(self, was: JobConfig) -> bool:
-        """Return whether the run has completed all steps of `was`, its job in the last attempt, and written its SAE."""
+        """Return whether the run has completed all steps of `was` (its job in the last attempt) and written its SAE."""
         is_over = self.position.step >= self.total_steps(was, self.last.n_devices)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
@@ -184,7 +184,7 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
             f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run in another "
             "folder"
         )
-    return None, ["it had saved no checkpoint, and starts from the beginning"]
+    return None, ["the run had saved no checkpoint, so it starts from the beginning"]
 
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
@@ -210,7 +210,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
     layout = Layout(job, now)
     changed = f"launch.gpus: {now} ranks instead of {before}" if now != before else _other_change(was, job)
     cut = f"{layout.micro_batches} micro-batches of {layout.micro_batch:,} tokens per rank"
-    return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
+    return job, [f"{changed}; a step still has {whole:,} tokens (train.global_batch_size), now in {cut}"]
 
 
 def _other_change(was: JobConfig, job: JobConfig) -> str:

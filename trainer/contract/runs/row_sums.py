@@ -1,6 +1,7 @@
 """Sums over the rows of each measured text, for comparing two SAEs on the same rows.
 
-Difficult texts increase the errors of both SAEs, so the difference between their FVUs is far more precise than either.
+Difficult texts increase the errors of both SAEs, so the difference between their FVUs is far more precise than either
+FVU.
 """
 
 from __future__ import annotations

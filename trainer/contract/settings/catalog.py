@@ -1,7 +1,7 @@
 """THE REGISTRY of everything that a job file can name; classes are given as strings, so that nothing is imported.
 
 To add an architecture, an optimizer or a similar entry, write one new file and add one entry here. The launch form, the
-command line and the checks then offer the new name.
+command line and the checks then accept the new name.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class KindEntry(Entry, frozen=True):
     launch: str
     # Instructions for running a job file of this kind, for error messages.
     run_by: str
-    # Whether the job trains SAEs, and thus has metrics, checkpoints and report cards.
+    # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
     # The unit of the job's progress, and the unit of its speed.
     unit: str = "step"
@@ -254,7 +254,7 @@ OPTIMIZERS = {
         "Sign updates with averaged weights.",
         optimizers.SignumSettings,
         state_values=1,
-        # For the signs of the gradient, if the update cannot be compiled.
+        # The signs of the gradient need this memory if the update cannot be compiled.
         scratch=1,
         averages=True,
     ),
@@ -289,7 +289,7 @@ PARALLEL = {
     ),
     "ddp": ModeEntry(
         "trainer.parallel.grid:Grid",
-        "A full replica on every device, gradients averaged.",
+        "A full replica on every device; gradients are averaged.",
     ),
     "tensor": ModeEntry(
         "trainer.parallel.grid:Grid",

@@ -72,7 +72,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether any string, or any list of strings, is accepted, even strings that look like numbers."""
+        """Whether the setting accepts any string or list of strings, even strings that look like numbers."""
         options = _members(self.annotation)
         has_text = any(_plain(option) is str for option in options)
         return not self.choices and has_text and all(_plain(_entry(option)) is str for option in options)

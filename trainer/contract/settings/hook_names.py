@@ -11,10 +11,10 @@ from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:
-    """Return a hook's other names, among our name, its name in TransformerLens, and the path of its module.
+    """Return the other names of a hook, out of three: our name, TransformerLens's name and the path of its module.
 
-    The module path, and TransformerLens's name for a hook of BERT, can be determined only from the model. Both are
-    recorded in `folder` once the hook's rows have been stored.
+    The module path, and TransformerLens's name for a hook of BERT, can be determined only from the model. These two
+    names are recorded in `folder` once the hook's rows have been stored.
     """
     meta = read_json(folder / META, dict[str, Any]) or {}
     ours, stored = meta.get("hook"), meta.get("hook_name")

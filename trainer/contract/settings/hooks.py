@@ -74,7 +74,7 @@ def parse_hook(text: str) -> Hook:
 def ends_of(text: str) -> tuple[str, str]:
     """Return the hooks of an SAE's inputs and targets, which are "mlp_in.12" and "mlp_out.12" for "mlp.12".
 
-    For any other name, both hooks have that name.
+    For any other name, both are the hook with that name.
     """
     match = _MLP.fullmatch(text)
     return (f"mlp_in.{match[1]}", f"mlp_out.{match[1]}") if match else (text, text)

@@ -279,7 +279,7 @@ class Train(msgspec.Struct, frozen=True):
 class ParallelSettings(msgspec.Struct, frozen=True):
     """The section `[parallel]`: how the ranks share the work."""
 
-    mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this box.')] = "auto"
+    mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this machine.')] = "auto"
     latent_ranks: Annotated[
         int,
         about(
@@ -343,7 +343,7 @@ class Launch(msgspec.Struct, frozen=True):
         | None
     ) = None
     max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
-    priority: Annotated[int, about("Jobs of higher priority start first.", advanced=True, ge=-100, le=100)] = 0
+    priority: Annotated[int, about("Jobs with a higher priority start first.", advanced=True, ge=-100, le=100)] = 0
     share: Annotated[
         bool, about("Shares GPUs with other jobs and users if there is enough memory for all.", advanced=True)
     ] = False

@@ -19,7 +19,7 @@ _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64
 def read_npy(file: Path) -> RowRange:
     """Return the rows of an array [..., d_in]; an array [n_contexts, n_tokens, d_in] has n_contexts * n_tokens rows.
 
-    Raise `OSError` if the file cannot be read, and `NotRowsError` if it has no such rows.
+    Raise `OSError` if the file cannot be read, and `NotRowsError` if it does not contain such an array.
     """
     with open_plain(file) as stream:
         magic, major, _ = stream.read(6), *stream.read(2).ljust(2, b"\0")

@@ -198,7 +198,7 @@ def _code(error: sqlite3.Error) -> int:
 def _explain(path: Path, text: str, code: int = 0) -> str:
     if code in _TO_RECOVER:
         return (
-            f"a killed process left the store {path} half written, and it cannot be written here; "
+            f"a killed process left the store {path} half written, and it is read-only here; "
             "any command run by its owner repairs it"
         )
     if "locked" in text or "busy" in text:
@@ -208,7 +208,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
         from trainer.contract.store.holder import describe_holder, holder_of
 
         pid = holder_of(path)
-        what = f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s"
+        what = f"the store {path} has been locked by another process for more than {BUSY_TIMEOUT_S:g} s"
         return f"{what}: {describe_holder(pid)}" if pid else f"{what}; try again"
     if "readonly" in text:
         return (
@@ -228,7 +228,7 @@ def _says_corrupt(text: str) -> bool:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of the file at a path, or None."""
+    """Return the device and inode of the file at a path, or None if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -22,8 +22,8 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # The number of times that the file was opened. The identity is not sufficient, since a new file may get the
-        # inode of a deleted file.
+        # The number of times that the file was opened. The device and inode do not suffice, since a new file may get
+        # the inode of a deleted file.
         self._times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
