@@ -147,7 +147,7 @@ class DataDir:
 
     @property
     def app_log(self) -> Path:
-        """The log for what libraries write to standard error while this user's app occupies the terminal."""
+        """The log of everything that libraries write to standard error while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:

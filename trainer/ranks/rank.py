@@ -1,4 +1,4 @@
-"""Runs one rank: sets up signal handling and progress reporting, then does the work of its job kind."""
+"""Runs one rank: sets up signal handling and progress reporting, then does the work for its kind of job."""
 
 from __future__ import annotations
 

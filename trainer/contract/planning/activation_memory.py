@@ -38,7 +38,7 @@ def of_start(work: Workload, sae: SaeSettings) -> int:
 
 
 def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
-    """Return the peak bytes of one micro-batch's forward and backward pass, including its gradients.
+    """Return the peak memory in bytes of one micro-batch's forward and backward pass, including its gradients.
 
     The result excludes the 16-bit copies of weights that are kept between passes.
     """
@@ -47,12 +47,12 @@ def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> 
 
 
 def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
-    """Return the peak bytes of a pass that keeps only the selected latents, as every captured CUDA-graph pass does."""
+    """Return the peak memory of a pass that keeps only the selected latents, as every captured CUDA-graph pass does."""
     return round(_SparseArchitecture(work, sae, keeps_copies=keeps_copies).peak())
 
 
 def of_evaluation(work: Workload, job: JobConfig) -> int:
-    """Return the peak bytes of an evaluation on one batch of held-out tokens.
+    """Return the peak memory in bytes of an evaluation on one batch of held-out tokens.
 
     The result excludes the 16-bit copies of weights that are kept between passes.
     """
@@ -69,7 +69,7 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
 
 
 def kept_copies(work: Workload, job: JobConfig) -> int:
-    """Return the bytes of the 16-bit weight copies that optimizer steps of an SAE write for later passes.
+    """Return the size in bytes of the 16-bit weight copies that optimizer steps of an SAE write for later passes.
 
     Replicas that each update only a shard of the latents keep these copies only if they exchange them.
     """
@@ -95,7 +95,7 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
 
 
 def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that a rank exchanges in a pass: the larger of its candidates and summed reconstructions."""
+    """Return the bytes that a rank exchanges in a pass: its candidates or its summed reconstructions, if larger."""
     model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 
@@ -107,7 +107,7 @@ def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
 
 
 class _StepSizes:
-    """Tensor sizes in bytes that are common to several phases of a step.
+    """Tensor sizes that are common to several phases of a step; all sizes of this class are in bytes.
 
     `n_tokens` is the number of tokens of all ranks that share the latents. `own_tokens` is one rank's share of these
     tokens after the outputs of all latents are summed. `n_own` is the number of latents on the rank.
@@ -132,7 +132,7 @@ class _StepSizes:
         self.narrow = 2 * self.n_own if self.product == 2 and not keeps_copies else 0
 
     def candidates(self) -> float:
-        """Return the bytes of the buffers for candidates: sent, received and reordered copies, and two bool masks.
+        """Return the size of the buffers for candidates: sent, received and reordered copies, and two bool masks.
 
         Architectures that select latents per batch also gather the candidates of every rank, with int64 indices. From
         each rank, a GPU gathers as many candidates as all ranks select in total. The GPU pre-selects them by group
@@ -151,7 +151,7 @@ class _StepSizes:
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
-        """Return the bytes of the reconstructions of all tokens, or of their gradient; 0 unless ranks share latents."""
+        """Return the size of the reconstructions of all tokens, or of their gradient; 0 unless ranks share latents."""
         return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
@@ -211,17 +211,17 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + product + self.narrow * self.d_in + chosen + self.of_auxk
 
     def _in_order(self) -> float:
-        """Return the bytes used while GPUs that share latents move the selected entries to the front of a buffer."""
+        """Return the memory used while GPUs that share latents move the selected entries to the front of a buffer."""
         is_known = self.work.device == "cpu" or self.sharing == 1 or self.entry.per_batch
         return 0.0 if is_known else 57 * self.n_tokens * self.most_active
 
     def agree(self) -> float:
-        """Return the bytes used while ranks that share the latents agree on AuxK's candidates."""
+        """Return the memory used while ranks that share the latents agree on AuxK's candidates."""
         of_own = 2 * self.sharing * self.n_candidates if self.sharing > 1 else 0
         return self.rows + of_own * min(self.n_candidates, self.n_own)
 
     def _of_groups(self) -> float:
-        """Return the bytes of the group maxima in a GPU's top-k, plus the groups' indices if selection is per batch."""
+        """Return the size of the group maxima in a GPU's top-k, plus the groups' indices if selection is per batch."""
         if self.work.device != "cuda" or (self.entry.per_batch and self.replicas * self.sharing > 1):
             return 0.0
         if not self.entry.per_batch:
@@ -229,7 +229,7 @@ class _SparseArchitecture(_StepSizes):
         return self.n_tokens * (self.product * math.sqrt(self.n_own * self.most_active) + 24 * self.most_active)
 
     def nest(self, *, learns: bool = True) -> float:
-        """Return the bytes used while the outputs of the Matryoshka levels are summed.
+        """Return the memory used while the outputs of the Matryoshka levels are summed.
 
         Each level has an output and an error or, if ranks share the latents, a sum and the rank's shard of the sum. In
         the backward pass, each level has an error and a gradient, in addition to x_hat; if latents are shared, the
@@ -247,20 +247,20 @@ class _SparseArchitecture(_StepSizes):
         return max(self.rows + self._wide() + self.entries, 4 * self.n_own * self.d_in + self.matrix)
 
     def score(self) -> float:
-        """Return the bytes used while errors are compared with AuxK's reconstruction."""
+        """Return the memory used while errors are compared with AuxK's reconstruction."""
         copies = self.narrow * (self.d_in + self.width)
         wide = self._wide() - 4 * self.own_tokens * self.width
         return self.rows + wide + copies + self.entries + self.of_auxk + self.of_explained
 
     def explain_backward(self) -> float:
-        """Return the bytes used in AuxK's backward pass, including the candidates' weights and gradients."""
+        """Return the memory used in AuxK's backward pass, including the candidates' weights and gradients."""
         of_token = self.product * (self.n_candidates + self.width) + 4 * self.width
         made = self.row_gradients + self.product * self.of_candidates * (self.sharing > 1)
         explained = self.of_auxk + self.of_explained + self.own_tokens * of_token
         return self.rows + explained + made + self.matrix + self.narrow * self.width + self.entries
 
     def decode_backward(self) -> float:
-        """Return the bytes used while computing W_dec's gradient from the gradient of all tokens' reconstructions."""
+        """Return the memory used to compute W_dec's gradient from the gradient of all tokens' reconstructions."""
         of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * (4 + 2 * (self.product == 2))
         explained = self.of_auxk + self.of_explained
         # Sorting entries by latent adds a quarter of their size.
@@ -268,7 +268,7 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + made + 8 * self.own_tokens * self.width + explained
 
     def backward(self) -> float:
-        """Return the bytes used while computing the gradients of all weights, including AuxK's gradients."""
+        """Return the memory used to compute the gradients of all weights, including AuxK's gradients."""
         weights = 4 * self.n_own * self.d_in + self.matrix + self.row_gradients
         # On CPU, the 16-bit gradients of AuxK's candidates are converted to fp32, one matrix at a time.
         widened = 4 * self.n_candidates * max(self.d_in, self.width)
@@ -278,7 +278,7 @@ class _SparseArchitecture(_StepSizes):
         return beside + max(weights + widened, decoded)
 
     def _levels_backward(self) -> float:
-        """Return the bytes of the gradient with respect to the outputs of all Matryoshka levels.
+        """Return the size of the gradient with respect to the outputs of all Matryoshka levels.
 
         A single GPU computes this gradient from the levels' errors while x_hat and the centred data are in memory. GPUs
         that share latents gather the gradient in the dtype of the matrix products. On CPU, the gradient and its 16-bit
@@ -292,7 +292,7 @@ class _SparseArchitecture(_StepSizes):
         return levels * (4 + 2 * (self.product == 2))
 
     def _wide(self) -> float:
-        """Return the bytes of reconstructions and errors.
+        """Return the size of reconstructions and errors.
 
         A sum over ranks is in fp32 and is in memory at the same time as its addends. Tensors computed later contain
         only the rank's own tokens.

@@ -25,7 +25,7 @@ LEAST_GAIN = 1.1
 
 
 class PlannedResources(msgspec.Struct, frozen=True):
-    """The resources available to a planned job: the speeds of its ranks, and the bytes that each rank may use.
+    """The resources available to a planned job: the speeds of its ranks, and the memory that each rank may use.
 
     `free_bytes` is the free memory of the device with the least free memory, or less if the job may not use all of it.
     """

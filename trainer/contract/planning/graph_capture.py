@@ -1,6 +1,6 @@
 """Decides whether steps on a GPU use CUDA graphs.
 
-Graphs are used if launching a step would take the host longer than executing it would take the GPU.
+A step uses a graph if the host would need longer to launch the step than the GPU to execute it.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class DeviceSpeeds(msgspec.Struct, frozen=True):
 
 
 class Bus(msgspec.Struct, frozen=True):
-    """The measured speed between devices: an all-reduce's bytes/s per device, and the seconds of a tiny all-reduce."""
+    """The measured bytes/s per device of an all-reduce, and the latency of a tiny all-reduce in seconds."""
 
     bytes_per_s: Rate
     latency_s: Annotated[float, msgspec.Meta(ge=0)]

@@ -1,4 +1,4 @@
-"""Estimates the bytes that a job needs per GPU and on disk from only its settings, without torch.
+"""Estimates the memory per GPU and the disk space that a job needs, from its settings alone and without torch.
 
 The formulas for the memory of a pass, without weights and optimizer state, were derived from torch's memory statistics
 of real steps. Tests compare estimates with these statistics.
@@ -37,12 +37,12 @@ WORKSPACE_BYTES = 2 * 2**25
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
 # Groups of at least this many GPUs are connected by a switch; smaller groups have fewer channels.
 _SWITCHED_FROM = 4
-# The bytes of one value of optimizer state; int8 also stores a scale for each block of values.
+# The size of one value of optimizer state in bytes; int8 also stores a scale for each block of values.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The bytes that one rank uses at the peak of a step, by purpose.
+    """The memory in bytes that one rank uses at the peak of a step, by purpose.
 
     Most activations are freed before gradients are allocated, so the two use the same memory. Therefore,
     `activations` is the part of the peak that exceeds the gradients and the exchange buffers. `communication` includes
@@ -140,7 +140,7 @@ def _of_allocator(taken: int) -> int:
 
 
 def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
-    """Return the bytes that evaluations need in addition to `of_step`, the bytes of a step, which are freed first.
+    """Return the bytes that evaluations need beyond the `of_step` bytes of a step, which are freed first.
 
     A step captured as a CUDA graph keeps its memory for replays. The memory of eager steps is freed before the capture.
     """
@@ -197,7 +197,7 @@ def nccl_bytes(work: Workload) -> int:
 
 
 def _group_bytes(n_gpus: int, by_nvlink: bool) -> int:
-    """Return NCCL's bytes for a group with this many GPUs per host."""
+    """Return the size of NCCL's buffers in bytes for a group with this many GPUs per host."""
     if not by_nvlink:
         return _PCIE_BYTES
     return (_NVLINK_BYTES if n_gpus >= _SWITCHED_FROM else _PCIE_BYTES) + (n_gpus - 1) * _NVLINK_PAIR_BYTES
@@ -240,7 +240,7 @@ def last_bytes(work: Workload) -> int:
 
 
 def checkpoint_bytes(work: Workload) -> int:
-    """Return the bytes of a checkpoint: weights and optimizer state of all SAEs."""
+    """Return the size of a checkpoint in bytes: the weights and optimizer state of all SAEs."""
     return round(
         sum((4 + state_bytes(one.train, work.device)) * n_parameters(work, one.sae) for one in work.members.values())
     )
@@ -261,11 +261,11 @@ def n_skip(work: Workload, sae: SaeSettings) -> int:
 
 
 def state_bytes(train: Train, device: str) -> float:
-    """Return the bytes of optimizer state per weight on a device of type "cuda" or "cpu"."""
+    """Return the size in bytes of the optimizer state per weight on a device of type "cuda" or "cpu"."""
     return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.settings.state_dtype(device)]
 
 
 def _update_bytes(train: Train, stepped: float, *, is_compiled: bool) -> int:
-    """Return the bytes of an optimizer update's temporary tensors."""
+    """Return the size in bytes of an optimizer update's temporary tensors."""
     entry = OPTIMIZERS[train.optimizer]
     return 0 if is_compiled and entry.elementwise else round(entry.scratch * stepped / 2)

@@ -16,7 +16,7 @@ MOST_TOKENS = 8192
 
 
 def bytes_of_rows(work: Workload) -> int:
-    """Return the maximum bytes of prefetched batches and held-out rows on a training rank, if stored in fp32."""
+    """Return the maximum size in bytes of a training rank's prefetched batches and held-out rows, stored in fp32."""
     width = len(work.job.hooks) * work.shape.width
     n_held_out = work.job.data.held_out(work.shape.n_tokens, work.ranks)
     # If each rank reads only a shard of every batch, the rank stores its shards of two batches, its shard of a third
@@ -27,5 +27,5 @@ def bytes_of_rows(work: Workload) -> int:
 
 
 def most_kept(n_held_out: int, n_ranks: int, width: int) -> int:
-    """Return the maximum bytes of held-out rows, each of `width` values, that each of `n_ranks` GPUs caches."""
+    """Return the maximum size in bytes of the held-out rows of `width` values that each of `n_ranks` GPUs caches."""
     return min(4 * -(-n_held_out // n_ranks) * width, MOST_KEPT_BYTES)

@@ -36,8 +36,8 @@ _DENSE_PRODUCTS = 5
 # weight of the candidates. These bytes are for reading and copying the weight, and for adding its gradient to the
 # gradients of all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# Seconds of Python per pass and per update of an SAE of any size, and per captured step, measured on the slow host of
-# an H200. The GPU runs concurrently.
+# The time that Python takes per pass and per update of an SAE of any size, and per captured step, in seconds, measured
+# on the slow host of an H200. The GPU runs concurrently.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
 # Bytes read and written per weight in a step, without the optimizer state. Each rank with a copy of the weight moves
 # its gradient twice in the backward pass. The rank that updates the weight moves the weight twice and the gradient
@@ -47,14 +47,14 @@ _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 # The memory bandwidth that all ranks of a host share (here, two sockets with 8 DDR4 channels each), and how often a
 # row is moved in host memory: out of the page cache, into pinned memory, and to the GPU.
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
-# The bytes of a stored activation value.
+# The size of a stored activation value in bytes.
 _STORED_BYTES = 2
 # The fraction of the passes' time that is spent before the first exchange of a step, in the encoder's matrix product.
 _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """The seconds of a step's passes, update and communication, and of AuxK, which adds time once latents have died."""
+    """The time in seconds of a step's passes, update and communication, and of AuxK once latents have died."""
 
     passes_s: float
     update_s: float
@@ -67,7 +67,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
     @property
     def with_dead_s(self) -> float:
-        """The seconds of a step that includes AuxK."""
+        """The time of a step that includes AuxK, in seconds."""
         return self.total_s + self.auxk_s
 
 
@@ -197,7 +197,7 @@ def _ring(n: int) -> float:
 
 
 def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds of the forward and backward passes of a rank's tokens through its latents."""
+    """Return the time in seconds of the forward and backward passes of a rank's tokens through its latents."""
     tokens, sharing = work.tokens_per_step / work.data_ranks, work.latent_ranks
     own = sae.width(work.d_in) / sharing
     product_s = 2 * tokens * work.d_in * own / speeds.flops_per_s
@@ -220,7 +220,7 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds that AuxK adds once latents have died, including memory traffic and communication.
+    """Return the time in seconds that AuxK adds once latents have died, including memory traffic and communication.
 
     Each rank multiplies its own tokens by all candidates. Ranks that share the latents gather the ranking of the
     candidates, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored, since only the few
@@ -241,7 +241,7 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the seconds of a skip connection's two matrix products, for its output and for its weight gradient."""
+    """Return the time in seconds of a skip connection's matrix products for its output and its weight gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

@@ -1,4 +1,4 @@
-"""The division of a job's steps among its ranks, and the devices that it runs on; all estimates are based on it.
+"""The division of a job's steps among its ranks, and the devices that it runs on, as a basis for all estimates.
 
 The settings of a sweep's SAEs are parsed only once, even if many training layouts are compared.
 """
@@ -108,7 +108,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
-        """Return, for a run of `steps` steps, after how many tokens a latent that has not fired is considered dead."""
+        """Return after how many tokens without firing a latent is considered dead in a run of `steps` steps."""
         return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property
@@ -182,7 +182,7 @@ def steps_of(job: JobConfig, devices: int) -> int:
 
 
 def ranks_of(job: AnyJob, devices: int) -> int:
-    """Return on how many of its devices a job trains: all except the GPUs that only run its language model.
+    """Return the number of devices on which a job trains: all except the GPUs that only run its language model.
 
     If `model_gpus` is "auto", return the number of all devices, since a step has the tokens of that many ranks, even if
     some of the devices turn out to run only the model.

@@ -25,7 +25,7 @@ from trainer.contract.settings.tokens_of_data import folder_of
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
-# Seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
+# The time in seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
 _START_S, _PROBE_S = 4.0, 6.0
 # The speed of loading a model in bytes/s, and the speed of sparse operations on rows as a share of the matmul speed.
 _LOADING, _OF_ROWS = 2e8, 0.3

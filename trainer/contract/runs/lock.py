@@ -16,7 +16,7 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# How many seconds a process retries to lock a file, since another process that tests the lock briefly holds it.
+# How long a process keeps trying to lock a file, in seconds, since a process that tests the lock holds it briefly.
 _ASKED_S = 0.2
 _LOOKS = 3
 

@@ -169,7 +169,7 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the latest intact checkpoint (None if none was saved), and notes about later, damaged ones.
+    """Return the latest intact checkpoint (None if none was saved), and notes about later checkpoints that are damaged.
 
     Raise `UserError` if all checkpoints are damaged.
     """
