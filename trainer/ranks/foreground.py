@@ -130,7 +130,7 @@ class Foreground:
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # Append one by one, so that a Ctrl-C in between reaches the ranks that are already running.
+            # Append each rank as it starts, so that Ctrl-C reaches all ranks that are already running.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()

@@ -97,7 +97,7 @@ class TrainingWork(RankWork[JobConfig]):
         return self._train(world, progress, model_devices(spec, local_rank()))
 
     def _start_again(self) -> None:
-        """Restart this process with transfers through host memory, since the GPUs do not reach each other directly."""
+        """Restart this process with transfers through host memory, since the GPUs cannot reach each other directly."""
         if self.stop.is_set():
             os._exit(EXIT_STOPPED)
         staging.restart(self._give_up, on_one_host=self.spec.on_one_host)

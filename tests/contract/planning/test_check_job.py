@@ -222,7 +222,7 @@ def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
     # The SAE has 17e13 parameters, including the encoder's bias.
     # Each of the four checkpoints takes 8 bytes per parameter, and the exported SAE takes 4 bytes per parameter.
-    assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
+    assert f"the checkpoints and the SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
 
@@ -279,7 +279,7 @@ def test_duplicate_rows_are_refused_in_one_sentence(
 
     for other in (first, first / ".", tmp_path / "symbolic", linked, copied):
         (refusal,) = refusals(first, other)
-        assert "so that held-out rows would be trained on; give each once" in refusal
+        assert "so the run would train on held-out rows; give each once" in refusal
     (copied / "meta.json").unlink()
     assert refusals(first, copied) == []
 

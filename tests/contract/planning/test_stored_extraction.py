@@ -53,7 +53,7 @@ def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp
 def test_the_folder_of_another_extraction_is_reported_and_refused(make: Make, tmp_path: Path) -> None:
     run(make())
     other = make(n_tokens=200)
-    assert "with a different extract.n_tokens, 300, so this one would be refused" in what_is_there(other)
+    assert "with a different extract.n_tokens, 300, so this extraction would be refused" in what_is_there(other)
     refused = [problem for problem in check(other, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
     assert [(problem.message, problem.severity) for problem in refused] == [(what_is_there(other), "error")]
     with pytest.raises(UsageError, match=r"with a different extract\.n_tokens, 300"):

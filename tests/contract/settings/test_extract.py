@@ -60,7 +60,7 @@ def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest(
         ),
         ({"model": {"hook": ["resid_post.2"]}}, 'model.hook: is not a known setting; did you mean "hooks"?'),
         ({"text": {"path": None}}, "text.path: is missing; set it or text.dataset"),
-        ({"text": {"dataset": "c4"}}, "text.path: is set, and so is text.dataset"),
+        ({"text": {"dataset": "c4"}}, "text.path: is set together with text.dataset; set only one of them"),
         ({"text": {"context": 1}}, "text.context: must be an integer of at least 2 and of at most 1048576"),
         ({"model": {"spread": True}, "launch": {"gpus": "cpu:2"}}, "model.spread: works only with GPUs, not"),
         (

@@ -47,7 +47,7 @@ def test_a_name_that_is_no_module_path_is_refused(text: str) -> None:
 
 
 def test_an_unknown_transformer_lens_hook_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"^has no site attn.hook_z; known are blocks.3.hook_resid_pre, ") as error:
+    with pytest.raises(ValueError, match=r"^has no site attn.hook_z; the known sites are blocks.3.hook_") as error:
         parse_hook("blocks.3.attn.hook_z")
     assert str(error.value).endswith("blocks.3.hook_attn_out")
 

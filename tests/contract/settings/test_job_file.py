@@ -258,7 +258,7 @@ def test_all_problems_of_a_file_are_reported_at_once() -> None:
             {"parallel": {"zzz": 1}},
             Problem(
                 "parallel.zzz",
-                "is not a known setting; known are mode, latent_ranks, shares, rebalance, gradients, zero",
+                "is not a known setting; the known settings are mode, latent_ranks, shares, rebalance, gradients, zero",
             ),
         ),
         ({"parallel": "ddp"}, Problem("parallel", "must be a section: write [parallel] and its keys below")),

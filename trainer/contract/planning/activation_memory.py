@@ -47,7 +47,7 @@ def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> 
 
 
 def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
-    """Return the peak memory of a pass that keeps only the selected latents, as every captured CUDA-graph pass does."""
+    """Return the peak bytes of a pass that keeps only the selected latents, as every captured CUDA-graph pass does."""
     return round(_SparseArchitecture(work, sae, keeps_copies=keeps_copies).peak())
 
 

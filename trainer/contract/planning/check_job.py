@@ -105,7 +105,7 @@ class Proposal(Generic[J]):
 
     @staticmethod
     def half_batch(job: J, devices: int) -> list[str]:
-        """Return setting overrides that halve the activation memory on `devices` devices with the same result.
+        """Return setting overrides that halve the activation memory on `devices` devices without changing the result.
 
         Return [] if there are no such overrides.
         """

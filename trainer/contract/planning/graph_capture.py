@@ -20,7 +20,7 @@ BYTES_PER_WEIGHT = 36
 
 
 def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
-    """Return whether capturing a CUDA graph is worthwhile, which is possible only with a single SAE and GPU.
+    """Return whether capturing a CUDA graph is worthwhile; capture is possible only with one SAE on one GPU.
 
     A step can be captured only if the host does not need the results of the previous step. The steps of runs that must
     resume bit-identically are not captured.

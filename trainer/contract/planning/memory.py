@@ -93,8 +93,8 @@ def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
 def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
-    # Replicas that exchange 16-bit copies keep only the fp32 weights that they update, except that they need all
-    # weights at the start and in evaluations.
+    # Replicas that exchange 16-bit copies keep only the fp32 weights that they update, but need all weights at the
+    # start and in evaluations.
     held_weights = [
         round(own) if activation_memory.exchanges_copies(work, one) else whole
         for one, own, whole in zip(saes, stepped, weights, strict=True)

@@ -100,8 +100,8 @@ def place_model(
 ) -> ModelPlacement:
     """Resolve a job on `devices` devices, and choose how many of them only run its language model.
 
-    If the job sets no number, choose the fastest placement that fits into the free memory, or else into the total
-    memory. Separate GPUs are used only if they are clearly faster. A resumed run keeps `ranks_before` ranks if
+    If the job sets no number, choose the fastest placement that fits into the free memory or, if none does, into the
+    total memory. Separate GPUs are used only if they are clearly faster. A resumed run keeps `ranks_before` ranks if
     possible, since each rank has read its own shard of the text. See `settle_on` for the other arguments.
     """
     whole = Workload(job, devices, shape, device_name)
@@ -158,7 +158,7 @@ def _why(best: ModelPlacement, ways: list[ModelPlacement], capacity: DeviceMemor
     """Return a clause that compares the chosen placement of the model with the best alternative."""
     lack = _lack(best, capacity)
     if lack == 2:
-        return f"this needs the least memory, {gibibytes(best.needs_bytes)} of a GPU, but less is available"
+        return f"this needs the least memory, {gibibytes(best.needs_bytes)} per GPU, but less is available"
     others = [way for way in ways if (way.model_gpus == 0) != (best.model_gpus == 0)]
     other = min(others, key=lambda way: _rank(way, capacity))
     where = "next to the SAE" if best.model_gpus else f"with {other.model_gpus} of {best.devices} GPUs reserved for it,"

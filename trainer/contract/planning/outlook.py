@@ -201,7 +201,7 @@ def outlook(
 
 
 class ChosenGpus:
-    """The GPUs that a job gets: the GPUs in `launch.gpus`, or else any `ranks` of `gpus`, currently the first ones."""
+    """The GPUs that a job gets: the GPUs in `launch.gpus`, or any `ranks` of `gpus`, currently the first ones."""
 
     def __init__(self, launch: Launch, gpus: Sequence[PlannedGpu], ranks: int) -> None:
         self._launch, self._gpus, self._ranks = launch, gpus, ranks

@@ -14,7 +14,7 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
-# The number of rows of the decoder and of the data that are read or written per active latent of a token: for the
+# The number of decoder rows and of data rows that are read or written per active latent of a token: for the
 # reconstruction, for the gradients of the activations, and for the gradients of both weight matrices. The rows of
 # weight gradients are both read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
@@ -36,12 +36,12 @@ _DENSE_PRODUCTS = 5
 # weight of the candidates. These bytes are for reading and copying the weight, and for adding its gradient to the
 # gradients of all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# The time that Python takes per pass and per update of an SAE of any size, and per captured step, in seconds, measured
-# on the slow host of an H200. The GPU runs concurrently.
+# The time in seconds that Python takes per pass, per update of an SAE of any size, and per captured step, measured on
+# the slow host of an H200. The GPU runs concurrently.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
-# Bytes read and written per weight in a step, without the optimizer state. Each rank with a copy of the weight moves
-# its gradient twice in the backward pass. The rank that updates the weight moves the weight twice and the gradient
-# another two times.
+# Bytes read and written per weight in a step, without the optimizer state. In the backward pass, each rank with a copy
+# of the weight reads or writes its gradient twice. The rank that updates the weight reads or writes the weight twice
+# and the gradient another two times.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
 # The memory bandwidth that all ranks of a host share (here, two sockets with 8 DDR4 channels each), and how often a
@@ -103,11 +103,11 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
 def source_s(work: Workload, speeds: Speeds) -> float:
     """Return the seconds per step that a device spends running the language model; 0 if activations are read from disk.
 
-    A rank that runs the language model itself waits for it, whereas separate model GPUs run it while the SAEs train. If
-    the model takes a seconds and the SAEs take b seconds on one GPU, then m model GPUs and n - m training GPUs take
-    max(a / m, b / (n - m)). This time is never below (a + b) / n, the time of n GPUs that do both. Separate GPUs can be
-    faster only through effects that this formula omits: fewer ranks exchange less data, and without the model the SAE
-    may fit into memory, or fit with larger micro-batches.
+    A rank that runs the language model itself has to wait for the model, whereas separate model GPUs run it while the
+    SAEs train. If the model takes a seconds and the SAEs take b seconds on one GPU, then m model GPUs and n - m
+    training GPUs take max(a / m, b / (n - m)). This time is never below (a + b) / n, the time of n GPUs that do both.
+    Separate GPUs can be faster only through effects that this formula omits: fewer ranks exchange less data, and
+    without the model the SAE may fit into memory, or fit with larger micro-batches.
     """
     # A forward pass up to the last hook produces the rows of all hooks.
     flops = max(settings.flops_per_token() for settings in work.job.hooks.values())

@@ -58,7 +58,7 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
         return other_users, bool(other_users)
     if changed := _changed(job, state):
         other = f"{output} contains an extraction with a different {changed[0]}, {show(state.job.get(changed[0]))}"
-        return f"{other}, so this one would be refused; choose another folder", True
+        return f"{other}, so this extraction would be refused; choose another folder", True
     if state.is_finished:
         return f"{output} contains this extraction, finished with {n_rows:,} rows", False
     return f"{output} contains the first {n_rows:,} rows of this extraction, which resumes after them", False

@@ -288,7 +288,7 @@ def _check_disk(work: Workload, machine: Machine) -> list[Problem]:
     root, free = free_disk(machine.output_root)
     if free is not None and free < needed:
         needs, has = distinct_sizes(needed, free)
-        message = f"checkpoints and SAE need about {needs}, but {root} has {has} free"
+        message = f"the checkpoints and the SAE need about {needs}, but {root} has {has} free"
         message += "; free some space or lower train.keep_checkpoints"
         return [Problem("--data-dir", message)]
     return []

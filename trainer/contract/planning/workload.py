@@ -184,8 +184,8 @@ def steps_of(job: JobConfig, devices: int) -> int:
 def ranks_of(job: AnyJob, devices: int) -> int:
     """Return the number of devices on which a job trains: all except the GPUs that only run its language model.
 
-    If `model_gpus` is "auto", return the number of all devices, since a step has the tokens of that many ranks, even if
-    some of the devices turn out to run only the model.
+    If `model_gpus` is "auto", return the number of all devices: a step has the tokens of that many ranks even if some
+    devices turn out to run only the model.
     """
     asked = job.model_gpus
     return devices if asked == "auto" else max(1, devices - asked)

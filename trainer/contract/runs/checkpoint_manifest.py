@@ -112,7 +112,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_whole(path: Path) -> Path:
-    """Return `path` if it is an intact checkpoint, or else the latest intact checkpoint in the folder `path`.
+    """Return `path` if it is an intact checkpoint, otherwise the latest intact checkpoint in the folder `path`.
 
     Raise `UserError` if there is no intact checkpoint.
     """

@@ -19,7 +19,7 @@ from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
 # The maximum number of bytes that are read to identify the content of all shards. Smaller data is read completely; from
-# larger data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s, during the
+# larger data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s during the
 # first steps of a run.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
@@ -106,7 +106,7 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
     names = [one.name for one in new]
     shown = [*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else [])]
     rows = f"{plural(sum(one.rows for one in new), 'row')} in {join_words(shown)}"
-    return f"data.path: the data has grown by {rows}; the held-out rows stay the same, and all new rows are trained on"
+    return f"data.path: the data has grown by {rows}; the held-out rows stay the same, and training uses all new rows"
 
 
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:

@@ -7,8 +7,8 @@ from trainer.contract.planning.hardware import MeasuredHardware
 # Variables that route transfers through host memory instead of directly between GPUs.
 STAGED = {"NCCL_P2P_DISABLE": "1"}
 # Ranks on one machine need no network. By default, NCCL connects through the first interface that it finds, which may
-# belong to a VPN or to a container with a firewall. It also registers memory with InfiniBand, which fails if the limit
-# on locked memory is low.
+# belong to a VPN or to a container with a firewall. NCCL also registers memory with InfiniBand, which fails if the
+# limit on locked memory is low.
 _ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 

@@ -114,7 +114,7 @@ class ChildRank(RankEnd):
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
-        """Return when the rank recorded its error, or else when it exited.
+        """Return when the rank recorded its error or, if it did not, when it exited.
 
         For a killed rank, the result is `BACKDATED_BY_S` earlier. A rank that raises an error may shut down more
         slowly than the other ranks, which exit as soon as they lose their connection to it.

@@ -10,7 +10,7 @@ from trainer.contract.settings.job import AnyJob
 
 
 def check_backend(job: AnyJob) -> list[Problem]:
-    """Return the launch backend's problems with a job; warn if a job on this machine requests several nodes."""
+    """Return the problems of a job with its launch backend; warn if a job on this machine requests several nodes."""
     check = LAUNCH_BACKENDS[job.launch.backend].check
     problems: list[Problem] = pkgutil.resolve_name(check)(job) if check else []
     if job.launch.nodes > 1 and not job.cluster:

@@ -48,7 +48,7 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
     # Whether encoder updates can be tied to decoder updates if the optimizer supports this.
     encoder_follows: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
-    # peak of a step, and the number of matrices of the size of W_dec in addition to W_dec's gradient. Both numbers are
+    # peak of a step, and the number of W_dec-sized matrices in addition to W_dec's gradient. Both numbers are
     # 0 for an architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE`
     # measures the first number.
     dense_matrices: float = 0
@@ -313,7 +313,7 @@ METRICS = {
     ),
     "explained_variance": MetricEntry(
         "trainer.metrics.reconstruction:ExplainedVariance",
-        "Explained share of the variance, without constant errors.",
+        "Explained share of the variance; a constant error is ignored.",
         Series("explained variance", better="higher", curve=None, prominence="minor"),
     ),
     "l0": MetricEntry(
@@ -336,7 +336,7 @@ METRICS = {
     ),
     "dense_fraction": MetricEntry(
         "trainer.metrics.sparsity:DenseLatents",
-        "Share of latents that fire on more than a tenth of tokens.",
+        "Share of latents that fire on more than a tenth of the tokens.",
         Series("dense fraction", curve=None, prominence="minor"),
     ),
 }

@@ -122,7 +122,11 @@ def check_extract(job: ExtractJob) -> list[Problem]:
     """Return problems with combinations of settings that are individually valid."""
     problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
-        which = "is missing; set it or text.dataset" if job.text.path is None else "is set, and so is text.dataset"
+        which = (
+            "is missing; set it or text.dataset"
+            if job.text.path is None
+            else "is set together with text.dataset; set only one of them"
+        )
         problems.append(Problem("text.path", which))
     if job.text.context <= job.extract.skip_first:
         most = f"must be below text.context, {job.text.context}, not {job.extract.skip_first}"

@@ -65,7 +65,7 @@ def parse_hook(text: str) -> Hook:
         # Some models call their blocks "blocks", so "blocks.3.attn" may be a module path.
         if "hook_" in match[2]:
             listed = ", ".join(f"blocks.{match[1]}.{theirs}" for theirs in SITES.values())
-            raise ValueError(f"has no site {match[2]}; known are {listed}")
+            raise ValueError(f"has no site {match[2]}; the known sites are {listed}")
     if not _PATH.fullmatch(text):
         raise ValueError(f"must be {WANTED}")
     return Hook(path=text)

@@ -283,7 +283,7 @@ class ParallelSettings(msgspec.Struct, frozen=True):
     latent_ranks: Annotated[
         int,
         about(
-            "hybrid: number of ranks that shard the latents; groups of such ranks split the tokens.",
+            "hybrid: number of ranks that shard the latents; the groups split the tokens.",
             advanced=True,
             ge=1,
         ),

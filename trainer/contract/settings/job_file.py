@@ -78,7 +78,7 @@ def members(job: J) -> dict[str, J]:
 
     Without a sweep, the dict contains the job itself with the label "". Settings that a member's architecture or
     optimizer does not have are omitted from its job and label. A setting shared by several members has the value in the
-    file, or else the default of the first member.
+    file or, if it is not set there, the default of the first member.
     """
     if not job.sweep:
         return {"": job}
@@ -313,4 +313,4 @@ def _suggestion(key: str, names: Sequence[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(key, names, n=1)
-    return f'; did you mean "{close[0]}"?' if close else f"; known are {', '.join(names)}"
+    return f'; did you mean "{close[0]}"?' if close else f"; the known settings are {', '.join(names)}"

@@ -110,7 +110,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return a forward pass's operations per token, scaled to the throughput of training's matrix products."""
+        """Return the operations per token of a forward pass, scaled to the throughput of matrix products in a step."""
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property
@@ -132,7 +132,11 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
 
     def _check_text(self) -> list[Problem]:
         if (self.text is None) == (self.dataset is None):
-            which = "is missing; set it or data.dataset" if self.text is None else "is set, and so is data.dataset"
+            which = (
+                "is missing; set it or data.dataset"
+                if self.text is None
+                else "is set together with data.dataset; set only one of them"
+            )
             return [Problem("data.text", which)]
         if self.text and (lack := lack_of_text(self.text)):
             return [Problem("data.text", lack)]

@@ -39,7 +39,7 @@ def all_sections() -> dict[str, type[msgspec.Struct]]:
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return a section's settings, including settings of the chosen registry entries or else of the default entry."""
+    """Return a section's settings, including those of the chosen or default registry entries."""
     common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common

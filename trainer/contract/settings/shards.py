@@ -1,4 +1,4 @@
-"""Determines the contents of an activation folder from only its file headers, without torch or numpy.
+"""Determines the contents of an activation folder from its file headers alone, without torch or numpy.
 
 This module reads the headers of safetensors and .npy files. Other formats need torch or pyarrow, so the trainer reads
 their headers, and the app requests the result from the trainer.

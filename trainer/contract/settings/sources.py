@@ -216,7 +216,7 @@ class ShardSettings(SourceSettings, frozen=True):
         first, second = (str(file) for file in twice)
         what = f"{first} is given twice" if first == second else f"{second} is the same file as {first}"
         message = (
-            f"{what}, so that held-out rows would be trained on; give each once (data.weights can favour one of them)"
+            f"{what}, so the run would train on held-out rows; give each once (data.weights can favour one of them)"
         )
         return [Problem("data.path", message)]
 

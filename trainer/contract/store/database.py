@@ -81,8 +81,8 @@ def _make(path: Path, schema: Schema) -> None:
 
 def _make_file(path: Path, folder: Path) -> None:
     # The WAL files get the mode of the main file. Create the main file without opening it: closing any of its
-    # descriptors would drop the POSIX locks that other connections of this process hold, and the next process that
-    # closes the store would delete the WAL that these connections use.
+    # descriptors would drop the POSIX locks that other connections of this process hold. The next process that closes
+    # the store would then delete the WAL that these connections use.
     os.mknod(path, 0o600)
     if is_shared(folder):
         path.chmod(file_mode(folder))
