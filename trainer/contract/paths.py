@@ -158,7 +158,7 @@ class DataDir:
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id with files in this folder, even if the store lacks the job, or 0."""
+        """Return the highest job id with files in this folder (0 if there is none), even if the store lacks the job."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)

@@ -142,7 +142,7 @@ class RankWork(Generic[J]):
             file = LineFile(paths.progress_file(spec.attempt), at)
             return StoredProgress(file, self.total_steps, self.stop, by_files, self.finish)
         if at:
-            # An unusable store loses metrics but must not fail the run.
+            # If the store is unusable, metrics are lost, but the run must not fail.
             with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
                 writer.rewind(at)
         requests = (

@@ -109,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return a dict that maps each part to its seconds on this device type, summed over the SAEs' report cards."""
+    """Return a dict that maps each part to its time on this device type in seconds, summed over the report cards."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():

@@ -1,4 +1,4 @@
-"""Reads features files, in which evaluations store what each latent fires on, without torch or numpy."""
+"""Reads features files, which evaluations write to record what each latent fires on, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class Features:
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
         """Return the latents whose contexts may contain the words, split over several tokens.
 
-        Such contexts have a token that ends with the start of the words, and a token that starts with their end. If
+        These contexts have a token that ends with the start of the words, and a token that starts with their end. If
         there are more than `_MOST_JOINED` candidates, skip latents in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
