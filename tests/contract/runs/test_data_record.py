@@ -100,7 +100,7 @@ def test_new_shards_follow_the_old_ones_and_are_not_split(
     grown = sampled(record_of([ShardSettings(str(folder))], before))
     assert grown[0].names == ["b.npy", "d.npy", "a.npy", "c.npy"]
     assert grown[0].split_rows == 160
-    said = "data.path: the data has grown by 12 rows in a.npy and c.npy; the held-out rows stay the same, and all"
+    said = "data.path: the data has grown by 12 rows in a.npy and c.npy; the held-out rows stay the same, and training"
     assert (news_of_data(before, grown) or "").startswith(said)
     save(folder / "0.npy", 1)
     again = record_of([ShardSettings(str(folder))], grown)

@@ -218,7 +218,7 @@ def test_a_locked_store_is_read_after_its_release(
     holder = child(HOLDER, path)
     assert holder.hear() == "held"
     for _ in range(2):
-        with pytest.raises(StoreError, match=f"is locked by another process .*process {holder.process.pid} "):
+        with pytest.raises(StoreError, match=f"has been locked by another process .*process {holder.process.pid} "):
             followed.poll()
     holder.tell()
     assert holder.hear() == "free"
