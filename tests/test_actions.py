@@ -104,7 +104,7 @@ def test_a_job_is_stopped_after_a_question_and_killed_after_a_second_one(
     assert state.jobs[0].stop_requested
     actions.stop(job_id)
     assert person.questions[-1][1] == "Kill it"
-    assert person.told[-1] == "information: Job 1 is killed within 5 s, saved or not."
+    assert person.told[-1] == "information: Job 1 is killed within 5 s, even if it has not saved."
 
 
 def test_a_running_training_can_finish_early_instead_of_being_stopped(

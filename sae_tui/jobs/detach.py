@@ -37,7 +37,7 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
     """Start a background program and append its output to a log; `who` is the program's name in error messages.
 
     Raise `UserError` if the program does not start. The process that is started here forks the actual program and
-    exits. Therefore, the caller has no child to wait for, and the program can never get a controlling terminal.
+    exits. Therefore, the caller has no child to wait for, and the program can never acquire a controlling terminal.
     """
     outside = _scope_prefix()
     if outside:
@@ -52,10 +52,10 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
 
 
 def _scope_prefix() -> tuple[str, ...]:
-    """Return a command prefix that makes a program outlive the login session, or () if impossible or unnecessary.
+    """Return a command prefix that makes a program outlive the login session; () if this is impossible or unnecessary.
 
     The prefix starts the program in a scope of the user's service manager. If lingering is enabled, that manager keeps
-    running after the session has ended.
+    running after the session ends.
     """
     try:
         group = Path("/proc/self/cgroup").read_text()

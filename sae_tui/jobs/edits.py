@@ -61,7 +61,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
     """Set a job's priority in the queue (-100 to 100); for a running job, it applies if the job is queued again."""
     if not -100 <= priority <= 100:
-        raise UserError(f"a priority is -100 to 100, not {priority}")
+        raise UserError(f"a priority must be between -100 and 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)
 
 
@@ -81,7 +81,7 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
-    # Mark a pause request that the supervisor has not read yet as answered, since it would hold the job again.
+    # Answer a pause request that the supervisor has not read yet; otherwise, the supervisor would hold the job again.
     control.answer(job_id, "pause")
     message = _release_message(job, is_held, describe_unfinished(data, control, job), data.run(job_id))
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
@@ -113,7 +113,7 @@ def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> st
 def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
     """Make a queued job wait until the jobs in `after` have finished."""
     job = control.job(job_id)
-    _refuse_unless_queued(job, "only a queued job can wait for others")
+    _refuse_unless_queued(job, "only a queued job can wait for other jobs")
     after = tuple(dict.fromkeys(after))
     refuse_circle(control, job_id, after)
     message = comes_after(after) or "no longer waits for other jobs"
@@ -150,7 +150,7 @@ def finish(data: DataDir, job_id: int) -> str:
             return f"job {job_id} is already cooling down"
         refuse_if_silent(data, job)
         control.request(job_id, "finish")
-        how = f"cools down over another {COOL_DOWN_SHARE:.0%} of the steps that it has taken, and then finishes"
+        how = f"cools down for another {COOL_DOWN_SHARE:.0%} of the steps taken so far, then finishes"
         return f"job {job_id} {how}" + _if_elsewhere(data, job)
 
 
@@ -161,7 +161,9 @@ def kill(data: DataDir, job_id: int) -> str:
         job_id,
         "kill",
         queued=_stop_message,
-        running=_of_kind("is killed within 5 s, saved or not", "is killed within 5 s; its complete shards are kept"),
+        running=_of_kind(
+            "is killed within 5 s, even if it has not saved", "is killed within 5 s; its complete shards are kept"
+        ),
     )
 
 
@@ -173,8 +175,8 @@ def pause(data: DataDir, job_id: int) -> str:
         "pause",
         queued=_pause_message,
         running=_of_kind(
-            "saves a checkpoint at its next step and is paused; others can then use its GPUs",
-            "is paused, so that others can use its GPUs; its complete shards are kept",
+            "saves a checkpoint at its next step and is paused; other jobs can then use its GPUs",
+            "is paused, so that other jobs can use its GPUs; its complete shards are kept",
         ),
     )
 
@@ -240,6 +242,6 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
 
 
 def _if_elsewhere(data: DataDir, job: Job) -> str:
-    """Return a clause about when another host will act on the request, or "" if the job belongs to this host."""
+    """Return a clause that says when another host will act on the request, or "" if the job belongs to this host."""
     why = elsewhere(data, job)
     return f", once {job.host} reads the request; {why}" if why else ""

@@ -22,7 +22,7 @@ class RankEnding(msgspec.Struct, frozen=True):
 
 
 class JobEnding(msgspec.Struct, frozen=True):
-    """The final state of a job, and the cause of that state."""
+    """The final state of a job and its cause."""
 
     state: JobState
     ended: Time

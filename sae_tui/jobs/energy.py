@@ -8,15 +8,15 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# The user is informed if the energy was measured for a smaller share of a job's time.
-# The limit is below 1 because the last readings may not be stored yet when a job ends.
+# The user is informed if the energy was measured for a smaller share of a job's time than this. The limit is below 1
+# because the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
 
 class Energy(NamedTuple):
     """The energy that a job has used; unknown values are None.
 
-    `energy_share` is the share of the job's time in which the energy was measured.
+    `energy_share` is the share of the job's time during which the energy was measured.
     """
 
     energy_wh: float | None = None
@@ -61,7 +61,7 @@ def energy_words(job: Job, settings: Settings) -> str:
 
 
 def watt_hours(energy_wh: float) -> str:
-    """Format an energy, like `12 Wh` or `1.23 kWh`."""
+    """Format an amount of energy, like `12 Wh` or `1.23 kWh`."""
     return f"{number(energy_wh / 1000)} kWh" if energy_wh >= 1000 else f"{number(energy_wh)} Wh"
 
 

@@ -1,4 +1,4 @@
-"""Checks whether another Python interpreter can train.
+"""Checks whether another Python interpreter can run the trainer.
 
 The interpreter is run with a time limit, and reports its version and packages. The result is cached until the
 executable or one of its package folders changes.
@@ -35,8 +35,8 @@ LIMIT_S = 60.0
 # An interpreter whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# A script that reports the properties of the interpreter that runs it. Even Python 2 can run it and report its version.
-# The alarm stops the script even if the app has exited.
+# A script that reports the properties of the interpreter that runs it. Even Python 2 can run the script, which then
+# reports its version. The alarm stops the script even if the app has exited.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()
@@ -140,7 +140,7 @@ class Environment(msgspec.Struct, frozen=True):
         return OtherInterpreter(self.python, frozenset(answer.packages), *map(printable, build))
 
     def lack(self) -> str:
-        """Return why this environment cannot train any job, with a remedy, or "" if it can train."""
+        """Return why the trainer cannot run in this environment, with a remedy, or "" if it can."""
         if (answer := self.answer) is None:
             return printable(self.failure or f"{self.python} is being checked; wait a moment")
         install = f"run `{self.python} -m pip install"
@@ -151,7 +151,7 @@ class Environment(msgspec.Struct, frozen=True):
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
         if answer.trainer_error:
             return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
-        # Import the function only here, since the import takes as long as an entire command.
+        # Import the function here, since importing it takes as long as an entire command.
         from importlib.metadata import version
 
         if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):
@@ -216,7 +216,7 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 
 @contextlib.contextmanager
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
-    """Yield the problems of the interpreter that a job names, or no problems if the job names none.
+    """Yield the problems of the interpreter that a job names, or an empty list if the job names no interpreter.
 
     Within the context, all checks of the job use the packages of that interpreter.
     """
@@ -266,14 +266,17 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # Run the script in a folder owned by root, since older interpreters lack the option -P and import from that folder.
+    # Run the script in a folder owned by root, since older interpreters lack the option -P and import modules from
+    # their working folder.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", env=environment, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        return Environment(path, failure=f"{path} did not respond within {limit_s:g} s; name another, or try again")
+        return Environment(
+            path, failure=f"{path} did not respond within {limit_s:g} s; name another interpreter, or try again"
+        )
     except OSError as error:
         return Environment(path, failure=f"{path} cannot be run: {error.strerror or error}")
     try:

@@ -49,7 +49,7 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The progress as text, such as `evaluating 41 % · 3 min left · rows`, or why the evaluation waits."""
+        """The progress as text, such as `evaluating 41 % · 3 min left · rows`, or why the evaluation is waiting."""
         if self.waits_for:
             return f"evaluation waits: {self.waits_for}"
         share, left, stage = self.reached.words_apart

@@ -57,7 +57,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"No space left|disk .*is full|Disk quota exceeded|free some space|Read-only file system",
-        Remedy("disk", "free disk space or raise the quota, then resume the job: its last good checkpoint is intact"),
+        Remedy("disk", "free disk space or raise the quota, then resume the job; its last good checkpoint is intact"),
     ),
     (
         r"address already in use|EADDRINUSE|connectFullMesh failed",
@@ -87,7 +87,9 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"uncorrectable ECC|Cuda failure (214|'uncorrectable)",
-        Remedy("gpu-fault", "the GPU's memory is failing: reset it (`nvidia-smi --gpu-reset`), or resume on others"),
+        Remedy(
+            "gpu-fault", "the GPU's memory is failing: reset it (`nvidia-smi --gpu-reset`), or resume on other GPUs"
+        ),
     ),
     (
         r"illegal memory access|illegal instruction|unspecified launch failure|misaligned address|hardware stack error"

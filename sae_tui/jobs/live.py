@@ -25,7 +25,7 @@ class LiveRun:
         self.overfitting: str | None = None
 
     def poll(self) -> bool:
-        """Read new data and return whether there was any; if there was none, this took one `stat` call and 6 µs."""
+        """Read new data and return whether there was any; without new data, this takes one `stat` call and 6 µs."""
         # If the file is locked or damaged, the next poll retries.
         with contextlib.suppress(StoreError):
             return self._follower.poll(self._read) and self.heartbeat is not None
@@ -54,7 +54,7 @@ class LiveRun:
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return a dict that maps these series to their latest values, for a sweep to the values of its best SAE."""
+        """Return a dict that maps these series to their latest values; for a sweep, to those of its best SAE."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

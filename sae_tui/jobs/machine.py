@@ -34,9 +34,9 @@ def this_machine() -> dict[str, Any]:
 def is_here(job: Job) -> bool:
     """Return whether a job is on this machine, even if the machine's name has changed.
 
-    A job with the current boot id is on this machine. If the boot ids differ, the host names are compared, unless the
-    machine ids differ and thus show that another machine has the same name. Equal machine ids prove nothing, since
-    machines that were created from the same image share their id.
+    A job with the current boot id is on this machine. If the boot ids differ, the host names are compared, unless
+    different machine ids show that another machine has the same name. Equal machine ids prove nothing, since machines
+    that were created from the same image share their id.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -94,7 +94,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
     if math.isinf(heard.age_s):
         # The job has no files whose modification times could show whether its host is silent.
         return ""
-    # Import the module only here, since a waiting supervisor does not need it.
+    # Import the module here, since a waiting supervisor does not need it.
     import shlex
 
     way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"

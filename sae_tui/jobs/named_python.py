@@ -31,7 +31,7 @@ def command(python: str | None, *words: str) -> list[str]:
 
 
 def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables to run this interpreter with, so that it finds its own packages."""
+    """Return environment variables that make this interpreter find its own packages."""
     return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
 
 
@@ -73,7 +73,7 @@ def _kind(path: Path) -> str:
         return f"{path} is a folder; name the Python interpreter in it" + (f", {inside}" if inside.exists() else "")
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a regular file; name the Python interpreter of an environment"
-    return "" if os.access(path, os.X_OK) else f"{path} is not executable; `chmod u+x` it, or name another"
+    return "" if os.access(path, os.X_OK) else f"{path} is not executable; `chmod u+x` it, or name another Python"
 
 
 def _distrust(python: Path) -> str:

@@ -32,7 +32,7 @@ from trainer.contract.wording import join_words
 
 # A job without a recorded supervisor is regarded as orphaned after this time, which is enough even for a slow launch.
 UNSUPERVISED_S = 30.0
-# Ranks receive SIGTERM when their supervisor dies, and then have this time to save.
+# Ranks receive SIGTERM when their supervisor dies, and then have this long to save.
 ORPHANS_S = 60.0
 
 
@@ -174,7 +174,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
     held = is_held(lock)
     # If no process holds the lock, ignore the processes in the rows, since other users may have written these rows.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    # Import the catalog only here, since a waiting supervisor does not need it.
+    # Import the catalog here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
     backend = LAUNCH_BACKENDS.get(job.backend)
@@ -208,7 +208,7 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
-    # Use the total steps in the row, since the heartbeat of an extended job may be from before the extension.
+    # Use the total number of steps in the row, since the heartbeat of an extended job may be from before the extension.
     is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 

@@ -26,7 +26,7 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# A process retries to start missing supervisors after this many seconds.
+# A process tries again to start missing supervisors after this many seconds.
 AGAIN_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "sae_tui.jobs.revive")
 _again_at = 0.0

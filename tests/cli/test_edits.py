@@ -59,7 +59,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
             'a tag cannot start with "-", as "-base" does; `--remove base` removes a tag',
         ),
         (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
-        (["priority", "1", "101"], 1, "a priority is -100 to 100, not 101"),
+        (["priority", "1", "101"], 1, "a priority must be between -100 and 100, not 101"),
         (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),
         (["after", "1", "1"], 1, "job 1 cannot come after itself"),
         (["after", "1", "x"], 2, 'OTHER: must be an integer of at least 1, not "x"'),
@@ -242,7 +242,7 @@ def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
         "launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100000000", "--tag", "later"
     )["id"]
     wait_for_state(shell, job_id, "running")
-    assert "and is paused; others can then use its GPUs" in shell.run("pause", job_id).stdout
+    assert "and is paused; other jobs can then use its GPUs" in shell.run("pause", job_id).stdout
     paused = wait_for_state(shell, job_id, "queued")
     assert paused["held"]
     listed = shell.run("jobs", "state:paused", "#later").stdout

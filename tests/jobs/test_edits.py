@@ -37,8 +37,8 @@ def test_name_note_and_tags_are_stored_in_the_job_list_and_in_the_run_folder(box
         (edits.retag, [["a,b"]], 'a tag is one word of at most 40 characters, not "a,b"'),
         (edits.retag, [["#"]], 'a tag is one word of at most 40 characters, not "#"'),
         (edits.retag, [["x" * 41]], "a tag is one word"),
-        (edits.prioritise, [101], "a priority is -100 to 100, not 101"),
-        (edits.prioritise, [-101], "a priority is -100 to 100, not -101"),
+        (edits.prioritise, [101], "a priority must be between -100 and 100, not 101"),
+        (edits.prioritise, [-101], "a priority must be between -100 and 100, not -101"),
         (edits.come_after, [[1]], "job 1 cannot come after itself; choose another job"),
         (edits.come_after, [[9]], "there is no job 9; `sae-tui jobs` lists them"),
     ],
@@ -60,8 +60,8 @@ def test_an_invalid_edit_is_rejected_and_changes_nothing(box, what, values, said
         (edits.release, JobState.RUNNING, "job 1 is running; it is not held"),
         (edits.release, JobState.FINISHED, "job 1 has finished; it is not held"),
         (edits.release, JobState.STOPPED, "job 1 was stopped; `sae-tui resume 1` resumes it"),
-        (edits.come_after, JobState.RUNNING, "job 1 is running; only a queued job can wait for others"),
-        (edits.come_after, JobState.FAILED, "job 1 failed; only a queued job can wait for others"),
+        (edits.come_after, JobState.RUNNING, "job 1 is running; only a queued job can wait for other jobs"),
+        (edits.come_after, JobState.FAILED, "job 1 failed; only a queued job can wait for other jobs"),
     ],
 )
 def test_only_a_queued_job_can_be_held_released_or_made_dependent(box, what, state, said):
@@ -125,7 +125,7 @@ def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
     ("what", "said"),
     [
         (edits.stop, "job 1 stops; its complete shards are kept"),
-        (edits.pause, "job 1 is paused, so that others can use its GPUs; its complete shards are kept"),
+        (edits.pause, "job 1 is paused, so that other jobs can use its GPUs; its complete shards are kept"),
         (edits.kill, "job 1 is killed within 5 s; its complete shards are kept"),
     ],
 )
@@ -141,7 +141,7 @@ def test_only_a_running_training_can_finish_early(box):
         edits.finish(box.data, job_id)
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
-    assert "cools down over another 15%" in edits.finish(box.data, job_id)
+    assert "cools down for another 15%" in edits.finish(box.data, job_id)
     assert edits.finish(box.data, job_id) == f"job {job_id} is already cooling down"
     assert box.control.open_requests(job_id) == {"finish"}
     edits.stop(box.data, job_id)

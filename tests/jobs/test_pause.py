@@ -59,7 +59,7 @@ def test_a_pause_that_is_followed_by_a_stop_does_not_queue_the_job(box):
 def test_a_paused_job_releases_its_gpus_and_continues_after_its_release(box):
     job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
     box.wait_steps(job_id, rank_count=2)
-    message = f"job {job_id} saves a checkpoint at its next step and is paused; others can then use its GPUs"
+    message = f"job {job_id} saves a checkpoint at its next step and is paused; other jobs can then use its GPUs"
     assert edits.pause(box.data, job_id) == message
     paused = wait_paused(box, job_id)
     assert (paused.ended, paused.error, paused.attempt) == (None, None, 1)
@@ -311,7 +311,7 @@ def test_resuming_a_job_that_never_started_starts_it(box):
     edits.stop(box.data, job_id)
     box.wait_ended(job_id)
     assert box.resume(job_id).step == 0
-    assert box.messages(job_id, "resuming") == ["starts from step 0: it had saved no checkpoint"]
+    assert box.messages(job_id, "resuming") == ["starts from step 0, since it had saved no checkpoint"]
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.held) == (JobState.FINISHED, 1, False)
 

@@ -150,7 +150,7 @@ def test_a_resumed_job_stays_held_and_dependent_unless_it_has_begun(box, attempt
     job = box.job(job_id)
     if attempt:
         assert (job.held, job.after) == (False, ())
-        assert plan.sentence == "starts from step 0: it had saved no checkpoint"
+        assert plan.sentence == "starts from step 0, since it had saved no checkpoint"
         assert box.wait_ended(job_id).state == JobState.FINISHED
     else:
         assert (job.held, job.after) == (True, (first,))

@@ -241,7 +241,10 @@ def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
 
 @functools.cache
 def _reader(root: Path, source: str) -> GpuReader:
-    """Return the cached reader of a GPU source. The reader measures how long another process blocks the source."""
+    """Return the cached reader of a GPU source.
+
+    The reader keeps track of how long another process has blocked the source.
+    """
     return GpuReader(DataDir(root), source)
 
 

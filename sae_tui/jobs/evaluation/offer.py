@@ -99,10 +99,11 @@ def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> d
 
 
 def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -> list[str]:
-    """Return the default parts: the missing parts that do not take long, or only the rows if there are none."""
+    """Return the default parts: the missing parts that do not take long or, if there are none, only the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
-    # Measuring the rows again is worthwhile, since an evaluation reads more rows than the end of a training run does.
+    # Measuring the rows again is worthwhile, since an evaluation reads more rows than the measurement at the end of
+    # training.
     return short or [ROWS]
 
 

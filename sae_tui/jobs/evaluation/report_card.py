@@ -133,9 +133,9 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return a dict that maps the label of each SAE in a folder to that SAE's report card number `number`.
+    """Return a dict that maps the label of each SAE in a folder to the report card with this number.
 
-    Raise `UserError` if no SAE has such a report card.
+    Raise `UserError` if no SAE has a report card with this number.
     """
     cards = versions_of(folder)
     if shown := {label: one for label, versions in cards.items() for one in versions if one.number == number}:

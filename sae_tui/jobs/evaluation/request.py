@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True):
 
     job_id: int
     model: str | None = None
-    # The name in the request file is `card`, as in earlier versions.
+    # The request file calls this field `card`, as in earlier versions.
     gpu: ReservedGpu | None = msgspec.field(default=None, name="card")
     is_probed: bool = False
     python: str = ""
@@ -96,9 +96,9 @@ def evaluate(data: DataDir, request: Request) -> str:
             raise UserError(f"job {request.job_id} is already being evaluated") from None
         raise
     if request.waits and not request.gpu:
-        return f"job {request.job_id} will be evaluated once a GPU is free; this continues if you quit"
+        return f"job {request.job_id} will be evaluated once a GPU is free, even if you quit"
     where = f"GPU {request.gpu.index}" if request.gpu else "the CPU"
-    return f"job {request.job_id} is being evaluated on {where}; this continues if you quit"
+    return f"job {request.job_id} is being evaluated on {where}; the evaluation continues if you quit"
 
 
 def stop(data: DataDir, job_id: int) -> str:
@@ -150,7 +150,7 @@ def _runs_code(data: DataDir, job_id: int) -> bool:
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:
-    """Return a message that a job has no features, and a question that offers to evaluate the job now.
+    """Return a message saying that a job has no features, and a question that offers to evaluate the job now.
 
     The question is "" if the job cannot be evaluated, or if an evaluation would find no features.
     """

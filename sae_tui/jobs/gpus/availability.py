@@ -21,7 +21,7 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A GPU that a job may use; `reason` explains why the GPU is unavailable, or what is unknown about it.
+    """A GPU that the user may choose; `reason` explains why it is unavailable, or what is unknown about it.
 
     `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory that jobs can use on the
     idle GPU, which excludes the memory that the driver reserves. `withheld` is True if only other users may use the
@@ -96,7 +96,7 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
-    """Add the GPUs whose lock is held by a job outside our store; `folder` is the folder of the locks, or a reader."""
+    """Add the GPUs whose lock is held by a job outside our store; `folder` contains the locks, or is their reader."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
     # If one of our jobs holds the lock but not yet the lease, it is recognised by the pid of its supervisor.
@@ -110,7 +110,7 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short text about how a GPU is used, and the name of the text's style."""
+    """Return a short description of how a GPU is used, and the name of the style to show it in."""
     if choice.state == "available":
         return choice.brief or "idle", "dim"
     return choice.brief, "good" if choice.job_id is not None else "warn"
@@ -224,9 +224,9 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the process outside our jobs that uses the most memory, or None if all such processes use little.
+    """Return the process outside our jobs that uses the most memory, or None if they all use little memory.
 
-    A process whose memory use is unknown is never assumed to use little.
+    A process whose memory use is unknown is never assumed to use little memory.
     """
     large = [
         process

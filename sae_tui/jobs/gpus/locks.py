@@ -31,7 +31,7 @@ _ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a fold
 
 
 class GpuLocks:
-    """The locks of one job's GPUs; either all of them are acquired, or none. Jobs that share a GPU share its lock."""
+    """The locks of one job's GPUs; either all locks are acquired, or none. Jobs that share a GPU share its lock."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
         # Sort the GPUs, so that two jobs that need the same GPUs cannot each hold one and wait for the other.
@@ -160,7 +160,7 @@ class HolderReader:
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
     """Return a dict that maps the device and inode of each whole-file lock in /proc/locks to the lock's pid."""
-    # Lines for processes that wait for a lock have an arrow before the type of the lock, so they do not match.
+    # Lines for processes that wait for a lock have an arrow before the type of the lock, so the pattern does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
 

@@ -1,4 +1,7 @@
-"""Tracks which GPUs of this machine our jobs hold, and creates GPU sources. Can be used from any thread."""
+"""Tracks which GPUs of this machine our jobs hold, and creates GPU sources.
+
+The functions can be called from any thread.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,8 @@ class Occupancy:
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
     """Return the GPU source with this name, which must be one of `source_names`.
 
-    Simulated GPUs list the ranks of our jobs as their processes. Their number is `count` or, if `count` is None, the
-    number in the name, as in "simulated:8".
+    Simulated GPUs list the ranks of our jobs as their processes. The number of simulated GPUs is `count` or, if `count`
+    is None, the number in the name, as in "simulated:8".
     """
     name, _, named = name.partition(":")
     if name != "simulated":

@@ -22,8 +22,8 @@ def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
     """Open a job file in the editor until it is valid, and return its table; return None if the user changed nothing.
 
     Comments at the top of the file describe the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot
-    be run. Also raise it if the editor reports failure, or if the user leaves an invalid file unchanged; the message
-    then names a file with the edited text.
+    be run or reports failure, or if the user leaves an invalid file unchanged. In the last two cases, the message names
+    a file with the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:

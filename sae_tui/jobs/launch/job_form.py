@@ -60,7 +60,7 @@ class Review(msgspec.Struct, frozen=True):
     lack: str = ""
     # Maps the paths of overridden settings to their effective values, if these are known.
     comes_to: dict[str, str] = {}
-    # Why no job can be launched here; a job file can be written nevertheless.
+    # Why no job can be launched here; a job file can still be written.
     refusal: str = ""
     # True until the job's interpreter has reported its packages.
     is_asking: bool = False
@@ -149,7 +149,7 @@ def _review(
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
-        # Omit warnings, since they would be about the defaults that have replaced the invalid values.
+        # Omit warnings, since they would concern the defaults that have replaced the invalid values.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
@@ -168,7 +168,8 @@ def _review(
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = kind.need(job, look, free, device=device, past=past)
-    # Even if the job runs on the CPU, estimate the memory that it would need on a GPU, since the list of GPUs shows it.
+    # Even if the job runs on the CPU, estimate the memory that it would need on a GPU, since the list of GPUs shows
+    # this estimate.
     beside = look
     if choices and not look.on_gpus:
         beside = propose(job.replace("launch", gpus="auto"), proposal.machine, used_before(past)).outlook
@@ -286,7 +287,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
 
 
 def question_about(code: Sequence[consent.Code], path: Path) -> str:
-    """Return the question to be confirmed by the user before the form is filled from a job file that runs code."""
+    """Return the question that the user must confirm before the form is filled from a job file that runs code."""
     lines = [f"  {each.path}: {printable(each.does)}" for each in code]
     asks = "Use these settings? Do this only if you trust the author of the file."
     return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])

@@ -61,10 +61,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Recommend up to `count` available GPUs of one vendor with enough free memory, most free memory first."""
+    """Recommend up to `count` available GPUs of one vendor with enough free memory, sorted by free memory."""
     reasons, usable = {}, []
     for choice in choices:
-        alone = "a MIG slice, which cannot join other GPUs" if count > 1 and is_slice(choice.uuid) else ""
+        alone = "a MIG slice, which cannot be combined with other GPUs" if count > 1 and is_slice(choice.uuid) else ""
         obstacle = alone or _obstacle(choice, needed_bytes)
         reasons[choice.index] = obstacle or f"{gibibytes(choice.memory_free_bytes or 0)} free"
         if not obstacle:
@@ -77,7 +77,8 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
     """Return the GPUs of the vendor that the PyTorch build supports.
 
-    If that vendor is unknown, return the GPUs of the vendor that can provide the most of the `count` required GPUs.
+    If that vendor is unknown, return the GPUs of the vendor with the most usable GPUs, up to the `count` that are
+    required.
     """
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:
@@ -206,7 +207,7 @@ def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> N
     suited = [choice for choice in choices if proposal.takes_slices or not is_slice(choice.uuid)]
     usable = [choice for choice in suited if choice.state != "unhealthy"]
     if len(usable) < count:
-        alone = "" if len(suited) == len(choices) else "; a MIG slice cannot join other GPUs"
+        alone = "" if len(suited) == len(choices) else "; a MIG slice cannot be combined with other GPUs"
         here = f"only {len(usable)} of {len(choices)} can be used here"
         raise _refusal(f"asks for {plural(count, 'GPU')}, but {here}{alone}")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]

@@ -57,11 +57,11 @@ class ResumePlan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     # The unit of `step`: "step" for a training job, or "row" for an extraction job.
     counts: str = "step"
-    # True if there is a checkpoint. `step` may be 0 even then, since the checkpoint of an imported SAE has step 0.
+    # True if there is a checkpoint. Its step may be 0, as in the checkpoint of an imported SAE.
     has_checkpoint: bool = True
     # The total number of steps, or None unless the job is a training job with a checkpoint.
     total_steps: int | None = None
-    # Why a job that has never run does not start yet, like `is held until it is released`.
+    # Why a job that has never run cannot start yet, like `is held until it is released`.
     waits: str = ""
 
     @property
@@ -73,7 +73,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
         if self.waits:
             return f"is queued again; it {self.waits}"
         if not self.has_checkpoint:
-            return "starts from step 0: it had saved no checkpoint"
+            return "starts from step 0, since it had saved no checkpoint"
         return f"resumes from step {self.step}"
 
 
@@ -194,8 +194,8 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 def _with_its_place(job: Job) -> Job:
     """Return the job with the values of `after` and `held` that apply when it is queued again.
 
-    Both are kept if the job has never run, and cleared if it has. A job that the user stopped is no longer held, since
-    resuming it also releases it.
+    If the job has never run, both values are kept; otherwise, they are cleared. A job that the user stopped is no
+    longer held, since resuming it also releases it.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())
@@ -203,7 +203,7 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return a clause that explains why a queued job does not start yet, or "" if nothing prevents it from starting."""
+    """Return a clause that explains why a queued job cannot start yet, or "" if nothing prevents it."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 

@@ -30,8 +30,8 @@ Entries = tuple[tuple[str, str], ...]
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
     """Return two lists of setting names and values: the important settings, and the settings with default values.
 
-    The first list is sorted by importance. `became` contains the paths of settings that are "auto", with the values
-    that were chosen for them.
+    The first list is sorted by importance. `became` pairs the path of each "auto" setting with the value that was
+    chosen for it.
     """
     raw = table_of(config)
     job, _ = parse_any(raw)
@@ -56,7 +56,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return the paths of settings that can be "auto", with the values that a job's ranks chose for them."""
+    """Return pairs of the path of each setting that can be "auto" and the value that a job's ranks chose for it."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}

@@ -42,7 +42,7 @@ class Attempt(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """True while the attempt is pending in an external scheduler; no steps can be expected in this time."""
+        """True while the attempt is pending in an external scheduler, where it takes no steps."""
         ...
 
     @property

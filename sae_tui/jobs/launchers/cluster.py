@@ -129,7 +129,7 @@ def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _run(argv: Sequence[str]) -> tuple[str, str]:
-    """Run a command; return its output and "" if it succeeds, or "" and the last line of its error output if not."""
+    """Run a command; return its output and "" if it succeeds, otherwise "" and the last line of its error output."""
     try:
         process = _popen(argv)
     except OSError as error:

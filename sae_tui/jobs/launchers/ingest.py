@@ -18,7 +18,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Copies progress lines into a store; saves its position so that a restarted supervisor continues from there."""
+    """Copies progress lines into a store; saves the read position for a restarted supervisor."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db
@@ -31,14 +31,15 @@ class Ingest:
     def poll(self) -> bool:
         """Store up to 4 MiB of complete lines that were added since the last call; return whether there were any.
 
-        Raise `StoreError` if the store cannot be written to; the next call then retries with the same lines.
+        Raise `StoreError` if the store cannot be written to; the next call then stores the same lines.
         """
         self._leave_lost_store()
         chunk = self._read()
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # The trainer never writes lines of this length, so their pieces cannot be decoded and are skipped.
+        # The trainer never writes a line of this length; since the pieces of a longer line cannot be decoded, they are
+        # skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
@@ -73,7 +74,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines in as few writes as possible; flush earlier lines before one that rewinds the history."""
+        """Store the lines in as few writes as possible; write earlier lines before a rewind of the history."""
         writer = self._open()
         rows: list[MetricRow] = []
         events: list[Event] = []
@@ -90,7 +91,10 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Open the store, and read its events so that none is stored twice. Metric rows overwrite earlier copies."""
+        """Open the store, and read its events so that no event is stored twice.
+
+        Metric rows overwrite earlier copies.
+        """
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
             self._identity = file_identity(self._db)

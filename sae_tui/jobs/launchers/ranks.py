@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class RankStates(Generic[R]):
-    """A base class for attempts that contains everything that does not depend on the host of the ranks."""
+    """The base class of attempts, with everything that does not depend on the host of the ranks."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         self._job_id, self._command = setup.job_id, setup.command

@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank whose state is read from its mark file; `launch_log` contains output from before the rank had a log."""
+    """A rank whose state is read from its mark file; `launch_log` contains output that precedes the rank's own log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -56,17 +56,20 @@ class RemoteRank(OneRank):
         return True
 
     def give_up(self, *, never_ran: bool) -> None:
-        """Record that a rank has ended, although its mark does not show this. A rank that `never_ran` did not fail."""
+        """Record that a rank has ended, although its mark does not show this.
+
+        If it `never_ran`, it is not considered failed.
+        """
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """Return when the rank recorded its end or, if it recorded none, when it was given up.
+        """Return when the rank recorded its end or, if it did not, when it was given up.
 
         The time is in seconds since the epoch, according to the clock of the file system that all hosts share.
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - BACKDATED_BY_S
-        # Ignore a mark that was written when the rank started, and so does not record its end.
+        # Ignore a mark that was written at the start of the rank, since it does not record the rank's end.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)

@@ -88,7 +88,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
     """Return the sbatch command that submits the script in `file`; the job's output is appended to `log`.
 
-    The user's own options come last, so that they override the others.
+    The user's own options come last, so that they override our options.
     """
     layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
     options = {

@@ -27,7 +27,7 @@ from trainer.contract.store.rows import Rank
 KILL_AFTER_S = 5.0
 # A failed job is cancelled only after this time, since SLURM reports the reason if the job ends on its own.
 ENDS_ITSELF_S = 15.0
-# The delay after which the last data that a node has written is visible on a network file system.
+# The time until the last data that a node has written becomes visible on a network file system.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -60,7 +60,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._job = setup.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # Contains SLURM's output, and the output of the ranks from before they have their own logs.
+        # Contains SLURM's output, and the output of the ranks until they open their own logs.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -119,7 +119,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         try:
             write_whole(self._paths.stop_file(self._spec.attempt), b"")
         except OSError as error:
-            note(f"asking the ranks to stop has failed and will be tried again: {error}")
+            note(f"asking the ranks to stop failed and will be retried: {error}")
             return
         self._asked_to_stop = True
         self._end_if_pending()
@@ -176,7 +176,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # Read the progress after the marks, so that all progress from before a rank's end is stored.
+        # Read the progress after the marks, so that all progress made before a rank ended is stored.
         with tolerate("reading the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass

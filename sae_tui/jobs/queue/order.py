@@ -1,9 +1,9 @@
 """Decides which queued job starts next; given the same queue and GPUs, all supervisors reach the same decision.
 
-Jobs are ordered by priority, then by age. A job that cannot start yet reserves those suitable GPUs that will become
-free first. Other jobs may use reserved GPUs if they are expected to end in time (backfill), until the waiting job has
-waited for `BACKFILL_S`. Therefore, a job that needs many GPUs waits for at most `BACKFILL_S` plus the duration of the
-longest running job.
+Jobs are ordered by priority, then by age. A job that cannot start yet reserves the suitable GPUs that will become free
+first. Other jobs may use reserved GPUs if they are expected to end in time (backfill), until the waiting job has waited
+for `BACKFILL_S`. Therefore, a job that needs many GPUs waits for at most `BACKFILL_S` plus the duration of the longest
+running job.
 """
 
 from __future__ import annotations

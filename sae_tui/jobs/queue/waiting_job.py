@@ -50,7 +50,7 @@ class QueueEntry:
         self._again_at = 0.0
         self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # By job id: when each other job could first have started, and the rows of the jobs that are skipped.
+        # By job id: the time at which each other job could first have started, and the rows of skipped jobs.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None

@@ -124,7 +124,7 @@ class AttemptRunner:
         """Start the ranks and return the attempt; if a rank cannot be started, set `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
-        # Do not check the packages of another interpreter here, since they were checked at the launch.
+        # Do not check the packages of another interpreter here, since they were checked at launch.
         there = OtherInterpreter(config.launch.python) if config.launch.python else None
         with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
             setup = self._setup(config)
@@ -312,7 +312,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
     """Start to store GPU samples while a job runs, in case no app is running; return None if this fails.
 
-    Errors in the recording never affect the job.
+    Recording errors never affect the job.
     """
     try:
         from sae_tui.jobs.supervisor.gpu_recording import record

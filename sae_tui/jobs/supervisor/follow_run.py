@@ -27,8 +27,8 @@ PUBLISH_EVERY_S = 1.0
 SLOW_START_S = 120.0
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end immediately",
-    "stop": "was asked to stop: its ranks agree on a step and save",
-    "pause": "was asked to pause: its ranks agree on a step and save, and it is paused",
+    "stop": "was asked to stop; its ranks agree on a step and save",
+    "pause": "was asked to pause; its ranks agree on a step and save, and the job is then paused",
 }
 
 
@@ -226,7 +226,10 @@ class Watch:
         self._has_news = False
 
     def _tell_mode(self) -> None:
-        """Record once which mode the ranks have chosen. Until then, the row contains the mode predicted for `auto`."""
+        """Record, once, the mode that the ranks have chosen.
+
+        Until then, the row contains the mode predicted for `auto`.
+        """
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:

@@ -21,7 +21,7 @@ POLL_S = 0.2
 class Recording:
     """Records the samples of all GPUs, and the faults of a job's GPUs.
 
-    If another process on this host is elected to read the GPUs, there are neither samples nor faults.
+    If another process on this host is elected to read the GPUs, this object records neither.
     """
 
     def __init__(self, recorder: Recorder, sampler: Sampler, uuids: Container[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.contract.process import ProcessRef, parent_of
 
-# How long a terminated supervisor lets its ranks save, for example during a shutdown.
+# How long a terminated supervisor gives its ranks to save, for example during a shutdown.
 SAVE_S = 30.0
 
 

@@ -131,7 +131,8 @@ class Supervisor:
         """Stop all ranks, record that this program has failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
-        # If the package was replaced, mixed modules of two versions may have caused the error. A restart avoids this.
+        # If the package was replaced, a mix of modules from two versions may have caused the error. A restart avoids
+        # this.
         if self._is_waiting:
             self._installed.restart_if_replaced()
         end_descendants()
@@ -171,8 +172,8 @@ class Supervisor:
 
     def _run_ranks(self) -> Outcome:
         """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
-        # Import these modules only here, since a waiting supervisor does not need them.
-        # Import all of them now, since the package may be replaced while the job runs.
+        # Import these modules here, since a waiting supervisor does not need them. Import all of them now, since the
+        # package may be replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
         from sae_tui.jobs.supervisor.attempt import AttemptRunner
@@ -233,7 +234,7 @@ class Supervisor:
         return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds before a restart; if the job is asked to stop in this time, return False."""
+        """Wait `delay_s` seconds before a restart; if the job is asked to stop in the meantime, return False."""
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
@@ -277,7 +278,10 @@ class Supervisor:
         self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
     def _conclude(self, ending: JobEnding) -> None:
-        """Record how the job ended in the run's files, then in the store. Afterwards, it may be resumed or deleted."""
+        """Record how the job ended in the run's files, then in the store.
+
+        Afterwards, the job may be resumed or deleted.
+        """
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         with tolerate("recording the end"):
@@ -307,7 +311,7 @@ class Supervisor:
         return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
-        # Import the module only here, since a waiting supervisor does not need the settings.
+        # Import the module here, since a waiting supervisor does not need the settings.
         from sae_tui.jobs.supervisor.end_hook import run_hook
 
         self._line.locks.release()
@@ -319,7 +323,7 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Fork the supervisor; in the parent, return 0 once the supervisor has registered itself, or 1 if it fails to.
+    """Fork the supervisor; in the parent, return 0 once the supervisor has registered itself, or 1 if it fails.
 
     This function never returns in the child.
     """

@@ -87,7 +87,10 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
 
 
 def _unknown_job(job_id: int) -> Job:
-    """Return a placeholder for a job whose row is unreadable. The row's readable columns then replace its values."""
+    """Return a placeholder for a job whose row is unreadable.
+
+    The row's readable columns then replace the placeholder's values.
+    """
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source="none", created=time.time(), error="its outcome is unknown: its row was lost",

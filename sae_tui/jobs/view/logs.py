@@ -62,7 +62,7 @@ class LogReader:
         followers = {name: LogFollower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():
-            # Pass no lines, to report that the logs are empty.
+            # An empty list of lines reports that the logs are empty.
             self._on_lines(())
         while not self._stopped.is_set():
             if lines:

@@ -128,7 +128,7 @@ def _total(values: Sequence[Any]) -> Any:
 
 
 def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
-    """Return a row for every process, below its parents; of a chain of single-child parents, show only the last."""
+    """Return a row for every process, below its parents; show only the last of a chain of single-child parents."""
     on_gpus = {one.pid: one for one in found}
     known: dict[int, ProcessDetails] = dict(on_gpus)
     below: dict[int, list[int]] = {}

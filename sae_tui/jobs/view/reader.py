@@ -154,7 +154,7 @@ class JobsReader:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
         if job.state is JobState.IMPORTED:
-            # Do not reuse the last view, since the report card can change without a change of the row.
+            # Do not reuse the last view, since the report card can change even if the row does not.
             return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:

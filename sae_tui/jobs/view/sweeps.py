@@ -19,7 +19,7 @@ def labels(config: str) -> tuple[str, ...]:
     """
     if not _LIST.search(config):
         return ()
-    # Import the functions only here, since few jobs are sweeps.
+    # Import the functions here, since few jobs are sweeps.
     from trainer.contract.settings.job_file import members, parse_job
     from trainer.contract.settings.toml import table_of
 

@@ -73,7 +73,7 @@ def test_the_trainer_is_called_for_the_run_and_the_result_is_recorded(box: Box, 
     write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
     message = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
-    assert message == f"job {job_id} is being evaluated on the CPU; this continues if you quit"
+    assert message == f"job {job_id} is being evaluated on the CPU; the evaluation continues if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
         f"job {job_id} was evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
@@ -252,7 +252,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
-    assert message == f"job {job_id} will be evaluated once a GPU is free; this continues if you quit"
+    assert message == f"job {job_id} will be evaluated once a GPU is free, even if you quit"
     # The job ran on the CPU, so its evaluation needs no GPU.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)

@@ -310,7 +310,7 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
         (
             "auto:2",
             [choice(0), SLICE],
-            "asks for 2 GPUs, but only 1 of 2 can be used here; a MIG slice cannot join other GPUs",
+            "asks for 2 GPUs, but only 1 of 2 can be used here; a MIG slice cannot be combined with other GPUs",
         ),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_second_request_kills_a_job_that_does_not_stop(box):
     edits.stop(box.data, job_id)
     box.wait(job_id, JobState.STOPPING)
     begun = time.monotonic()
-    assert edits.kill(box.data, job_id) == f"job {job_id} is killed within 5 s, saved or not"
+    assert edits.kill(box.data, job_id) == f"job {job_id} is killed within 5 s, even if it has not saved"
     job = box.wait_ended(job_id)
     assert time.monotonic() - begun < KILLED_WITHIN_S
     assert (job.state, job.error) == (JobState.STOPPED, "was killed on request before it had saved")
