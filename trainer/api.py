@@ -97,7 +97,7 @@ def train(
     batches = _pairs(data)
     first = list(_until(batches, SAMPLE_TOKENS))
     if not first:
-        raise UserError("data: contains no batches; give an iterable of tensors [n_tokens, d_in]")
+        raise UserError("data: contains no batches; pass an iterable of tensors [n_tokens, d_in]")
     job = _job(settings, n_steps, len(first[0][0]))
     rows = None if held_out is None else _UnseenRows(held_out, first[0])
     set_matmul_precision(resolve_precision(job.train.precision, device))
@@ -129,7 +129,7 @@ def train(
         )
     if step < n_steps:
         ends = f"data: ended after {step} of {n_steps} steps, before the learning rate was fully decayed"
-        warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
+        warnings.warn(f"{ends}; pass a list, or an object that can be iterated again", stacklevel=2)
     values = _interval(learner) if step % job.train.log_every and step < n_steps else values
     if rows:
         values |= evaluate({"": learner}, HeldOut(rows, [outliers], device), parallel, len(first[0][0]))[""]
@@ -137,7 +137,7 @@ def train(
 
 
 _NOT_HERE = {
-    "n_tokens": "give n_steps; a step is a batch of data",
+    "n_tokens": "pass n_steps; a step is a batch of data",
     "batch_size": "a step is a batch of data of any size",
     "accumulate": "a step is a batch of data of any size",
     "eval_every": "the rows of held_out are measured at the end",
@@ -187,7 +187,7 @@ class _UnseenRows:
         is_like = [part.ndim == 2 and part.shape[1] == own.shape[1] for part, own in zip((x, y), first, strict=True)]
         if not all(is_like) or len(x) != len(y) or not len(x) or (x is y) != (first[0] is first[1]):
             raise UserError(
-                f"held_out: must have the shape of the batches of data, {_shapes(*first)}, not {_shapes(x, y)}"
+                f"held_out: must have the same shape as the batches of data, {_shapes(*first)}, not {_shapes(x, y)}"
             )
 
     def of_hook(self, hook: int) -> _UnseenRows:
@@ -205,7 +205,7 @@ class _UnseenRows:
 
 def _refuse_too_few(held_out: HeldOut) -> None:
     if sum(len(x) for x, _ in held_out.batches(0, SAMPLE_TOKENS)) < 2:
-        raise UserError("held_out: fewer than 2 rows are finite in fp32; give more")
+        raise UserError("held_out: fewer than 2 rows are finite in fp32; pass more rows")
 
 
 def _refuse_bad_rows(found: LeftOut) -> None:

@@ -187,8 +187,8 @@ but there are no losses.
 An evaluation adds to the report card and replaces only what it measures again; the previous report card is kept in
 `.cards`. The report card is written next to the weights as card.json and as a model card, README.md, if the weights are
 from this checkpoint. The max-activating examples are also written, if the data contains the tokens of its rows or a
-language model streams the rows. With --model, so are the tokens that each latent promotes and suppresses: W_dec @ W_U,
-with the weight of the final norm folded into W_U. `sae-tui features` shows examples and tokens.
+language model streams the rows. With --model, the tokens that each latent promotes and suppresses are written too:
+W_dec @ W_U, with the weight of the final norm folded into W_U. `sae-tui features` shows examples and tokens.
 {_EXITS_OF_EVAL}
 """
 

@@ -64,7 +64,7 @@ def make_parser() -> SafeParser:
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
     resume.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     _add_common(resume)
-    stop = add("stop", "make a run in the foreground or under torchrun save and stop, or finish early", STOP)
+    stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")

@@ -37,7 +37,7 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
     """Start a background program and append its output to a log; `who` is the program's name in error messages.
 
     Raise `UserError` if the program does not start. The process that is started here forks the actual program and
-    exits. Therefore, the caller has no child to wait for, and the program can never acquire a controlling terminal.
+    exits. Therefore, the caller need not wait for a child, and the program can never acquire a controlling terminal.
     """
     outside = _scope_prefix()
     if outside:

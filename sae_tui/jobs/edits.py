@@ -192,7 +192,7 @@ def _text(text: str, allowed: str = "") -> str:
     """Strip leading and trailing whitespace.
 
     Raise `UserError` if the text contains control characters that are not in `allowed`, or if it is not valid UTF-8. A
-    terminal may send invalid UTF-8, but the store cannot contain it.
+    terminal may send invalid UTF-8, which cannot be stored.
     """
     if not is_utf8(text):
         raise UserError("names, tags and notes must be UTF-8; set the terminal's encoding to UTF-8")

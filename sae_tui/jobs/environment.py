@@ -230,7 +230,7 @@ def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Prob
 
 @contextlib.contextmanager
 def required(job: AnyJob) -> Iterator[None]:
-    """Check a job as `judged_there` does; raise `JobFileError` if the job's interpreter cannot train it."""
+    """Check a job as `judged_there` does; raise `JobFileError` if the job's interpreter cannot run the job."""
     with judged_there(job) as problems:
         if wrong := errors(problems):
             raise JobFileError(wrong)

@@ -40,7 +40,10 @@ def tolerate(action: str) -> Iterator[None]:
 
 
 def _note_once(error: str) -> None:
-    """Log an error unless it repeats the last one. Otherwise, a waiting job would repeat it until the disk is full."""
+    """Log an error unless it repeats the last one.
+
+    Otherwise, a waiting job would log the same error until the disk is full.
+    """
     global _last
     previous, _last = _last, error
     if previous != _last:
@@ -50,7 +53,8 @@ def _note_once(error: str) -> None:
 def retry(action: str, attempt: Callable[[], T]) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    Store errors are logged, and the call is retried. If it still fails after at least a minute, the error is raised.
+    Store errors are logged, and the call is retried. If `attempt` still fails after at least a minute, its error is
+    raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:

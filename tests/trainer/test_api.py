@@ -44,7 +44,7 @@ def test_held_out_rows_are_evaluated_and_determine_the_threshold(architecture: s
 def test_held_out_rows_with_another_shape_than_the_data_give_a_one_sentence_error() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
         with pytest.raises(
-            UserError, match=r"^held_out: must have the shape of the batches of data, \[128, 16\], not "
+            UserError, match=r"^held_out: must have the same shape as the batches of data, \[128, 16\], not "
         ):
             train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
 
@@ -118,8 +118,8 @@ def batches_of(n: int, *shape: int) -> Iterator[Tensor]:
     return (torch.randn(*shape) for _ in range(n))
 
 
-def test_the_warning_about_data_that_ends_early_says_what_to_do() -> None:
-    message = r"^data: ended after 5 of 10 steps, .*; give a list"
+def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
+    message = r"^data: ended after 5 of 10 steps, .*; pass a list"
     with pytest.warns(UserWarning, match=message):
         fitted = train(batches_of(5, 64, 16), n_steps=10, d_sae=64, k=4)
     assert 0 < fitted.values["fvu"] < 2

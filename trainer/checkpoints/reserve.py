@@ -53,7 +53,7 @@ def _allocate(descriptor: int, n_bytes: int) -> None:
     """Reserve space for a file; raise `OSError` if the disk is too full or the file system cannot reserve space.
 
     `os.posix_fallocate` is not used, since it writes to every block if the file system cannot reserve space. Over a
-    network, that takes minutes per GiB.
+    network, these writes take minutes per GiB.
     """
     zero, length = ctypes.c_longlong(0), ctypes.c_longlong(n_bytes)
     if _libc.fallocate(descriptor, 0, zero, length):

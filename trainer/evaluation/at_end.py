@@ -33,10 +33,10 @@ from trainer.training.loop import Trainer
 ERROR_NAME = error_of(held_out(CRITERION))
 # The maximum number of rows that an SAE is measured on: the default maximum number of held-out rows.
 MOST_ROWS = 32_768
-# The minimum number of training tokens per row that an SAE is measured on. Per row, measuring takes a third as long as
-# training.
+# The minimum number of training tokens for each row that an SAE is measured on. Measuring a row takes a third as long
+# as training on it.
 SHARE_OF_TOKENS = 20
-# The number of texts to keep for each latent. It is half of the number that `eval` keeps, since fewer rows are read.
+# The number of texts to keep for each latent. This is half as many as `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10
 
 
@@ -78,7 +78,7 @@ class Cards:
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Evaluate this rank's SAEs, and map each label to the level and message of an event, and the FVU's error."""
+        """Evaluate this rank's SAEs; map each label to an event's level and message, and the FVU's standard error."""
         results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return results
@@ -151,7 +151,7 @@ def most_rows(tokens: int, world_size: int) -> int:
 def error_of_all(card: Card) -> float | None:
     """Return the standard error of the FVU, or None if it is unknown.
 
-    With all held-out rows, the standard error would be only slightly smaller, since these come from the same texts.
+    With all held-out rows, the standard error would be only slightly smaller, since they come from the same texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

@@ -50,7 +50,7 @@ def write_card(
         with locked(folder):
             weights = weights_of(folder)
             if card.weights not in ("", weights):
-                raise UserError(f"{folder}: another SAE was written there while this one was evaluated; evaluate again")
+                raise UserError(f"{folder}: another SAE was written there during the evaluation; evaluate it again")
             before = of_weights(folder, weights, card.tokens, card.step)
             if replaces is None or not _is_in(folder, replaces):
                 archive(folder)
@@ -90,7 +90,7 @@ def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> 
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
-    """Start timing a part of an evaluation; return a function that creates a `Part` from its remaining fields."""
+    """Start timing a part of an evaluation; return a function that creates a `Part` from the remaining fields."""
     began = time.monotonic()
 
     def part(n: int, unit: str, **fields: Any) -> Part:

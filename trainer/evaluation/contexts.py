@@ -34,8 +34,8 @@ from trainer.training.learner import Learner
 # The number of tokens in a context before and after the token on which a latent fires most strongly.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# The number of tokens in a context for other tools. It is a multiple of 32 and 64, since these tools show 32 or 64
-# tokens at a time.
+# The number of tokens in a context for other tools. The number is a multiple of 32 and 64, since these tools show 32 or
+# 64 tokens at a time.
 CACHE_CONTEXT = 256
 # The maximum number of rows to read, from the first shards.
 MOST_ROWS = 2**18

@@ -132,10 +132,10 @@ def card_of(
 def _refuse_other_rows(sae: ExportedSae, source: Source, folder: Path) -> None:
     """Raise `UserError` if the rows have the wrong width, a transcoder has no targets, or an SAE has targets."""
     if sae.is_transcoder and source.d_out is None:
-        raise UsageError(f"--targets: is missing: {folder} is a transcoder; give the targets of the rows")
+        raise UsageError(f"--targets: is required, since {folder} is a transcoder; give the targets of the rows")
     if source.d_out is not None and not sae.is_transcoder:
         raise UsageError(f"--targets: {folder} is not a transcoder; leave it out")
     wanted, there = (sae.d_in, sae.W_dec.shape[1]), (source.d_in, source.d_out or source.d_in)
     if wanted != there:
         shapes = [f"{d_in} to {d_out} dimensions" for d_in, d_out in (wanted, there)]
-        raise UserError(f"--data: the SAE in {folder} maps {shapes[0]}, and {source.place} has {shapes[1]}")
+        raise UserError(f"--data: the SAE in {folder} maps {shapes[0]}, but {source.place} has {shapes[1]}")

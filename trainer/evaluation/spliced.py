@@ -1,4 +1,4 @@
-"""Measures how much a language model degrades if an SAE's reconstructions replace the rows at a hook.
+"""Measures how much a language model degrades when an SAE's reconstructions replace the rows at a hook.
 
 The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
 spliced in, and with the hook's rows set to zero (zero ablation). A score is the share of the loss increase under zero
@@ -327,7 +327,7 @@ def _replaced(counts: Tensor, change: Change, read: Tensor, written: Tensor) -> 
 def job_of_data(folder: Path) -> ExtractJob:
     """Return the extraction that wrote a folder of shards; raise `UserError` if the extraction is unknown.
 
-    The folder may come from another user, so it cannot allow a model's own code to run; only a job file can do this.
+    The folder may come from another user, so it cannot allow a model's own code to run; only a job file can allow this.
     """
     output = folder.parent
     state = read_json(output / STATE, ExtractionState)

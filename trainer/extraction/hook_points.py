@@ -109,8 +109,8 @@ def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
 def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
     """Return, for each point, the path of a module whose output is the tensor at that point, or None if none exists.
 
-    `read` must run the model. It is called only if a point is the input of a module, to find the module that produces
-    this input.
+    `read` must run the model. `read` is called only if a point is the input of a module, to find the module that
+    produces this input.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
     inputs = [number for number, point in enumerate(points) if point.of_input]

@@ -363,7 +363,7 @@ def _reason(settings: Model, error: Exception) -> str:
         licence = f"https://huggingface.co/{settings.path}"
         return f"{shown} is gated; accept its licence at {licence} and log in with `hf auth login`"
     if "trust_remote_code" in text:
-        return f"{shown} comes with its own Python code; set model.remote_code = true if you trust who wrote it"
+        return f"{shown} comes with its own Python code; set model.remote_code = true if you trust its author"
     if "gguf" in text and isinstance(error, ImportError):
         return f"{shown} is a GGUF file, which needs `pip install gguf`"
     if not Path(settings.path).exists() and isinstance(error, OSError):
@@ -387,7 +387,7 @@ def spread(model: Any) -> Any:
 
     Raise `UserError` if the GPUs have too little free memory.
     """
-    # Import only when needed, since the import takes 2 s.
+    # Import accelerate here, since the import takes 2 s.
     from accelerate import dispatch_model
     from accelerate.utils import get_max_memory
 

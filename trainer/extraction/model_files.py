@@ -57,7 +57,7 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
         asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)
         if asks_for_code and not allows_code:
             wants = f"its configuration requires code from the hub ({name} = {show(value)})"
-            raise UserError(f"{wants}; remove this setting, or set model.remote_code = true if you trust who wrote it")
+            raise UserError(f"{wants}; remove this setting, or set model.remote_code = true if you trust its author")
         if not _COUNTS.fullmatch(name) or not isinstance(value, int):
             continue
         is_expert = "expert" in name.lower()

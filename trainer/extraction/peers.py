@@ -39,7 +39,7 @@ class Alone:
         return self._stop.is_set()
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare` in rank 0, and return in all ranks once it is done."""
+        """Call `prepare` in rank 0; all ranks return once the call is complete."""
         prepare()
 
     def kept(self, n: int) -> None:
@@ -49,8 +49,8 @@ class Alone:
     def extra(self, lacking: int) -> int:
         """Report how many rows this rank's share lacks, and return how many rows it must add for other ranks.
 
-        A rank lacks rows if it has run out of text. The first rank that still has text adds as many of the lacking rows
-        as it can, then the next such rank, and so on.
+        A rank lacks rows if it has run out of text. The first rank that still has text adds as many of the missing rows
+        as it can, followed by the next rank with text.
         """
         return 0
 

@@ -31,9 +31,9 @@ _LONGEST = 2**20
 _LONGEST_ROW = 16 * 2**20
 # The maximum size of a JSON file in bytes. JSON files are loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
-# The number of Parquet or Arrow rows that are read at a time. If they have at most `_BYTES_AT_ONCE` bytes in total,
-# they are converted to Python objects in one call. Larger rows are converted one at a time, since decoding a dictionary
-# column can multiply its size by the number of rows.
+# The number of Parquet or Arrow rows that are read at a time. Rows of at most `_BYTES_AT_ONCE` bytes in total are
+# converted to Python objects in one call. Larger rows are converted one at a time, since decoding a dictionary column
+# can multiply its size by the number of rows.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
 # The maximum size in memory of one column of a row group, in bytes and as a multiple of the stored bytes. The larger
 # limit applies. Without a limit, a few stored bytes could expand to billions of equal numbers.

@@ -1,4 +1,4 @@
-"""Finds the bytes of each token, since a token may be only a part of a character and thus not valid text."""
+"""Finds the bytes of each token, since a token may be only part of a character, which is not valid text."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ SETTLE_S = 1.0
 # The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
-# The maximum number of rows per transaction. It is small, so that a failed attempt costs little and other processes can
-# write in between.
+# The maximum number of rows per transaction. The limit is small, so that a failed attempt costs little and other
+# processes can write in between.
 ROWS_AT_ONCE = 5000
 
 

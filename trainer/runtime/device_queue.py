@@ -1,4 +1,4 @@
-"""Reads the results and durations of queued GPU work, and orders such work, without letting the queue run empty."""
+"""Reads the results and durations of queued GPU work, and orders this work, without letting the queue run empty."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context for the resolved `precision`, or one without effect if this is not a 16-bit type."""
+    """Return an autocast context for a 16-bit `precision`, or a context without effect for any other precision."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
@@ -56,7 +56,7 @@ def set_matmul_precision(precision: str) -> None:
 def set_deterministic(deterministic: bool) -> None:
     """Allow all kernels, or only deterministic ones.
 
-    In the latter case, torch raises an error for operations without a deterministic kernel.
+    If only deterministic kernels are allowed, torch raises an error for operations that have none.
     """
     # `torch.use_deterministic_algorithms` does the same, but takes two seconds because it loads torch's compiler.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")

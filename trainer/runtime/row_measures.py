@@ -28,7 +28,7 @@ class RowMeasures:
 
     def note(self, gradient: Tensor, unsure: Tensor | None) -> None:
         """Record that a gradient was measured, except for the rows in `unsure` [m], which may contain duplicates."""
-        # If there were a strong reference, torch would copy the gradient instead of taking over its memory.
+        # With a strong reference, torch would copy the gradient instead of taking over its memory.
         self._storage, self._version = StorageWeakRef(gradient.untyped_storage()), gradient._version
         self._unsure = [] if unsure is None else [unsure]
 

@@ -54,8 +54,8 @@ class Kernels:
     def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
         """Return the module if its kernels work on the tensor's GPU, otherwise None.
 
-        Kernels that are compiled for each dtype are tested for `dtype`, by default the dtype of the tensor. Such
-        kernels do not support float64.
+        Kernels that are compiled for each dtype are tested for `dtype`, by default the dtype of the tensor, and do not
+        support float64.
         """
         dtypes = [dtype or tensor.dtype] if self.by_dtype else []
         return self.working(tensor.device, *dtypes) if tensor.is_cuda and torch.float64 not in dtypes else None

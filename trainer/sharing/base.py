@@ -107,7 +107,7 @@ class Given(NamedTuple):
     """Settings from the user that override or supplement the settings in an SAE's files.
 
     `config` maps dotted names to values and overrides the settings in the files. `transcoder` marks the SAE as a
-    transcoder if the files do not state it.
+    transcoder if the files do not.
     """
 
     config: Mapping[str, Any] = MappingProxyType({})

@@ -161,7 +161,7 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
         # "TrainerBatchTopK" also contains "topk", so use the longest match.
         return max(trained or fitting, key=lambda one: len(_TRAINERS[one]))
     raise UsageError(
-        f"{file}: trainer.dict_class is missing, and the tensors fit several classes or none; give --config "
+        f"{file}: trainer.dict_class is missing, and the tensors fit several classes or none; use --config "
         f"trainer.dict_class=NAME with NAME one of {', '.join(fitting or _KINDS)}"
     )
 
@@ -257,7 +257,7 @@ def _shared(
     k, stored_k = trainer.get("k"), _k_of(extra)
     if type(k) is int and stored_k not in (None, k) and kind.architecture == "topk":
         raise UserError(
-            f"{file}: k is {stored_k}, but {k} in its settings; give the correct value with --config trainer.k=K"
+            f"{file}: k is {stored_k}, but {k} in its settings; set the correct value with --config trainer.k=K"
         )
     k = k if type(k) is int else stored_k
     own = {"architecture": kind.architecture, **({"k": k} if kind.architecture == "topk" else {})}
@@ -281,7 +281,7 @@ def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, fil
         return said
     raise UsageError(
         f"{file} has no threshold: a {name} from before December 2024 selects latents across an entire batch, "
-        f"which no supported architecture does at inference; give a threshold as --config trainer.threshold=NUMBER"
+        f"which no supported architecture does at inference; set a threshold with --config trainer.threshold=NUMBER"
     )
 
 

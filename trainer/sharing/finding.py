@@ -95,7 +95,7 @@ def _nothing(place: Path, form: str | None) -> str:
 
 
 def _refused(folder: Path) -> str:
-    """Return why a file of a complete SAE cannot be read, usually since it is a link; "" if there is no such SAE."""
+    """Return why a file of a complete SAE cannot be read, usually because it is a link; "" if there is no such SAE."""
     for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue

@@ -130,4 +130,4 @@ def _reason(name: HubName, error: Exception) -> str:
     if "RevisionNotFoundError" in kinds:
         return f"{name.repository} has no revision {name.revision} on the hub; leave it out"
     why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in kinds else first_line(error)
-    return f"the hub cannot be reached ({why}); run `hf download {name.repository}` when it can"
+    return f"the hub cannot be reached ({why}); run `hf download {name.repository}` once it can be reached"

@@ -136,7 +136,7 @@ def _settings(folder: Path, given: Given) -> dict[str, Any]:
     config = with_given(config | _second_place(path), given)
     if "type" not in config and not given.transcoder:
         raise UsageError(
-            f"{folder / CONFIG} is missing, and the path does not say whether it is an SAE or a transcoder; give "
+            f"{folder / CONFIG} is missing, and the path does not say whether it is an SAE or a transcoder; use "
             f"--config type=sae or --config type=transcoder"
         )
     return config

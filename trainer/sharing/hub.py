@@ -20,8 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 class Repository:
     """The target repository of an upload; `has_card` says whether it already has a model card.
 
-    The constructor only requests the user's name and the repository's files, and changes nothing on the hub. It raises
-    `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
+    The constructor only requests the user's name and the repository's files, and changes nothing on the hub. The
+    constructor raises `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
     """
 
     def __init__(self, name: str, *, public: bool) -> None:
@@ -37,7 +37,7 @@ class Repository:
         self.is_new = there is None
         self.has_card = there is not None and any(one.rfilename == MODEL_CARD for one in there.siblings or ())
         if there is not None and bool(there.private) == public:
-            way_out = "is already private; leave out --public" if public else "is already public; also give --public"
+            way_out = "is already private; leave out --public" if public else "is already public; add --public"
             raise UsageError(f"--push: {self.url} {way_out}, or choose another name")
 
     def send(self, files: Mapping[str, Path | bytes]) -> None:

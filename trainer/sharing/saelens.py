@@ -56,7 +56,7 @@ class SaeLens(Format):
         if sae.architecture in ARCHITECTURES:
             return None
         if sae.form == "topk":
-            return "SAELens has no TopK transcoders; give --format sparsify, or train with batch_topk"
+            return "SAELens has no TopK transcoders; use --format sparsify, or train with batch_topk"
         name = printable(sae.architecture)
         return f"SAELens has no architecture {name}; export_config can name {join_words([*ARCHITECTURES])}"
 

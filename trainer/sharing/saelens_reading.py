@@ -131,7 +131,7 @@ def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
     for name, value in config.items():
         if name not in _OF_TRAINING and _COMPUTES.search(name) and not _is_neutral(value):
             raise UsageError(
-                f"{file}: {name[:60]} is {str(value)[:60]!r}, and its effect is unknown; if it has no effect, give "
+                f"{file}: {name[:60]} is {str(value)[:60]!r}, and its effect is unknown; if it has no effect, use "
                 f"--config {name[:60]}=null"
             )
 
@@ -167,7 +167,7 @@ def _used_factor(
         return None
     if is_used is not True:
         raise UsageError(
-            f"{file}: scaling_factor is not 1 everywhere, and the settings do not say whether it is used; give "
+            f"{file}: scaling_factor is not 1 everywhere, and the settings do not say whether it is used; use "
             f"--config finetuning_scaling_factor=true or =false"
         )
     if factor.shape != tensors.get("W_dec", factor).shape[:1] or not factor.isfinite().all():
@@ -209,13 +209,13 @@ def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | No
     if isinstance(value, str) and value in _NORMALISED:
         raise UsageError(
             f"{file}: normalize_activations is {value!r}: {_NORMALISED[value]}, which no supported architecture does; "
-            f"if your rows are already normalised, give --config normalize_activations=none"
+            f"if your rows are already normalised, use --config normalize_activations=none"
         )
     wanted(config, file, normalize_activations=("none", None, *_SCALED))
     if sae.is_transcoder or factor is None:
         raise UsageError(
             f"{file}: normalize_activations is {str(value)!r}: training multiplies rows by √d_in / their mean norm, "
-            f"but the files do not contain this factor; give it as --config norm_scaling_factor=NUMBER"
+            f"but the files do not contain this factor; set it with --config norm_scaling_factor=NUMBER"
         )
     return factor
 

@@ -80,7 +80,7 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
         # our architectures computes this.
         raise UsageError(
             f"{file}: skip_connection is {str(skips)[:60]!r} but transcode is not, and SAEs with a skip connection are "
-            f"not supported; if it is a transcoder, give --transcoder"
+            f"not supported; if it is a transcoder, add --transcoder"
         )
     wanted(config, file, skip_connection=(False, True, None))
 

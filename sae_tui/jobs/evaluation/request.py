@@ -91,7 +91,7 @@ def evaluate(data: DataDir, request: Request) -> str:
     except SlowStart:
         raise
     except UserError:
-        # The evaluation may have failed to start because another process has started one.
+        # The evaluation may have failed to start because another process has already started an evaluation.
         if is_going(data, request.job_id):
             raise UserError(f"job {request.job_id} is already being evaluated") from None
         raise
@@ -182,7 +182,8 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # Ignore the events of earlier evaluations, since one that is killed while it waits for a GPU records no event.
+        # Ignore the events of earlier evaluations, since an evaluation that is killed while it waits for a GPU records
+        # none.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"

@@ -152,8 +152,8 @@ def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
     """Raise `JobFileError` if an untrusted job file sets sbatch options or settings that run code.
 
-    `distrust` explains why the file is not trusted, for example because other users can write to it. It is "" for a
-    trusted file.
+    `distrust` explains why the file is not trusted, for example because other users can write to it; for a trusted
+    file, it is "".
     """
     # Check local jobs too, since the options are copied into our own job file, and a later resume may use SLURM.
     table = to_table(job)

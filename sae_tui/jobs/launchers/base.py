@@ -20,8 +20,8 @@ RankCommand = Callable[[Path], Sequence[str]]
 class AttemptSetup(msgspec.Struct, frozen=True):
     """Everything that an attempt needs to start.
 
-    `locks` contains the descriptors of the GPU locks. The ranks inherit them, so that the GPUs stay locked while any
-    rank is alive.
+    `locks` contains the descriptors of the GPU locks. The ranks inherit these descriptors, so that the GPUs stay locked
+    while any rank is alive.
     """
 
     job_id: int

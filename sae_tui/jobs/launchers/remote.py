@@ -58,7 +58,7 @@ class RemoteRank(OneRank):
     def give_up(self, *, never_ran: bool) -> None:
         """Record that a rank has ended, although its mark does not show this.
 
-        If it `never_ran`, it is not considered failed.
+        A rank that `never_ran` is not considered failed.
         """
         self.ended, self.never_ran = time.time(), never_ran
 

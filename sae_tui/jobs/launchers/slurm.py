@@ -113,7 +113,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return [self._row(rank) for rank in news]
 
     def ask_to_stop(self) -> None:
-        """Write the file that asks rank 0 to stop; if the job still waits for nodes, cancel it."""
+        """Write the file that asks rank 0 to stop; if the job is still waiting for nodes, cancel it."""
         if self._asked_to_stop:
             return
         try:
@@ -173,7 +173,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._follow()
         news = [rank for rank in self.living if rank.read()]
         if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
-            self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
+            self._tell("slurm", "its time limit in SLURM is near, so it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
         # Read the progress after the marks, so that all progress made before a rank ended is stored.

@@ -37,7 +37,8 @@ READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 LATE_S = 5.0
 # How long a process that has responded may take to exit. Normally, it exits immediately.
 END_S = 1.0
-# The pause after a reading process has hung in the driver, and its maximum. Each further hung process doubles it.
+# The pause after a reading process has hung in the driver, and its maximum. Each further hung process doubles the
+# pause.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 

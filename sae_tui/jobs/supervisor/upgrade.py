@@ -52,7 +52,7 @@ class Installed:
         return False
 
     def may_end(self) -> bool:
-        """Do the same as `restart_if_replaced`, but also return True if the package has been removed for good."""
+        """Do the same as `restart_if_replaced`, but also return True if the package has been removed permanently."""
         if self.restart_if_replaced():
             return True
         self._refused_since = self._refused_since or time.monotonic()

@@ -202,7 +202,7 @@ class JobsReader:
         self._last_event = last
 
     def _follow(self, active: Sequence[Job]) -> None:
-        """Keep the `metrics.db` files of running jobs open, and close all others."""
+        """Keep the `metrics.db` files of running jobs open, and close the files of all other jobs."""
         wanted = {job.id for job in active if job.state != JobState.QUEUED}
         for job_id in self._live.keys() - wanted:
             self._live.pop(job_id).close()

@@ -6,8 +6,8 @@ import functools
 import re
 from collections.abc import Iterable
 
-# Matches any setting with a list, which most jobs lack, so that few job files have to be parsed.
-# Parsing a job file takes 0.5 ms, and a list may contain a thousand jobs.
+# Matches a setting whose value is a list. Most jobs have no such setting, so few job files have to be parsed. Parsing a
+# job file takes 0.5 ms, and a list may contain a thousand jobs.
 _LIST = re.compile(r"^\s*\w+\s*=\s*\[", re.MULTILINE)
 
 

@@ -97,7 +97,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     # Inputs and targets have the same width, but the inputs are never used as targets.
     (theirs / "card.json").unlink()
     for arguments, reason in (
-        ([str(theirs), "--data", inputs], "--targets: is missing: "),
+        ([str(theirs), "--data", inputs], "--targets: is required, since "),
         ([alone, "--data", str(activations), "--targets", str(activations)], "mine is not a transcoder"),
         ([str(theirs), "--targets", targets], "--targets: needs --data"),
         ([alone, "--transcoder"], "--transcoder: needs --data"),

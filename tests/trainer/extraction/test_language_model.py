@@ -147,7 +147,7 @@ def test_remote_code_is_not_run_by_default(copy) -> None:
     folder = copy("gpt2")
     (folder / "own.py").write_text("raise SystemExit(5)\n")
     edit(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
-    shown = "comes with its own Python code; set model.remote_code = true if you trust who wrote it"
+    shown = "comes with its own Python code; set model.remote_code = true if you trust its author"
     with pytest.raises(UserError, match=shown):
         load(folder)
 

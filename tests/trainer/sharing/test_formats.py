@@ -161,7 +161,7 @@ def test_a_circuit_tracer_topk_without_its_k_gives_a_one_sentence_error(k: str, 
             20,
             "sparsify needs d_out = d_in, but this maps 32 dimensions to 20",
         ),
-        ("saelens", "topk", 32, "SAELens has no TopK transcoders; give --format sparsify"),
+        ("saelens", "topk", 32, "SAELens has no TopK transcoders; use --format sparsify"),
         ("dictionary_learning", "jumprelu", 32, "dictionary_learning has no transcoders"),
         ("circuit-tracer", "topk", None, "circuit-tracer supports only transcoders"),
         (

@@ -191,11 +191,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
             {name: value for name, value in FLAT.items() if name != "finetuning_scaling_factor"},
             {"scaling_factor": torch.full((D_SAE,), 2.0)},
         ),
-        "give --config finetuning_scaling_factor=true or =false",
+        "use --config finetuning_scaling_factor=true or =false",
     ),
     "a setting with an unknown effect": (
         saelens("standard", FLAT | {"encoder_bias_rotation": "on"}),
-        "encoder_bias_rotation is 'on', and its effect is unknown; if it has no effect, give "
+        "encoder_bias_rotation is 'on', and its effect is unknown; if it has no effect, use "
         "--config encoder_bias_rotation=null",
     ),
     "an enabled setting with an unknown effect": (
@@ -215,19 +215,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sparsify signed": (sparsify({"signed": True}, "."), "signed is 'True'; only False"),
     "sparsify skip without a transcoder mark": (
         sparsify({"skip_connection": True}, "."),
-        "if it is a transcoder, give --transcoder",
+        "if it is a transcoder, add --transcoder",
     ),
     "a dictionary without a class": (
         dictionary("topk", TOPK_NAMES, {"k": K}, {"k": K}),
-        "give --config trainer.dict_class=NAME with NAME one of AutoEncoderTopK, BatchTopKSAE",
+        "use --config trainer.dict_class=NAME with NAME one of AutoEncoderTopK, BatchTopKSAE",
     ),
     "Gemma Scope 2 without settings": (
         scope_2(None),
-        "config.json is missing, and the path does not say whether it is an SAE or a transcoder; give --config",
+        "config.json is missing, and the path does not say whether it is an SAE or a transcoder; use --config",
     ),
     "a dictionary with two values of k": (
         dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
-        "k is 5, but 4 in its settings; give the correct value with --config trainer.k=K",
+        "k is 5, but 4 in its settings; set the correct value with --config trainer.k=K",
     ),
     "a BatchTopK dictionary without a threshold": (
         dictionary("jumprelu", TOPK_NAMES, {"trainer_class": "TrainerBatchTopK", "k": K}, {"k": K}),

@@ -169,7 +169,7 @@ def test_a_push_to_a_public_repository_needs_the_public_flag(
     assert hub.private == {"ada/my-sae": False}
     capsys.readouterr()
     assert push(run, tmp_path / "other", "--yes") == EXIT_USAGE
-    assert capsys.readouterr().err.endswith("is already public; also give --public, or choose another name\n")
+    assert capsys.readouterr().err.endswith("is already public; add --public, or choose another name\n")
     assert not (tmp_path / "other").exists()
 
 

@@ -101,7 +101,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
     """Return the outlook of a job on its former devices.
 
-    All that is known about these devices is how much memory the job needed on each of them.
+    The only known property of these devices is how much memory the job needed on each of them.
     """
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
