@@ -252,7 +252,7 @@ def _pairs(data: Iterable[Rows]) -> Iterator[tuple[Tensor, Tensor]]:
             return
 
 
-_ASKED = "every batch must be a tensor [n_tokens, d_in], or a pair of such tensors, of the same widths"
+_ASKED = "every batch must be a tensor [n_tokens, d_in], or a pair of such tensors, always with the same widths"
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

@@ -250,8 +250,8 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
     """Complete `tensors` for `write_features` from an older file of the same weights.
 
-    The tensors and the file may each lack the latents' texts or the promoted tokens. Return {} if both lack the texts.
-    A damaged older file is treated as missing.
+    The tensors and the file may each lack the latents' texts or the promoted tokens. Return {} if neither contains the
+    latents' texts. A damaged older file is treated as missing.
     """
     before: dict[str, Tensor] = {}
     if older is not None:
@@ -319,7 +319,7 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
     pairs = (token_ids[known].long() * d_sae + latents[known]).unique()
-    # Tokens with unknown bytes have the largest ids, so they come after all others.
+    # Tokens with unknown bytes have the largest ids, so they come after all other tokens.
     ends = torch.searchsorted(pairs, (text_ids.long() + 1) * d_sae)
     return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}
 

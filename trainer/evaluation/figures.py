@@ -197,7 +197,7 @@ def histogram(density: Tensor) -> list[int]:
 
 
 def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
-    """Return the mean, over at most `MOST_COMPARED` latents, of a latent's largest decoder cosine with any other."""
+    """Return the mean largest decoder cosine between a latent and any other, over at most `MOST_COMPARED` latents."""
     directions = normalize(w_dec.float(), dim=1)
     if len(directions) < 2:
         return math.nan

@@ -181,7 +181,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # Keyed by the number of tokens: the text, and the sums of the ablations for both selections of rows.
+        # Maps a number of tokens to the text, and to the sums of the ablations for both selections of rows.
         self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:

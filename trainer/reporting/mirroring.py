@@ -103,7 +103,7 @@ class MirrorThread:
         if self._thread.is_alive():
             self._tell(
                 f"{self._name} may lack some metrics, since it did not accept all of them within {CLOSE_S:g} s after "
-                "the end",
+                "the end of the run",
                 "warning",
             )
 

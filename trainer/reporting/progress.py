@@ -42,7 +42,7 @@ ROWS_AT_ONCE = 5000
 class Wanted(NamedTuple):
     """The open requests to a run: to stop (or pause), and to cool down and finish early.
 
-    `stop` identifies the latest stop request, so that another request can be detected; it is empty without a request.
+    `stop` identifies the latest stop request, so that another request can be detected; without a request, it is empty.
     """
 
     stop: frozenset[str] | tuple[int, ...] = ()

@@ -8,7 +8,7 @@ import torch
 
 # Substrings of RuntimeError messages from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# The complete message of oneDNN if there is no memory for compiled code; for unsupported operations, it is longer.
+# oneDNN's complete message if it has no memory for compiled code; its message for unsupported operations is longer.
 _NO_CODE = "could not create a primitive"
 
 

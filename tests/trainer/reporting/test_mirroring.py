@@ -110,7 +110,7 @@ def test_a_mirror_that_does_not_close_is_abandoned_and_reported(
         progress.rows([MetricRow("loss", 1, 0.5)])
     assert told(tmp_path)[-1] == (
         "warning",
-        "toy may lack some metrics, since it did not accept all of them within 0.3 s after the end",
+        "toy may lack some metrics, since it did not accept all of them within 0.3 s after the end of the run",
     )
     Toy.hangs.set()
 
