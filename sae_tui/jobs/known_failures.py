@@ -168,7 +168,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"DistBackendError|NCCL error|nccl[A-Z]\w+Error|ncclInvalid",
-        Remedy("gpu-link", "NCCL failed; resume the job with NCCL_DEBUG=WARN, which makes the log show the cause"),
+        Remedy("gpu-link", "NCCL failed; resume the job with NCCL_DEBUG=WARN, so that the log shows the cause"),
     ),
     (
         r"the ranks could not find each other",

@@ -76,7 +76,7 @@ def clear_cut_off_folders(parent: Path, names: str) -> None:
 def _place(temporary: Path, folder: Path, last: str) -> None:
     """Rename a temporary folder to `folder`; if `folder` exists, replace its files one by one.
 
-    rename(2) cannot replace a folder that is not empty.
+    rename(2) cannot replace a non-empty folder.
     """
     mode = file_mode(folder.parent)
     files = sorted(temporary.iterdir(), key=lambda file: file.name == last)

@@ -130,7 +130,7 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
-    """Write an exported SAE's report card after each part, so that only the current part is lost on a stop."""
+    """Write an exported SAE's report card after each part, so that a stop loses only the current part."""
     notes, written = [], None
     for card in one.cards:
         if card.parts and exported_tokens(one.folder) == card.tokens:

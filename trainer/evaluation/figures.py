@@ -56,7 +56,7 @@ class Rebuilt:
         self._total = torch.zeros(())
 
     def add(self, target: Tensor, rebuilt: Tensor) -> None:
-        """Add rows [n, d_out], both in float64."""
+        """Add targets and reconstructions [n, d_out] in float64."""
         product, norms = (target * rebuilt).sum(1), (target.norm(dim=1), rebuilt.norm(dim=1))
         self.cosine += float((product / (norms[0] * norms[1]).clamp(min=1e-12)).sum())
         self.norm_ratio += float((norms[1] / norms[0].where(norms[0] >= 1e-4, 1.0)).sum())

@@ -48,7 +48,7 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class ExtractionResult(msgspec.Struct):
-    """The result of an extraction: the folder of each hook, the number of rows, and how many were excluded and why.
+    """The result of an extraction: each hook's folder, the number of rows, and the numbers of excluded rows by reason.
 
     `tokens_per_s` is the mean rate since this process started. After a finished extraction, the rate in the result of
     rank 0 includes the tokens of all ranks.

@@ -32,7 +32,7 @@ from trainer.training.graph_replay import CudaTape, GraphReplay, Tape
 from trainer.training.learner import Learner
 
 # The largest allowed relative difference from the FVU on the CPU in fp32, after the first steps and after all steps.
-# Devices select differently among nearly equal activations, so training runs diverge slowly.
+# Devices may select different latents if activations are nearly equal, so training runs slowly diverge.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
 # The largest allowed relative difference between a replayed and an eager step, in the loss and in the weight change.

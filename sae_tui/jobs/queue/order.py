@@ -70,7 +70,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
     def with_job(self, job: Job) -> QueueGpu:
-        """Return this GPU with an additional lease for a job that starts on it before the jobs considered next."""
+        """Return this GPU with an additional lease for a job that will start on it before the remaining jobs."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,

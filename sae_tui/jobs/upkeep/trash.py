@@ -132,7 +132,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # The row cannot be read. Move only the files back, so that `repair` can rebuild the row from them.
+            # The row cannot be read. Move back only the files, so that `repair` can rebuild the row from them.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)

@@ -54,7 +54,7 @@ def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
 
 
 def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
-    """Sort the jobs by one of `orders`; ties are broken by newest first, and jobs without a value come last."""
+    """Sort the jobs by one of `orders`; tied jobs are sorted newest first, and jobs without a value come last."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return orders()[by](newest)
 
