@@ -22,7 +22,7 @@ SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
 class SlowStart(UserError):
-    """Raised if a program does not start in time."""
+    """Raised when a program does not start in time."""
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:

@@ -25,7 +25,7 @@ from trainer.contract.store.rows import JobId, Time
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
 # The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# An evaluation on another machine is presumed to have ended after this time without a write.
+# An evaluation on another machine is presumed to have ended if it has written nothing for this long.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 

@@ -63,7 +63,7 @@ class Silence(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Text like `has been silent for 12 min` or `was active 5 s ago`."""
+        """A predicate like `has been silent for 12 min` or `was active 5 s ago`."""
         if self.is_held:
             return "is alive"
         if math.isinf(self.age_s):

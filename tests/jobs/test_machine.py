@@ -140,7 +140,7 @@ def test_a_job_is_not_resumed_on_gpus_of_another_host(box):
     box.wait_ended(job_id)
     box.control.update(job_id, host="gpu7", boot_id="another-boot", machine_id=None, gpu_source="simulated:2")
     with pytest.raises(
-        JobFileError, match="used GPU 0 of gpu7, which this host does not have; choose others with --gpus"
+        JobFileError, match="used GPU 0 of gpu7, which this host does not have; choose other GPUs with --gpus"
     ):
         box.resume(job_id, "train.n_steps=20")
     box.control.update(job_id, gpu_source="nvml")

@@ -27,7 +27,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoSpaceError(UserError):
-    """Raised if the disk is full or a quota is exhausted; the same write may succeed later."""
+    """Raised when the disk is full or a quota is exhausted; the same write may succeed later."""
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class PatchedModelSummary(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Text with both scores and their standard errors."""
+        """Both scores with their standard errors, as text."""
         ce, kl = with_error(self.ce_score, self.ce_score_error), with_error(self.kl_score, self.kl_score_error)
         return f"CE score {ce}, KL score {kl}"
 
@@ -65,7 +65,7 @@ class ProbingSummary(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Text with the AUC and its standard error for each k."""
+        """The AUC and its standard error for each k, as text."""
         of_each = (f"{with_error(one.auc, one.seed_error)} with k = {k}" for k, one in self.k.items())
         return f"AUC {', '.join(of_each)}"
 

@@ -195,7 +195,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
         raise _refusal(f"there is no GPU {missing[0]} here; this machine has {here}")
     for index in indices:
         if gpu_by_index[index].state == "unhealthy":
-            raise _refusal(f"GPU {index} cannot be used: {gpu_by_index[index].reason}; choose another")
+            raise _refusal(f"GPU {index} cannot be used: {gpu_by_index[index].reason}; choose another GPU")
     return [gpu_by_index[index] for index in indices]
 
 

@@ -223,7 +223,9 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
         raise UserError(f"job {job.id} used GPUs of {job.host}, and {why}")
     if missing := [index for index, uuid in placement.gpus if uuid not in here]:
         gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"
-        message = f"job {job.id} used {gpus} of {job.host}, which this host does not have; choose others with --gpus"
+        message = (
+            f"job {job.id} used {gpus} of {job.host}, which this host does not have; choose other GPUs with --gpus"
+        )
         raise JobFileError([Problem("launch.gpus", message)])
 
 

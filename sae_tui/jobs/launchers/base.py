@@ -70,7 +70,7 @@ class Attempt(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """Wait up to `timeout_s` seconds; return the ranks that exited or, on a cluster, started in this time."""
+        """Wait up to `timeout_s` seconds; return the ranks that exited or, on a cluster, started in the meantime."""
         ...
 
     def rows(self) -> list[Rank]:

@@ -39,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class SlurmError(OSError):
-    """Raised if SLURM reports an error; contains SLURM's own message."""
+    """Raised when SLURM reports an error; contains SLURM's own message."""
 
 
 class SlurmJob:

@@ -19,7 +19,7 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# After a job has waited for this time, other jobs can no longer use the GPUs that are reserved for it.
+# After a job has waited for this long, other jobs can no longer use the GPUs that are reserved for it.
 BACKFILL_S = 3600.0
 
 

@@ -24,9 +24,9 @@ from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job that may start reads the GPUs again, unless they were read within this time.
+# A job that may start reads the GPUs again, unless the last reading is more recent than this.
 JUST_NOW_S = 1.0
-# A supervisor is regarded as silent if it could start its job, but has not done so for this time.
+# A supervisor is regarded as silent if it could start its job, but has not done so for this long.
 SILENT_AFTER_S = 30.0
 # The states of a process that was halted by a signal or a debugger, or that waits for a disk.
 _HALTED = ("T", "t", "D")

@@ -40,7 +40,7 @@ class Thrown(msgspec.Struct, frozen=True):
 
 
 class FilesLeft(UserError):
-    """Raised if the files of an interrupted deletion could not be moved out of the trash."""
+    """Raised when the files of an interrupted deletion cannot be moved out of the trash."""
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
