@@ -1,4 +1,7 @@
-"""The user's actions on jobs. Each asks for confirmation before a destructive change and reports its result."""
+"""Runs the user's actions on jobs.
+
+An action asks for confirmation before a destructive change and reports its result.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,9 @@ def describe_launch(
 ) -> str:
     """Return a message about the launched jobs.
 
-    Wait up to 3 s for each job to start or to report why it waits; stop waiting when `is_over` returns True.
+    Wait up to 3 s for each job to start or to report why it is waiting; stop waiting when `is_over` returns True.
 
-    If `but` is not empty, it replaces the sentence which says that jobs keep running after the app quits.
+    If `but` is not empty, it replaces the sentence that says that jobs keep running after the app quits.
     """
     deadline = time.monotonic() + KNOWN_WITHIN_S
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
@@ -110,7 +113,10 @@ _BEGINS_WITHIN_S = 2.0
 
 
 class Navigation(Protocol):
-    """The methods of `Router` that actions and screens call. Importing `Router` itself would be a circular import."""
+    """The methods of `Router` that actions and screens call.
+
+    Importing `Router` itself would create a circular import.
+    """
 
     def show_dashboard(self) -> None: ...
     def switch_to(self, screen: Screen[None]) -> None: ...
@@ -120,7 +126,7 @@ class Navigation(Protocol):
 
 
 class CurrentState(Protocol):
-    """The attributes of `Session` that `Actions` uses. Importing `Session` itself would be a circular import."""
+    """The attributes of `Session` that `Actions` uses. Importing `Session` itself would create a circular import."""
 
     go: Navigation
     data: DataDir
@@ -135,14 +141,14 @@ class CurrentState(Protocol):
 
 
 class Also(NamedTuple):
-    """An alternative answer to a question, with the action that it starts."""
+    """An additional answer to a question, and the action that it starts."""
 
     label: str
     act: Callable[[], str]
 
 
 def steps_to_finish(job: Job) -> int | None:
-    """Return the number of cool-down steps if the job were finished now, or None if it cannot finish early."""
+    """Return how many cool-down steps the job would run if finished now, or None if it cannot finish early."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or not kind_of(job.config).trains:
         return None
@@ -152,7 +158,7 @@ def steps_to_finish(job: Job) -> int | None:
 
 def early_words(steps: int) -> str:
     """Return a sentence that explains what "Finish early" does to a job that would cool down over `steps` steps."""
-    return f"Or finish it early: it cools down over {plural(steps, 'step')}, which improves its quality most."
+    return f"Or finish it early: it cools down over {plural(steps, 'step')}, the phase that improves its quality most."
 
 
 def _stop_question(job: JobView) -> tuple[str, str]:
@@ -267,7 +273,7 @@ class Actions:
             return
         if job.state is JobState.STOPPING or job.stop_requested:
             lost = "Rows after its last shard" if extracts(job.config) else "Steps after its last checkpoint"
-            question = f"Job {job_id} ({job.name}) is stopping. Kill it now? {lost} are lost."
+            question = f"Job {job_id} ({job.name}) is stopping. Kill it now? {lost} will be lost."
             self.ask(question, "Kill it", functools.partial(edits.kill, self._state.data, job_id))
         else:
             early = functools.partial(edits.finish, self._state.data, job_id)
@@ -321,7 +327,7 @@ class Actions:
         return offer_of(self._state.data, job, self._idle_gpu(job), cuda=self._state.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
-        """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
+        """Start the evaluation of a job's SAEs. The end of the evaluation is reported as an event of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
@@ -366,7 +372,10 @@ class Actions:
         self.do(lambda: "; ".join(trash.put_all_back(self._state.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Permanently remove the deleted jobs. Jobs that cannot be removed now are removed when an app next starts."""
+        """Permanently remove the deleted jobs.
+
+        Jobs that cannot be removed now are removed the next time an app starts.
+        """
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._state.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
@@ -408,7 +417,7 @@ class Actions:
         self._app.push_screen(dialog, take)
 
     def do(self, act: Callable[[], str]) -> None:
-        """Run `act` in a thread, and show the sentence it returns, or why it failed or has not started.
+        """Run `act` in a thread, and show the sentence that it returns, or why it failed or has not started.
 
         Every change that the app makes goes through here, so read-only mode is enforced even if a screen forgets to
         check.

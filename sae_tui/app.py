@@ -147,8 +147,8 @@ class SaeApp(KeysInOrder, Notices):
             data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
         dashboard = Dashboard(self.session, settings.monitor_view_default)
-        # `Refresh` sets the theme. Create it before any style is read: a theme change makes Textual read all styles
-        # again.
+        # `Refresh` sets the theme. It is created before any style is read, since a theme change makes Textual read all
+        # styles again.
         self.redraw = Refresh(self, self.session, dashboard, make_hosts)
         self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()
@@ -161,12 +161,12 @@ class SaeApp(KeysInOrder, Notices):
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
 
     def panic(self, *renderables: RenderableType) -> None:
-        """Print the error and exit with code 1. Textual 8.2 does not set the code for some errors."""
+        """Print the error and exit with code 1. Textual 8.2 does not set this code for some errors."""
         self._return_code = Exit.FAILED
         super().panic(*renderables)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Ignore errors about missing widgets while the app quits: Textual 8.2 does not mount widgets at that point."""
+        """Ignore missing widgets while the app quits, since Textual 8.2 no longer mounts widgets then."""
         if not (self._exit and isinstance(error, NoMatches)):
             super()._handle_exception(error)
 
@@ -229,7 +229,7 @@ class SaeApp(KeysInOrder, Notices):
         return commands(screen, self.router, self.redraw.choose_theme)
 
     def export_screenshot(self, **options: Any) -> str:
-        """Draw the screen as SVG. First hide the values of environment variables, since screenshots are shared."""
+        """Draw the screen as SVG. First hide the values of environment variables, since users share screenshots."""
         for screen in self.screen_stack:  # a dialog shows the screen below it
             if isinstance(screen, TextScreen):
                 screen.hide_values()

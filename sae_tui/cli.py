@@ -1,4 +1,4 @@
-"""The `sae-tui` program. Without a command it opens the app; its commands offer the same functions to scripts."""
+"""The `sae-tui` program. Without a command, it opens the app; the commands offer the app's functions to scripts."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.contract.settings.shards import inspecting_by
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Print each user error in one line."""
+    """Run one command and return its exit code. Print each user error on one line."""
     take_back_signals()
     keep_own_access()
     code = run_command(lambda: _main(argv), teller="sae-tui: error: ")

@@ -100,7 +100,7 @@ def bar(fraction: float | None, width: int) -> str:
 
 
 def columns(values: Sequence[float | None], width: int) -> Sequence[float | None]:
-    """Return at most `width` values to draw, one per column: the latest values, or a downsampled `Period`."""
+    """Return at most `width` values to draw, one per column: the latest ones or, for a `Period`, downsampled ones."""
     if width <= 0:
         return ()
     return values.in_columns(width) if isinstance(values, Period) else values[-width:]

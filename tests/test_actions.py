@@ -128,7 +128,7 @@ def test_stopping_an_extraction_mentions_its_complete_shards(box: Box, actions: 
     actions.stop(job_id)
     assert person.questions == [
         ("Stop job 1 (a)? It keeps its complete shards.", "Stop"),
-        ("Job 1 (a) is stopping. Kill it now? Rows after its last shard are lost.", "Kill it"),
+        ("Job 1 (a) is stopping. Kill it now? Rows after its last shard will be lost.", "Kill it"),
     ]
 
 

@@ -1,1 +1,1 @@
-"""Alerts about lasting problems of this machine. This package contains no UI code."""
+"""Raises alerts about persistent problems of this machine. This package contains no UI code."""

@@ -29,7 +29,8 @@ class AlertReadings(NamedTuple):
 class MeasuredValue(NamedTuple):
     """A measured value, its location as an id (`gpu-0`, `disk`) and in words, and the alert text.
 
-    `value` is None if unknown, and then raises no alert. `about` contains additional fields for the user's command.
+    `value` is None if it is unknown, in which case no alert is raised. `about` contains additional fields for the
+    user's command.
     """
 
     place: str
@@ -40,7 +41,7 @@ class MeasuredValue(NamedTuple):
 
 
 class AlertKind(NamedTuple):
-    """A kind of alert. Its setting is the bound for the value; for a flag, it is how long the flag must stay set.
+    """A kind of alert. `setting` names the setting for the bound or, for a flag, for how long the flag must stay set.
 
     The alert is cleared once the value has been better than the bound by `slack` for `clear_s` seconds.
     """
@@ -53,7 +54,7 @@ class AlertKind(NamedTuple):
     clear_s: float
     raise_s: float = 0.0
     slack: float = 0.0
-    # For a flag: the seconds per unit of its setting, and how long the problem has lasted when the flag is set.
+    # For a flag: the seconds per unit of its setting, and how long the problem has already lasted once the flag is set.
     unit_s: float = 1.0
     passed_s: float = 0.0
 
@@ -102,7 +103,7 @@ def _throttling(look: AlertReadings) -> Iterator[MeasuredValue]:
 
 def _lost(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
-        # A GPU that only other users may use is not lost.
+        # A GPU that is reserved for other users does not count as lost.
         is_lost = not sample.healthy and not sample.withheld and sample.reason != faults.NO_ANSWER_YET
         yield _on_gpu(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
 

@@ -9,14 +9,16 @@ from typing import NamedTuple
 # The value for a measurement whose object no longer exists, such as a removed GPU.
 GONE = -math.inf
 # An alert that is raised three times within an hour is flapping: a periodic fault should not raise an alert each time.
-# It is cleared only after 5 min of good values, or twice the longest good period of the last hour if that is longer.
+# A flapping alert is cleared only after 5 min of good values, or twice the longest good period of the last hour if that
+# is longer.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
     """The conditions under which an alert is raised and cleared.
 
-    It is raised after `raise_s` seconds at or above `raise_at`, and cleared after `clear_s` seconds below `clear_at`.
+    An alert is raised after `raise_s` seconds at or above `raise_at`, and cleared after `clear_s` seconds below
+    `clear_at`.
     """
 
     raise_at: float
@@ -40,7 +42,7 @@ class Hysteresis:
     def changes(self, value: float | None, now: float) -> bool:
         """Process a value (None: unknown); return whether it raises or clears the alert.
 
-        An unknown value does neither.
+        An unknown value does not change the alert.
         """
         self._note_return(value, now)
         if not self._is_leaving(value):

@@ -13,7 +13,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Time
 
 DAY_S = 86_400.0
-# The maximum number of stored alerts. A broken sensor, at one change per minute, raises fewer in a day.
+# The maximum number of stored alerts. Even a broken sensor that changes once per minute raises fewer alerts in a day.
 MOST = 1000
 MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]
@@ -52,8 +52,8 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return this host's active alerts, and all hosts' alerts from the last 24 hours.
 
-    For another host's active alert, the 24 hours are counted from its start, since the app on that host may be closed.
-    If there are more than `MOST` alerts, omit the oldest cleared alerts.
+    Another host's active alert is omitted 24 hours after it was raised, since the app on that host may be closed. If
+    there are more than `MOST` alerts, omit the oldest cleared alerts.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
     surplus = len(recent) - MOST
@@ -67,7 +67,8 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return the alerts to store.
 
-    The 24 hours end no later than the latest alert, so that no alert is deleted if the clock is ahead.
+    The 24 hours end at the latest alert if that is earlier than `now`, so that no alert is deleted if the clock is
+    ahead.
     """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)

@@ -65,7 +65,7 @@ GROUP_S = 5.0
 
 
 class Alerts:
-    """Tracks the alerts of this machine: `turn` processes the current readings. Tests can pass their own clocks."""
+    """Tracks the alerts of this machine as `turn` processes the readings. Tests can pass their own clocks."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Alerts:
         # The keys are (kind of alert, whether the alert was cleared).
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
-        # The reason why a kind of alert could not be checked, or "" if all kinds were checked.
+        # Why a kind of alert could not be checked, or "" if all kinds were checked.
         self.failure = ""
 
     @property
@@ -154,7 +154,7 @@ class Alerts:
         return [together(self._pending.pop(group)) for group in due]
 
     def rest(self) -> list[Alert]:
-        """Return the alerts that are not yet reported; call this before the rules are replaced."""
+        """Return the alerts that have not been reported yet; call this before the rules are replaced."""
         groups, self._pending = self._pending, {}
         return [together(group) for group in groups.values()]
 
@@ -166,7 +166,7 @@ class Alerts:
         return msgspec.structs.replace(alert, words=f"{alert.words}; unknown since {at}")
 
     def _begin(self, kind: AlertKind, measured: MeasuredValue, *, flaps: bool) -> Alert:
-        often = f"{measured.place_words} flaps, {kind.title} {FLAPS_AT} times within an hour: " if flaps else ""
+        often = f"{measured.place_words} is flapping, {kind.title} {FLAPS_AT} times within an hour: " if flaps else ""
         alert = Alert(
             kind=kind.name,
             place=measured.place,
@@ -258,7 +258,7 @@ class AlertWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Signal the thread to stop, without waiting for it."""
+        """Signal the thread to stop; do not wait for it."""
         self._stop.set()
 
     def recent(self) -> list[Alert]:
@@ -281,7 +281,7 @@ class AlertWatcher:
             try:
                 self._look(alerts)
             except Exception as error:
-                # This thread must survive all errors of the GPUs and the disk.
+                # GPU and disk errors must not end this thread.
                 self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
@@ -344,7 +344,7 @@ class AlertWatcher:
             except UserError as error:
                 self._note(str(error))
             except Exception as error:
-                # This thread must survive all errors of the command and the disk.
+                # Errors of the command or the disk must not end this thread.
                 self._note(f"on_alert: {error!r}")
 
     def _note(self, sentence: str) -> None:

@@ -135,7 +135,7 @@ def _marked(script: str, shell: str) -> str:
 
 
 def _text_of_ours(file: Path) -> str | None:
-    """Return the file's content, or None if it is missing; raise `UserError` for a symbolic link or another's file."""
+    """Return the file's content, or None if it is missing; raise `UserError` for a link or another program's file."""
     try:
         if file.is_symlink():
             raise UserError(f"{file} is a symbolic link; remove it first")

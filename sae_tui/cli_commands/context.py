@@ -56,11 +56,11 @@ class CommandContext:
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
-        # Flags that let another sae-tui process find the same jobs and GPUs.
+        # Flags that make another sae-tui process use the same jobs and GPUs.
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)
-        # Whether the command needs GPUs. Only then does it warn if there are none.
+        # Whether the command needs GPUs. If so, it warns if there are none.
         self.wants_gpus = True
 
     @functools.cached_property
@@ -187,7 +187,7 @@ def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged
 def examine_job(
     path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
 ) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
-    """Return the job without its invalid settings, the problems of its settings, and the problems of refused code.
+    """Return the job without its invalid settings, the problems in its settings, and the problems with refused code.
 
     The returned job also omits the settings that would run refused code, so that all other settings can be checked.
     """

@@ -51,7 +51,7 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
     report = None
     if job and not box.is_silent:
         gpus = box.gpus
-        # Read the speeds only after the probe, which measures them.
+        # Read the speeds after the probe, which measures them.
         speeds = read_box(context.data.box_file)
         held = Occupancy(context.data).holders()
         used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]

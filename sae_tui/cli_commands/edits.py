@@ -131,7 +131,7 @@ def remove(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def repair(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Rebuild the job list from the job folders if it was lost, and repair inconsistencies left by a crash."""
+    """Rebuild the job list from the job folders if it has been lost, and repair inconsistencies left by a crash."""
     done = []
     for step in repaired(context.data, flags.host_gone or ""):
         done.append(step)

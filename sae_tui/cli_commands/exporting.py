@@ -33,8 +33,8 @@ HOSTS = ("127.0.0.1", "localhost")
 # A client is disconnected after this many seconds.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
-# The driver is closed after `REST_AFTER_S` seconds without a request.
-# The next request waits up to `WAKE_S` seconds for the driver to open.
+# After `REST_AFTER_S` seconds without a request, the driver is closed; the next request waits up to `WAKE_S` seconds
+# for it to open.
 REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 

@@ -112,7 +112,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> None:
-    """Print the stored history as CSV, either combined over all GPUs or GPU by GPU."""
+    """Print the stored history as CSV, either the totals of all GPUs or the rows of each GPU."""
     past = past_of(context, flags)
     assert past is not None
     if flags.view == "aggregated":

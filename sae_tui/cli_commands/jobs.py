@@ -51,7 +51,7 @@ from trainer.contract.wording import duration, gibibytes
 POLL_S = 0.25
 WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
-# The fields of a report card that are included in JSON, and the facts that are printed for people.
+# The report card fields in JSON output, and the facts printed for people.
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
     "parts",
@@ -312,7 +312,7 @@ def _wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = T
 
 
 def _reached(job: JobView) -> Reached:
-    """Return a job's progress: why it waits, its phase before the first step, or its step."""
+    """Return a job's progress: why it is waiting, its phase before the first step, or its step."""
     if job.state == JobState.QUEUED:
         return Reached(f"waits: {waits(job)}")
     if not job.step or not job.total_steps:
@@ -432,7 +432,7 @@ def _listed() -> list[str]:
 
 
 def _judged_text(job: JobView, name: str) -> str:
-    """Return a metric on held-out data or, before the first evaluation, its marked value on the last batches."""
+    """Return a metric on held-out data or, before the first evaluation, on the last batches and marked as such."""
     value, is_of_batch = judged_value(job, name)
     return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
 

@@ -84,7 +84,7 @@ def launch_all(
     context: CommandContext, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None
 ) -> int:
     """Launch all jobs, or none if any of them cannot run. Return the exit code."""
-    # A clone keeps its parent's Python, even if that was the app's Python.
+    # A clone trains with its parent's Python, even if that was the app's own Python.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu for job in jobs)
     if message := store_warning(context.data):
@@ -120,7 +120,7 @@ def launch_all(
 
 
 def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
-    """Return a message on the state of a newly launched job, and how to follow it."""
+    """Return a message about the state of a newly launched job and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where, job)}"
     others = comes_after(dict.fromkeys(flags.after))
@@ -193,7 +193,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: CommandContext) -> str:
-    """Return the name of the GPU source, so that a supervisor can find the same GPUs."""
+    """Return the name of the GPU source with which a supervisor finds the same GPUs."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

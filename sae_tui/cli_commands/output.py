@@ -25,7 +25,7 @@ def say(text: str = "") -> None:
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print the lines of an iterable, which may yield millions of lines. They must not contain control characters.
+    """Print the lines of an iterable, which may yield millions. The lines must not contain control characters.
 
     The output is written 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit
     flush can encounter a full disk or a closed pipe.
@@ -40,7 +40,7 @@ def warn(text: str) -> None:
 
 
 def show_json(value: Any, *, in_a_line: bool = False) -> None:
-    """Print a value as JSON: indented for people, or in one line for a stream."""
+    """Print a value as JSON: indented for people, or on one line for a stream."""
     try:
         encoded = msgspec.json.encode(value)
     except UnicodeEncodeError:  # a file name that is not valid UTF-8

@@ -23,8 +23,8 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules whose commands act on jobs or on their GPUs.
-# Before such a command runs, the states of crashed jobs are corrected.
+# Modules whose commands act on jobs or their GPUs. Before one of these commands runs, the states of crashed jobs are
+# corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
@@ -64,7 +64,7 @@ COMMAND_EXAMPLES = {
     "gpus": ["gpus", "gpus 0 --json", "gpus --watch --json | jq .[0].power_draw"],
     "select": [
         "select -n 2 --free-memory 20GiB",
-        "select --json                  with names, and why the others are not free",
+        "select --json                  with names, and why the other GPUs are not free",
     ],
     "stream": ["stream      `sae-tui --host` runs this over ssh; it exits when its standard input closes"],
     "serve": [
@@ -141,7 +141,7 @@ COMMAND_EXAMPLES = {
     "eval": [
         "eval 7 --wait",
         "eval 7 --model auto      also evaluate it in the language model of its data",
-        "eval 7 --model auto --probe --keep-rows     add both to a report card that already has rows",
+        "eval 7 --model auto --probe --keep-rows     add these to a report card that already has rows",
     ],
     "features": [
         "features 7                     the latents of job 7, sparse ones first",
@@ -159,7 +159,7 @@ ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; 
 
 
 class CommandParser(output.SafeParser):
-    """Reports incorrect usage in one line, without argparse's list of all flags, which would hide the error."""
+    """Reports incorrect usage on one line, without argparse's list of all flags, which would hide the error."""
 
     def sentence_on(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
@@ -283,7 +283,7 @@ def _add_job_file_commands(add: Add) -> None:
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
     launch.add_argument(
-        "--share", action="store_true", help="also take GPUs that others use, if they have enough free memory"
+        "--share", action="store_true", help="also use GPUs that are in use, if they have enough free memory"
     )
     launch.add_argument(
         "--priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first; default: 0"
@@ -408,14 +408,14 @@ def _add_finding(add: Add) -> None:
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
     find.add_argument("--watch", action="store_true", help="repeat after every change; with --json, one line each time")
-    find.add_argument("--limit", type=positive, metavar="N", help="list only the first N")
+    find.add_argument("--limit", type=positive, metavar="N", help="list only the first N jobs")
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")
     ids.completer = completion.job_ids  # type: ignore[attr-defined]
     look.add_argument(
         "--metric",
         metavar="NAME",
-        help="metric of the curves, such as loss; default: heldout_fvu, in the CSV all metrics",
+        help="metric of the curves, such as loss; default: heldout_fvu, or all metrics in the CSV file",
     )
     look.add_argument("--x", choices=tuple(AXES), default="step", help="x axis of the curves; default: %(default)s")
     look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="smoothing factor of a moving average")
@@ -430,21 +430,21 @@ def _add_finding(add: Add) -> None:
     judge.add_argument(
         "--probe", action="store_true", help="with --model: k-sparse probing with 1 and 16 latents on labelled texts"
     )
-    keep = "do not measure rows again if the report card already has this measurement for the same weights"
+    keep = "skip the measurement on rows if the report card already has it for the same weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
     judge.add_argument(
         "--no-splice",
         action="store_true",
-        help="with --model: skip the loss of the patched model, for --probe and promoted tokens only",
+        help="with --model: skip the loss of the patched model; measure only --probe and promoted tokens",
     )
     judge.add_argument(FLAG, action="store_true", help=f"with --model: {FLAG_HELP}")
-    judge.add_argument("--cpu", action="store_true", help="use no GPU; default: a free GPU if the job ran on one")
+    judge.add_argument("--cpu", action="store_true", help="use no GPU; default: a free GPU if the job ran on a GPU")
     judge.add_argument(
         "--wait",
         action="store_true",
         help="wait until the evaluation has ended; exit codes: 0 if it succeeded, otherwise 1",
     )
-    latents = add("features", "features.features", "Show the latents of an SAE with max-activating examples")
+    latents = add("features", "features.features", "Show the latents of an SAE and their max-activating examples")
     run = latents.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
     run.completer = completion.job_ids  # type: ignore[attr-defined]
     latents.add_argument(
@@ -459,7 +459,7 @@ def _add_finding(add: Add) -> None:
     latents.add_argument(
         "--search",
         metavar="WORDS",
-        help="only latents whose max-activating examples contain these words, strongest on the words first",
+        help="only latents whose max-activating examples contain these words; those that fire on the words come first",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
@@ -486,7 +486,7 @@ def _add_edit_commands(add: Add) -> None:
         _add_gpus(command)
     _add_wait(resume)
     _add_launch_flags(clone)
-    clone.add_argument("--print", action="store_true", help="print the job file and launch nothing")
+    clone.add_argument("--print", action="store_true", help="print the job file instead of launching the job")
     priority.add_argument(
         "priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first"
     )
@@ -502,15 +502,15 @@ def _add_edit_commands(add: Add) -> None:
     tag.add_argument("words", nargs="*", metavar="WORD")
     tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="remove this tag; may be repeated")
     note.add_argument("text", metavar="TEXT", help='text of the note; "" removes it')
-    delete = add("rm", "edits.remove", "Delete jobs with checkpoints, logs and SAEs")
+    delete = add("rm", "edits.remove", "Delete jobs with their checkpoints, logs and SAEs")
     _complete_ids(
         delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
     )
     delete.add_argument("-y", "--yes", action="store_true", help="delete without confirmation")
     mend = add(
-        "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair what a crash left behind"
+        "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair the damage of a crash"
     )
-    gone = "also mark the jobs of this host, which no longer exists, as lost, unless active in the last 3 minutes"
+    gone = "also mark the jobs of this host as lost, since it no longer exists; skip jobs active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 

@@ -24,7 +24,7 @@ from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.wording import duration, gibibytes
 
-# The maximum number of rows of a printed history, and the possible steps in seconds. Each step divides the next.
+# The maximum number of rows in a printed history, and the possible steps in seconds. Each step divides the next.
 MOST_LINES = 60
 STEPS_S = (5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400, 28 * 86400)
 CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
@@ -32,7 +32,7 @@ TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
 class StoredSamples:
-    """The samples stored since `--since`; `every_s` is the step in seconds, or None for raw samples."""
+    """The stored samples of the period `--since`; `every_s` is the step in seconds, or None for raw samples."""
 
     def __init__(self, context: CommandContext, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
@@ -44,7 +44,7 @@ class StoredSamples:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples of one GPU, regardless of its index at the time."""
+        """Yield the samples of one GPU, whatever its index was at the time."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
@@ -174,7 +174,7 @@ def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def comma_separated(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with a comma after each except the last, which is found by reading one line ahead."""
+    """Yield the lines with a comma after every line but the last, which is detected by reading one line ahead."""
     held: str | None = None
     for line in lines:
         if held is not None:

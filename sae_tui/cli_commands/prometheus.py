@@ -92,7 +92,7 @@ def gpu_metrics(samples: Iterable[GpuSample], jobs_by_uuid: Mapping[str, int]) -
             yield gauge(f"sae_tui_gpu_{sensor.metric}", f"{sensor.words}.", values)
     yield metric("throttled", "Whether the GPU is throttled by heat or a lack of power.", _throttled)
     held = [(labels | {"id": jobs_by_uuid[one.uuid]}, 1.0) for labels, one in gpus if one.uuid in jobs_by_uuid]
-    yield gauge("sae_tui_gpu_held_by_job", "1, labelled with the id of the job that holds the GPU.", held)
+    yield gauge("sae_tui_gpu_held_by_job", "Always 1; the label `id` is the id of the job that holds the GPU.", held)
 
 
 def _throttled(sample: GpuSample) -> float | None:

@@ -24,8 +24,8 @@ from trainer.contract.paths import DataDir
 class Snapshot(msgspec.Struct, frozen=True):
     """Samples of all GPUs, and whether each GPU is available to a new job.
 
-    `problem` explains why there are no samples; `is_broken` is True if that requires a repair; `note` reports hidden
-    GPUs.
+    `problem` explains why there are no samples, and `is_broken` is True if something must be repaired. `note` reports
+    hidden GPUs.
     """
 
     samples: tuple[GpuSample, ...]
@@ -58,7 +58,7 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
 def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float) -> Iterator[Snapshot]:
     """Yield a snapshot every `every_s` seconds until the output is closed.
 
-    Reopen the source after the driver is reloaded. Raise `UserError` if the source cannot be opened initially.
+    Reopen the source after the driver is reloaded. Raise `UserError` if the source cannot be opened at the start.
     """
     try:
         count = open_source(source)

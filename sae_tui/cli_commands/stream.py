@@ -98,7 +98,7 @@ class GpuSide:
         return self._sampler.status is not SamplerStatus.OPENING and all(answers)
 
     def close(self) -> None:
-        """Stop reading; if a thread hangs in the driver, exit the process, since Python would wait for the thread."""
+        """Stop reading; if a thread hangs in the driver, exit the process, since Python would wait for this thread."""
         if not self._sampler.stop(timeout=0.2):
             os._exit(Exit.DONE)
 

@@ -1,4 +1,4 @@
-"""Parsers for flag values: numbers, shares, prices, times and sizes. An invalid value gives a one-line error."""
+"""Parses flag values: numbers, shares, prices, times and sizes. An invalid value causes a one-line error."""
 
 from __future__ import annotations
 

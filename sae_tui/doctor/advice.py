@@ -64,7 +64,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Recommend the smallest number of devices that fits the job and the largest worthwhile one, or a remedy."""
+    """Recommend the smallest number of devices that the job fits on and the largest worthwhile one, or a remedy."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
@@ -88,7 +88,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return a sort key: rows that fit and are efficient come first, then rows with fewer devices and less memory."""
+    """Return a sort key that prefers rows that fit, then efficient rows, then fewer devices and less memory."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 
@@ -107,7 +107,7 @@ def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
 
 
 def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Report that the job does not fit in any configuration, with settings that would make it fit."""
+    """Report that the job does not fit in any configuration, and which settings would make it fit."""
     here = [row for row in rows if row.room_bytes is not None] or list(rows)
     least = min(here, key=lambda row: row.memory_bytes)
     each, capacity = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0

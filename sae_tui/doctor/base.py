@@ -54,7 +54,7 @@ class GpuReadings(msgspec.Struct, frozen=True):
 
 
 class CheckedMachine:
-    """The checked machine. Properties are read once, on first use; system files are read below `root`."""
+    """The machine that is checked. Each property is read once, on first use; system files are read below `root`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class CheckedMachine:
         return self._run(command, limit_s, {**self.environ, **environ})
 
     def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run the trainer, or the code after "-c", with the Python used for training; return the same as `output`."""
+        """Run the trainer, or the code after "-c", with the Python used for training; return what `output` returns."""
         if self.python and (why := named_python.refusal(self.python)):
             return "", why
         variables = named_python.variables(self.python, self.environ)
@@ -132,7 +132,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
         return GpuReadings(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), source.name, environ)
     facts = GpuFacts()
-    # Facts are optional: without them the report is merely shorter, and the samples already contain GPU faults.
+    # Facts are optional: without them, the report is only shorter, since the samples already contain GPU faults.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     close_source(source)

@@ -1,4 +1,4 @@
-"""Measures how fast the GPUs exchange data; runs only while they are idle."""
+"""Measures how fast idle GPUs exchange data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.wording import join_words, plural, rate
 
 # All ranks import torch, which takes most of this time if it is on a network disk.
 LIMIT_S = 120.0
-# The speed that a full PCIe 4.0 slot achieves through host memory.
+# The speed that a PCIe 4.0 slot with 16 lanes achieves through host memory.
 LEAST_BYTES_PER_S = 12e9
 BUSY = "probe again when these GPUs are idle"
 
@@ -40,7 +40,7 @@ class Probed(msgspec.Struct, frozen=True):
 
     @property
     def speeds(self) -> Speeds:
-        """The speeds that every rank achieves: the minimum over all ranks."""
+        """The minimum of each speed over all ranks."""
         return Speeds(
             min(self.flops_per_s), min(self.memory_bytes_per_s), self.bus_bytes_per_s, self.latency_s, is_measured=True
         )
@@ -113,7 +113,7 @@ def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding
 
 
 def _peers_fail(failure: str) -> Finding:
-    """Report that peer-to-peer access is allowed but does not work."""
+    """Report that peer-to-peer access is enabled but does not work."""
     sentence = f"GPUs cannot read each other's memory ({failure}), so they exchange data through the host's memory"
     remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs run with NCCL_P2P_DISABLE=1"
     return Finding("warning", "bus", sentence, remedy)
@@ -145,7 +145,7 @@ def _judge(probed: Probed) -> Finding:
     speed = f"{plural(probed.ranks, 'GPU')} exchange {rate(probed.bus_bytes_per_s)} in an all-reduce"
     if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
         return Finding("ok", "bus", f"{speed}; a small all-reduce takes {probed.latency_s * 1e6:.0f} µs")
-    sentence = f"{speed}; at this speed, ddp of a wide SAE is slower than one GPU"
+    sentence = f"{speed}; at this speed, training a wide SAE with ddp is slower than on one GPU"
     return Finding("warning", "bus", sentence, 'use parallel.mode "tensor", or "auto", which uses this measurement')
 
 

@@ -1,4 +1,4 @@
-"""Reports on the app's environment and, if training uses another Python, on the environment of that Python."""
+"""Reports on the app's Python environment and, if training uses another one, on that environment too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.wording import join_words
 
 
 def check_environments(box: CheckedMachine) -> Iterator[Finding]:
-    """Report which Python runs the app and, if training uses another one, which packages the other one has or lacks."""
+    """Report which Python runs the app, and what a separate Python for training has or lacks."""
     trains = "" if box.python else ", which also trains"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
     if not box.python:
@@ -57,7 +57,7 @@ def lack_of(box: CheckedMachine) -> str:
 
 
 def both(box: CheckedMachine) -> dict[str, dict[str, Any] | None]:
-    """Return the facts about both environments; "trainer" is None if training uses the app's environment."""
+    """Return the facts about the two environments; "trainer" is None if training uses the app's environment."""
     app = {"python": sys.executable, "version": platform.python_version(), "sae_tui": version(PACKAGE)}
     if not box.python:
         return {"app": app, "trainer": None}

@@ -51,7 +51,7 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """A number of devices, assumed to be equally fast, with the memory of the smallest one."""
+    """A number of devices that are assumed to be equally fast and to have the memory of the smallest one."""
 
     name: str
     count: int
@@ -81,12 +81,12 @@ def job_rows(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> tuple[JobRow, ...]:
-    """Forecast the job on the usable GPUs, on the GPUs that its file names, or on the CPU if there is no such GPU.
+    """Forecast the job on the usable GPUs (only the GPUs that its file names, if any), or on the CPU if there are none.
 
     `busy` contains the indices of the GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they
     have memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model
-    gets separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number. In the other
-    modes, it shares the GPUs that train.
+    gets separate GPUs if `data.model_gpus = "auto"` would assign them, even if the job sets a number. In the other
+    modes, the language model shares the training GPUs.
     """
     gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
     kinds = (
@@ -100,7 +100,8 @@ def job_rows(
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     """Return the GPUs that the job may use, most free memory first, or an empty list if it requests the CPU.
 
-    Slices are omitted if there are entire GPUs. Otherwise only one slice is returned, since a job can use only one.
+    Slices are omitted if there are entire GPUs. If there are only slices, one is returned, since a job can use only
+    one.
     """
     named = job.launch.gpus
     if job.on_cpu:

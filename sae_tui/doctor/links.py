@@ -41,7 +41,7 @@ def check_nvlink(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_peers(box: CheckedMachine) -> Iterator[Finding]:
-    """Report whether GPUs can read each other's memory; otherwise all data passes through host memory."""
+    """Report whether GPUs can read each other's memory; if they cannot, all data passes through host memory."""
     pairs = box.gpus.facts.pairs
     apart = [pair for pair in pairs if pair.peer_to_peer is False]
     if apart:

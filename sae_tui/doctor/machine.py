@@ -17,7 +17,7 @@ LEAST_LOCKED_BYTES = 64 << 20
 
 
 def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
-    """Check /dev/shm, through which NCCL and data loaders pass data between processes."""
+    """Check /dev/shm, which NCCL and data loaders use to pass data between processes."""
     folder = box.root / "dev/shm"
     remedy = "start the container with --shm-size=1g or --ipc=host, or `mount -o remount,size=1g /dev/shm`"
     try:

@@ -57,7 +57,7 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
     idle = [one for one in usable if one.uuid and one.state == "available" and one.vendor == suited]
     if not idle:
         of_vendor = f" of {VENDORS[suited].words}" if suited else ""
-        yield Finding("note", SUBJECT, f"not run, since no GPU{of_vendor} is idle", "repeat it when one is idle")
+        yield Finding("note", SUBJECT, f"not run, since no GPU{of_vendor} is idle", "repeat it when a GPU is idle")
         return
     with _kept(box, idle[0]) as why:
         if why:
@@ -75,7 +75,7 @@ def _vendor_of_torch(box: CheckedMachine, vendors: list[str]) -> str:
 
 @contextlib.contextmanager
 def _kept(box: CheckedMachine, choice: GpuChoice) -> Iterator[str]:
-    """Keep jobs off a GPU within the context; yield the reason if this is impossible, otherwise ""."""
+    """Keep jobs off a GPU within the context; yield why this is impossible, or "" if it is possible."""
     try:
         box.data.create()
     except UserError as error:

@@ -36,7 +36,7 @@ def check_logout(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def guarantee(data: DataDir) -> Finding:
-    """Return a finding on whether a job launched now would survive the user's logout."""
+    """Return a finding about whether a job launched now would survive the user's logout."""
     (finding,) = check_logout(CheckedMachine(data, load_source("none")))
     return finding
 

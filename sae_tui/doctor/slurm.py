@@ -10,7 +10,7 @@ from trainer.contract.wording import duration
 
 
 def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
-    """Report whether this shell is inside or outside a SLURM allocation, or whether there is no SLURM."""
+    """Report whether this shell is inside or outside a SLURM allocation, or that there is no SLURM."""
     missing = [name for name in ("sinfo", "squeue") if box.program(name) is None]
     if job := box.environ.get("SLURM_JOB_ID"):
         yield _inside(box, job)

@@ -21,7 +21,7 @@ COMFORTABLE_BYTES = 10 << 30
 
 
 def check_folder(box: CheckedMachine) -> Iterator[Finding]:
-    """Check that a file can be created in the data folder, with an unnamed test file that leaves nothing behind."""
+    """Check that a file can be created in the data folder; the unnamed test file leaves nothing behind."""
     root, folder = box.data.root, _existing(box)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

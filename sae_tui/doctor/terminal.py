@@ -1,4 +1,4 @@
-"""Checks what the terminal can display. Colours and characters are determined by Textual's rules."""
+"""Checks what the terminal can display. The checks for colours and characters follow Textual's rules."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_characters(box: CheckedMachine) -> Iterator[Finding]:
 def check_size(box: CheckedMachine) -> Iterator[Finding]:
     """Check that the window is large enough for the app."""
     if box.size is None:
-        sentence = "there is no terminal here; the app needs one, the commands do not"
+        sentence = "there is no terminal here; the app needs one, but the commands do not"
         yield Finding("note", "window", sentence, "use ssh -t, or -it for a container")
         return
     columns, lines = box.size

@@ -27,7 +27,7 @@ def check_owner(box: CheckedMachine) -> Iterator[Finding]:
         sentence, _, remedy = why.partition("; ")
         yield Finding("error", "owner", sentence, remedy or "choose a folder that you own with --data-dir")
     elif members := sharing(root):
-        remedy = f"any member can act as any other there; `chmod 700 {root}` restricts it to you"
+        remedy = f"any member can act as any other member there; `chmod 700 {root}` restricts it to you"
         yield Finding("note", "owner", f"{root} is shared with {members}", remedy)
     else:
         yield Finding("ok", "owner", f"{root} is {user_of(root.stat().st_uid)}'s")
@@ -76,7 +76,7 @@ def _lets_in(folder: Path, whom: int) -> bool:
 
 
 def check_links(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a symbolic link in place of a folder in which sae-tui writes and deletes files."""
+    """Report symbolic links in place of folders in which sae-tui writes and deletes files."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
     for job_id in (None, *sorted(ids)):
@@ -89,7 +89,7 @@ def check_links(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_hook(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a command in the settings that is not run, because another user may have written it."""
+    """Report a command in the settings that is not run because another user may have written it."""
     file = box.data.settings_file
     for problem in load_settings(file)[1]:
         if problem.path == "on_job_end":

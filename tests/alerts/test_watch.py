@@ -223,7 +223,7 @@ def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
     for _ in range(300):
         said += days.last(16, lost(0, 1, of=2)) + days.last(11, lost(0, of=2))
     assert len(said) == 5
-    assert said[-1] == f"GPU 1 flaps, unreadable 3 times within an hour: GPU 1 cannot be read: {faults.LOST}"
+    assert said[-1] == f"GPU 1 is flapping, unreadable 3 times within an hour: GPU 1 cannot be read: {faults.LOST}"
     assert {one.place for one in days.alerts.active} == {"gpu-0", "gpu-1"}
     assert days.last(20, lost(of=2)) == ["GPU 0: unreadable (cleared)"]
     assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable (cleared)"]

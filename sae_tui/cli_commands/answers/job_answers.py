@@ -40,7 +40,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "progress": (float, "Share of the planned steps that are done (0 to 1)."),
     "eta_s": (float | None, "Time left, in s; null if the job runs no steps or the time is not known yet."),
     "tokens": (int, "Tokens trained on; for an extraction, rows stored."),
-    "loss": (float | None, "Latest loss; null before the first is reported."),
+    "loss": (float | None, "Latest loss; null until the first loss is reported."),
     **metrics(),
     "overfitting": (
         str | None,
@@ -56,9 +56,9 @@ _JOB: dict[str, tuple[object, str]] = {
     "mode": (str | None, "Parallel mode; null if not chosen yet."),
     "host": (str, "Machine that it was launched on."),
     "user": (str | None, "User who launched it; null if unknown."),
-    "attempt": (int, "Number of times that its ranks were started; 0 if not started yet."),
+    "attempt": (int, "Number of times its ranks have been started; 0 if not started yet."),
     "waits_for": (str | None, "Why it is still queued, as a phrase; null if nothing holds it back."),
-    "priority": (int, "Priority from -100 to 100; jobs with a higher one start first."),
+    "priority": (int, "Priority from -100 to 100; jobs with a higher priority start first."),
     "held": (bool, "Whether it is held or paused."),
     "after": (list_of(int), "Ids of the jobs that must finish before it starts."),
     "tags": (list_of(str), "Its tags."),
@@ -70,7 +70,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "output_path": (str | None, "Folder of its SAE or activations; null if not written yet."),
     "estimated_memory_bytes": (int | None, "Estimated memory per rank, in bytes; null if unknown."),
     "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null if not measured."),
-    "dropped": (int | None, "Number of metric rows that could not be stored; null if unknown."),
+    "dropped": (int | None, "Number of metric rows lost because they could not be stored; null if unknown."),
     "silent": (
         str | None,
         "How long its host has sent no heartbeat, as a phrase (its state is then unknown); null if heartbeats arrive.",
@@ -179,7 +179,7 @@ _ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Rep
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
 _RESUMED = fields(
     "Resumed",
-    {"id": _ID, "step": (int, "Step that it continues from."), "notes": (list_of(str), "Changed settings.")},
+    {"id": _ID, "step": (int, "Step from which it continues."), "notes": (list_of(str), "Changed settings.")},
 )
 _LAUNCHED = fields(
     "Launched job",
@@ -187,7 +187,7 @@ _LAUNCHED = fields(
         "id": _ID,
         "gpus": (list_of(int), "Indices of its GPUs; empty if it uses any GPUs, or the CPU."),
         "device": (word("cuda", "cpu"), "Devices that it runs on."),
-        "logout": (str, "Whether the job survives your logout, in a sentence."),
+        "logout": (str, "Sentence that says whether the job survives your logout."),
     },
 )
 _ENDED = {"title": "With --wait: the job after its end"} | {k: v for k, v in JOB.items() if k != "title"}
@@ -260,7 +260,7 @@ _APP = fields(
     {
         "python": (str, "Path of its Python."),
         "version": (str, "Version of this Python."),
-        "sae_tui": (str, "Version of sae-tui in it."),
+        "sae_tui": (str, "Version of sae-tui in this environment."),
     },
 )
 _TRAINER = fields(
@@ -268,8 +268,8 @@ _TRAINER = fields(
     {
         "python": (str, "Path of its Python."),
         "version": (str | None, "Version of this Python; null if it did not respond."),
-        "sae_tui": (str | None, "Version of sae-tui in it; null if not installed."),
-        "torch": (str | None, "Version of PyTorch in it; null if not installed."),
+        "sae_tui": (str | None, "Version of sae-tui in this environment; null if not installed."),
+        "torch": (str | None, "Version of PyTorch in this environment; null if not installed."),
         "gpus": (int | None, "Number of GPUs that this PyTorch sees; null if PyTorch is not installed."),
         "problem": (str | None, "Why it cannot train, and the fix; null if it can."),
     },
@@ -284,7 +284,7 @@ _ENVIRONMENTS = fields(
 _DOCTOR = fields(
     "Problems that would prevent training",
     {
-        "ok": (bool, "Whether no finding is an error; otherwise the exit code is 1."),
+        "ok": (bool, "Whether the findings contain no errors; if they do, the exit code is 1."),
         "findings": (list_of(_FINDING), "Findings of all checks."),
         "job": (or_null(_REPORT), "With JOB.toml: the ways to run it; null if no job file was given."),
         "environments": (_ENVIRONMENTS, "Python environments of the app and of the trainer."),
@@ -316,8 +316,11 @@ _COMPARED = fields(
     {
         "runs": (list_of(_RUN), "One entry for each SAE."),
         "differences": (by_name({"type": "array"}), "Settings that differ, by name, with a value for each of `runs`."),
-        "same": (by_name(list_of(str)), "Maps a result to the SAEs that do not differ significantly in it."),
-        "same_because": (by_name(str), "Maps a result to the reason, with the smallest significant difference."),
+        "same": (by_name(list_of(str)), "Maps a result to the SAEs whose values do not differ significantly."),
+        "same_because": (
+            by_name(str),
+            "Maps a result to why they are considered equal, and the smallest significant difference.",
+        ),
     },
 )
 _WRITTEN = fields(
@@ -372,7 +375,7 @@ _IMPORTED = fields(
     "Job of an imported SAE",
     {
         "id": _ID,
-        "format": (str, "Format that the SAE was read as."),
+        "format": (str, "Format in which the SAE was read."),
         "architecture": (str, "Architecture of the SAE."),
         "notes": (list_of(str), "Notes on the import."),
         **IMPORT_CHECK,
@@ -393,7 +396,7 @@ _EXPORTED = fields(
 _REMOVED = fields(
     "Deleted jobs", {"ids": (list_of(int), "Ids of the deleted jobs."), "bytes": (int, "Freed disk space, in bytes.")}
 )
-_REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, in sentences; empty if nothing was wrong.")})
+_REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, one sentence each; empty if nothing was wrong.")})
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer("sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD),
