@@ -1,6 +1,7 @@
-"""Shows notifications in one line above the footer. A new one replaces the previous one; errors stay until a key press.
+"""Shows notifications on one line above the footer.
 
-The end of a job, an event or an alert also rings the bell or sends a desktop notification, depending on the settings.
+A new notification replaces the previous one; an error stays until a key is pressed. The end of a job, an event or an
+alert also rings the bell or sends a desktop notification, depending on the settings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.contract.printable import printable
 from trainer.contract.store.states import JobState
 
 SHOWN_S = 3.0
-# A key pressed within this time after an error appears does not dismiss the error: the user cannot have read it yet.
+# A key pressed within this time after an error appears does not dismiss it, since the user cannot have read it yet.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
@@ -56,7 +57,7 @@ class Notice(Notification):
 
 
 class Notices(App[None]):
-    """Shows notifications as one line, and keeps the last 100 so that they can be read again."""
+    """Shows notifications on one line, and keeps the last 100 so that they can be read again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class Notices(App[None]):
         timeout: float | None = None,
         markup: bool = True,
     ) -> None:
-        """Show a message, from any thread, for at least `timeout` seconds."""
+        """Show a message for at least `timeout` seconds; may be called from any thread."""
         text = _MARKS[severity] + (f"{title}: " if title else "") + (_plain(message) if markup else message)
         if severity == "information":
             text = "; ".join(text.splitlines())

@@ -15,9 +15,9 @@ _SLOW_S = 0.1  # the threshold for a slow GPU reading; a reading usually takes 1
 
 @dataclass(frozen=True, slots=True)
 class OwnCost:
-    """The app's cost since it started `elapsed_s` ago: CPU time, current memory, threads, bytes sent to the terminal.
+    """The app's cost since it started: CPU time, current memory, threads, bytes sent to the terminal.
 
-    `readings_s` maps each GPU index to the duration of its last reading.
+    `elapsed_s` is the time since the start. `readings_s` maps each GPU index to the duration of the GPU's last reading.
     """
 
     elapsed_s: float

@@ -60,7 +60,7 @@ class Commands(Provider):
     async def search(self, query: str) -> Hits:
         matcher, keys = self.matcher(query), _keys(self.screen)
         for title, explanation, act, _ in self.app.get_system_commands(self.screen):
-            # Search the explanation too, but rank a match there below one in the title.
+            # Also search the explanation, but rank a match there below a match in the title.
             named, explained = matcher.match(title), query.casefold() in explanation.casefold()
             if named or explained:
                 shown = _display(matcher.highlight(escape(title)), keys.get(title))

@@ -1,4 +1,7 @@
-"""The user's settings: a TOML file that can be edited by hand. Each mistake in it is reported in one clear sentence."""
+"""The user's settings: a TOML file that can be edited by hand.
+
+Each mistake in the file is reported in one clear sentence.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +221,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
-    """Return the file's text and its parsed content. `judged` records whether it can be trusted."""
+    """Return the file's text and its parsed content. `judged` records whether the file can be trusted."""
     texts: list[str] = []
 
     def keep(file: Path) -> str:

@@ -51,7 +51,7 @@ def run_app(
 ) -> int:
     """Run the app until it quits, print which jobs keep running, and return the exit code.
 
-    `command` is printed as the command that reopens the app. With `in_browser`, standard output goes to a web page that
+    `command` is the command to print for reopening the app. With `in_browser`, standard output goes to a web page that
     can show every character, and the app prints nothing after it exits.
     """
     data.create()

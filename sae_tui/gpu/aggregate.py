@@ -64,8 +64,8 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 class CapacityShares:
     """The share (0 to 1) of the GPUs' total capacity that was in use in each interval.
 
-    Only GPUs that reported the value in the interval are included. A share is None if no GPU reported the value, or if
-    a GPU has no reading in the interval.
+    Each interval includes only the GPUs that reported the value. A share is None if no GPU reported the value, or if a
+    GPU has no reading in the interval.
     """
 
     memory: Sequence[float | None]

@@ -22,7 +22,7 @@ from trainer.contract.printable import printable
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# If reading the four main sensors of a GPU takes longer than this, its other sensors are not read.
+# If reading a GPU's four main sensors takes longer than this, the other sensors are skipped.
 SLOW_S = 0.1
 ENERGY_EVERY = 10
 LARGEST_PID = 1 << 22  # Linux's limit.
@@ -30,7 +30,7 @@ MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
 # Power limits above this value are in microwatts, as reported by ROCm 6 and 7; lower limits are in watts.
 MOST_WATTS = 100_000
-# Partition modes that split a GPU. The mode SPX does not split it.
+# Partition modes that split a GPU, unlike SPX.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
 _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
@@ -114,8 +114,8 @@ class Amd:
 class _AmdGpu:
     """One AMD GPU.
 
-    Values that never change are cached after the first successful read. The power limit is reread with each process
-    list.
+    Values that never change are cached after the first successful read. The power limit is reread together with each
+    process list.
     """
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
@@ -190,7 +190,7 @@ class _AmdGpu:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the sample fields of an unreadable GPU: a fault, or no fields if it has never reported any sensor."""
+        """Return the sample fields of an unreadable GPU: a fault, or no fields if no sensor has ever responded."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}

@@ -1,4 +1,4 @@
-"""Calls AMD SMI. In the dicts that it returns, "N/A" or a number with all bits set means "not supported"."""
+"""Calls AMD SMI. In the dicts that AMD SMI returns, "N/A" or a number with all bits set means "not supported"."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Asking:
             if error.err_code not in faults.MISSING:
                 self.code = error.err_code
                 self.failed[field] = faults.sensor(error.err_code)
-        except (AttributeError, self._smi.AmdSmiException):  # This version lacks the function or these arguments.
+        except (AttributeError, self._smi.AmdSmiException):  # This AMD SMI lacks the function or these arguments.
             pass
-        except (UnicodeDecodeError, ValueError):  # Text is not UTF-8, or a serial number is not a number.
+        except (UnicodeDecodeError, ValueError):  # A text is not UTF-8, or a serial number is not a number.
             self.failed[field] = "unexpected response"
         return None
 

@@ -9,7 +9,8 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# Error codes for values that the GPU, the driver or this library version does not provide. Other codes are failures.
+# Error codes for values that the GPU, the driver or this version of the library does not provide. Other codes are
+# failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
@@ -73,7 +74,7 @@ def source(code: int) -> SourceUnavailable:
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error to raise if the driver finds no GPUs or shows none to this user."""
+    """Return the error to raise if the driver finds no GPUs, or shows none of them to this user."""
     if of_driver():
         return source(NO_PERMISSION)
     remedy = "compare with `amd-smi list`; start a container with --device=/dev/kfd --device=/dev/dri"

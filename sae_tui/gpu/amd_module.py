@@ -28,19 +28,19 @@ def load_amdsmi() -> ModuleType:
         raise faults.no_module()
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
-    # Capture the error that the module prints if it does not find the library, since it would corrupt the screen.
+    # If the module does not find the library, it prints an error; capture it, since it would corrupt the screen.
     words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):
             spec.loader.exec_module(module)
         return _checked(module)
-    except Exception as error:  # For example, AttributeError or KeyError if the library is missing or too old.
+    except Exception as error:  # For example AttributeError or KeyError, if the library is missing or too old.
         _forget()
         raise faults.broken_module(_reason(words.getvalue(), error)) from None
 
 
 class _OwnThread(io.StringIO):
-    """Captures the output of the thread that created it, and forwards the output of other threads to `others`."""
+    """Captures the output of the thread that creates it, and forwards the output of other threads to `others`."""
 
     def __init__(self, others: TextIO) -> None:
         super().__init__()

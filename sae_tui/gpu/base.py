@@ -35,17 +35,17 @@ from trainer.contract.store.rows import Count, FewAtOnce, Time
 # If more memory than this is in use but belongs to no listed process, an unlisted process must be using the GPU.
 # A desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
-# The minimum GPU memory of a computing process: the size of a CUDA context.
+# The minimum GPU memory of a compute process, which is the size of a CUDA context.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
 # A desktop occasionally causes utilisation up to this percentage.
 IDLE_PERCENT = 5
-# Limits on values from files that other users may have written, so that sums and tables remain valid.
+# Limits for values from files that other users may have written, so that sums and tables remain valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 
-# Opening the driver initialises every GPU. This takes seconds if no GPU is in use and persistence mode is off.
+# Opening the driver initialises every GPU, which takes seconds if no GPU is in use and persistence mode is off.
 OPEN_LIMIT_S = 15.0
 GPU_LIMIT_S = 5.0
 # Reasons for involuntary throttling: heat, or a weak power supply.
@@ -105,7 +105,7 @@ class Condition:
     xid: Annotated[Xid | None, Sensor("The last error that the driver reported", null="none")] = None
     compute_mode: Annotated[str | None, Sensor("Compute mode: shared, one process, or no computing")] = None
     ecc_uncorrected: Annotated[int | None, Sensor("Uncorrected memory errors since the last reset", COUNT)] = None
-    rows_pending: Annotated[bool | None, Sensor("Whether memory rows wait for a reset to be remapped")] = None
+    rows_pending: Annotated[bool | None, Sensor("Whether a reset is needed to remap memory rows")] = None
     rows_failed: Annotated[bool | None, Sensor("Whether a memory row could not be remapped")] = None
     recovery: Annotated[
         str | None, Sensor('Recovery action that the driver requires before the next use, or "" if none')
@@ -116,7 +116,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """The most serious reason not to run jobs on the GPU, as a long and a short text, or ("", "") if none."""
+        """The most serious reason not to run jobs on the GPU, as a long and a short text; ("", "") if there is none."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -128,7 +128,7 @@ class Condition:
         if self.recovery:
             return f"the driver reports that the GPU needs {self.recovery}", f"needs {self.recovery}"
         if self.rows_pending:
-            return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
+            return "the GPU needs a reset: rows of its memory are waiting to be replaced", "needs a reset"
         if n_errors:
             errors = f"{n_errors} uncorrected memory error{'s' * (n_errors != 1)} (ECC)"
             return f"the GPU is failing: {errors}; it needs a reset", f"failing: {n_errors} ECC errors"
@@ -136,7 +136,7 @@ class Condition:
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
-        """The reasons for involuntary throttling, which exclude limits set by a user, or None if unknown."""
+        """The reasons for involuntary throttling, excluding limits set by a user, or None if unknown."""
         return None if self.slowed_by is None else tuple(words for words in self.slowed_by if words in THROTTLING)
 
 
@@ -145,8 +145,8 @@ class GpuSample:
     """A reading of a GPU; `timestamp` is in seconds since the epoch.
 
     `healthy` is False for a GPU that cannot be read, and `reason` then explains why. `unusable` explains why jobs
-    cannot run on a GPU that can be read. If a sensor fails or returns an impossible value, its field is None, and
-    `failed` maps the field to the reason. Sensors that the GPU lacks are not in `failed`.
+    cannot run on a GPU that can be read. If a sensor fails or returns an impossible value, the sensor's field is None,
+    and `failed` maps the field to the reason. Sensors that the GPU lacks are not in `failed`.
     """
 
     index: FewAtOnce
@@ -218,7 +218,7 @@ class GpuSample:
 
     @property
     def unexplained_bytes(self) -> int | None:
-        """The used memory that does not belong to the listed processes, or None if unknown."""
+        """The memory in use that does not belong to the listed processes, or None if unknown."""
         if self.is_memory_shared:
             return None
         listed = [process.memory_used_bytes for process in self.processes or ()]
@@ -258,7 +258,7 @@ class GpuSummary:
     total_power_w: Annotated[float | None, Sensor("Power draw of all GPUs", public="total_power_draw")] = None
 
 
-# Maps the field name of each sensor in a sample or its condition to the sensor's name in JSON output.
+# Maps the field name of each sensor, in a sample or its condition, to the sensor's name in JSON output.
 PUBLIC = {name: one.public for kind in (GpuSample, Condition) for name, one in exported(kind).items()}
 
 
@@ -338,14 +338,17 @@ class GpuSource(Protocol):
     """A source of GPU readings. Every call may block forever, and each GPU is read only from its own thread."""
 
     name: str
-    cuda: bool  # True if PyTorch uses these GPUs as "cuda" devices; False if CPU processes simulate them.
+    cuda: bool  # True if these GPUs are PyTorch's "cuda" devices; False if CPU processes simulate them.
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable` on failure."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Read one GPU and, if `processes`, its processes. If this fails, return an unhealthy sample; never raise."""
+        """Read one GPU and, if `processes`, its processes.
+
+        Never raise; return an unhealthy sample if the read fails.
+        """
         ...
 
     def facts(self) -> GpuFacts:

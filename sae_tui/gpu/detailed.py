@@ -61,13 +61,13 @@ class HurriedSource(Protocol):
     """A source that can shorten its current reads before it is closed."""
 
     def hurry(self) -> None:
-        """Make all further reads omit the processes and the condition; may be called from any thread."""
+        """Omit the processes and the condition from all further reads; may be called from any thread."""
         ...
 
 
 @runtime_checkable
 class ReopeningSource(Protocol):
-    """A source that detects when its driver must be reopened to see the current GPUs."""
+    """A source that detects when its driver must be reopened in order to see the current GPUs."""
 
     @property
     def must_reopen(self) -> bool:

@@ -1,4 +1,4 @@
-"""Values that are read only while the page of a GPU is open: clocks, links and faults.
+"""Values that are read only while a GPU's page is open: clocks, links and faults.
 
 This module is imported only on demand, since a waiting supervisor does not need it.
 """

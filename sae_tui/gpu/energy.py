@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# If two power readings are further apart than this, the energy used between them is considered unknown.
+# If two power readings are further apart than this, the energy used between them counts as unknown.
 LONGEST_GAP_S = 10.0
 # GPUs draw at most 1.2 kW, so a counter that implies more power than this limit was reset or is broken.
 MOST_W = 5000.0
@@ -37,9 +37,9 @@ class Used(NamedTuple):
 class GpuMeter:
     """Measures the energy that one GPU has used since `begin`; readings must arrive in chronological order.
 
-    The energy between two readings of the energy counter is their difference, even across a gap. Elsewhere, the power
-    is integrated by the trapezoidal rule. The first power reading is also used for the time before it, and the last
-    one for the time after it, for up to `LONGEST_GAP_S` each.
+    The energy between two readings of the energy counter is their difference, even across a gap. Where there are no
+    counter readings, the power is integrated by the trapezoidal rule. The first power reading is also used for the time
+    before it, and the last one for the time after it, for up to `LONGEST_GAP_S` each.
     """
 
     def __init__(self, begin: float) -> None:

@@ -23,10 +23,10 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# A write to the store is reported as hung after this time.
-# Normally, a write takes less than a second, plus up to 5 s of waiting for another writer.
+# A write to the store is reported as hung after this time. A write normally takes less than a second, plus up to 5 s of
+# waiting for another writer.
 SILENT_AFTER_S = 30.0
-# The row of a minute is computed from stored readings, so that it is correct even if two processes write it.
+# The row of each minute is computed from stored readings, so that the row is correct even if two processes write it.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -69,7 +69,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # Maps the index and UUID of each GPU to the position in its ring after the last stored reading.
+        # Maps each GPU's index and UUID to the position after the last stored reading in the GPU's ring.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -157,7 +157,7 @@ class Recorder:
         except UserError as error:
             self._give_up(str(error))
         except Exception as error:
-            # This thread must survive every store, disk or GPU error.
+            # No error of the store, the disk or a GPU may end this thread.
             self._give_up(f"the GPU history cannot be stored: {error!r}")
         finally:
             self._begun = None
@@ -213,12 +213,12 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        # The readings are not in chronological order if the clock was set back.
+        # If the clock was set back, the readings are not in chronological order.
         begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
     def _open(self) -> sqlite3.Connection:
-        """Open the store, and make the next turn determine again which readings the store contains."""
+        """Open the store; the next turn then determines again which readings the store contains."""
         self._stored = {}
         return open_writer(self._path, "gpu")
 

@@ -24,11 +24,11 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# By this time, another process has stored all samples that it took before this process started.
+# After this time, another process has stored all samples that it took before this process started.
 STORED_BY_S = 6.0
 # Without a persistence daemon, the driver must first initialise the GPUs, which takes several seconds per GPU.
 OPENING_S = 15.0
-# The time limit for pausing, so that a hung driver or disk does not prevent the suspension of the app.
+# The time limit for pausing, so that the app can be suspended even if a driver or disk hangs.
 _PAUSE_LIMIT_S = 3.0
 
 
@@ -53,7 +53,7 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # The UUIDs of the GPUs whose rings were filled by the first (False) and the final (True) read of the store.
+        # The UUIDs of the GPUs whose rings have been filled, by whether this was the final read of the store.
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
@@ -155,7 +155,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # This thread must continue, no matter what the store contains.
+                # This thread must continue whatever the store contains.
                 self._past_problem = f"the stored GPU history cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

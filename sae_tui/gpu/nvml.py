@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
     from sae_tui.gpu.ring import RingReading
 
-# If reading the four main sensors of a GPU takes longer than this, its other sensors are not read.
+# If reading a GPU's four main sensors takes longer than this, the other sensors are skipped.
 SLOW_S = 0.1
 LARGEST_PID = 1 << 22  # Linux's limit. Drivers 535.43 to 535.86 return pids like 4294967295.
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
@@ -30,7 +30,7 @@ ENERGY_EVERY = 10
 # While an unlisted process uses a GPU, the GPU's process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# An upper bound on how often the app opens the driver in one process.
+# An upper bound for the number of times that a process opens the driver.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -143,7 +143,10 @@ class Nvml:
         return any(gpu.is_stale for gpu in self._gpus)
 
     def close(self) -> None:
-        """Close NVML. If the driver must be reopened, undo all `nvmlInit` calls of this process (NVML counts them)."""
+        """Close NVML.
+
+        If the driver must be reopened, undo all `nvmlInit` calls of this process, since NVML counts them.
+        """
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
                 self._nvml.nvmlShutdown()
@@ -247,7 +250,7 @@ class _NvmlGpu:
         processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # Omit the memory and processes of a split GPU, since the samples of its slices include them.
+            # Omit a split GPU's memory and processes, since the samples of its slices include them.
             **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
             "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,
@@ -289,7 +292,7 @@ class _NvmlGpu:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
     def _read_condition(self, handle: Any, *, whole: bool) -> Condition:
-        """Return the condition, rereading it if due; unless `whole`, read only the GPU's health, not its clocks."""
+        """Return the condition, which is reread if due; unless `whole`, read only the GPU's health, not its clocks."""
         if self._condition is None or time.monotonic() >= self._condition_due:
             self._condition = self._details.condition(handle, whole=whole)
             self._condition_due = time.monotonic() + (CONDITION_EVERY_S if whole else SLOW_CONDITION_EVERY_S)
@@ -377,7 +380,7 @@ class _NvmlGpu:
 class _Slice(_NvmlGpu):
     """A slice of a GPU, with its own memory and processes. The driver measures all other values for the entire GPU.
 
-    Whether the slice may be used also depends on the errors and the compute mode of the entire GPU.
+    The errors and the compute mode of the entire GPU also determine whether the slice may be used.
     """
 
     def __init__(self, nvml: ModuleType, index: int, place: SliceLocation) -> None:

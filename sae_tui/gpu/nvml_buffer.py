@@ -31,7 +31,7 @@ def buffered(nvml: ModuleType, handle: Any) -> tuple[RingReading, ...]:
 
 
 def _value(nvml: ModuleType, value_type: int, value: Any) -> float:
-    """Return a sample's value from the union member for its type, or -1 if the type is unknown."""
+    """Return a sample's value from the union member for the value's type, or -1 if the type is unknown."""
     members = {
         nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
         nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",

@@ -109,7 +109,7 @@ class Activity:
 
 
 class ActivityReader:
-    """Measures a GPU's activity between two reads; a GPU that does not support this is queried only once."""
+    """Measures a GPU's activity between two reads; queries a GPU that does not support this only once."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -177,7 +177,7 @@ RECOVERIES: Mapping[int | None, str] = {
 # Maps the type of a field's value to the union member that contains the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
-_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # The equivalent for GPUs before Ampere.
+_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # The field with the same meaning on GPUs before Ampere.
 
 
 class NvmlDetails:

@@ -1,7 +1,7 @@
 """Determines the total and used memory of an NVIDIA GPU.
 
-The GPUs of GB10 and Jetson use host memory, and on Grace chips, the host also uses the GPU's memory. Page cache in such
-shared memory is regarded as free, since the kernel drops it as soon as a program needs memory.
+The GPUs of GB10 and Jetson use host memory, and on Grace chips, the host also uses the GPU's memory. Page cache in this
+shared memory counts as free, since the kernel drops it as soon as a program needs memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer.contract.machine_memory import machine_memory
 
 # Version 1 of this call reports the memory that the driver reserves, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# Version 1 is used for slices, since not all drivers support the newer version for slices.
+# Slices use version 1, since not all drivers support the newer version for slices.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 # Chips without separate GPU memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)

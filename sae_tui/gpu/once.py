@@ -55,7 +55,7 @@ def close_source(source: GpuSource, limit_s: float = CLOSE_LIMIT_S) -> None:
 
 @contextlib.contextmanager
 def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` on a thread if the context lasts longer than `SLOW_AFTER_S`."""
+    """Call `tell` from a thread if the context lasts longer than `SLOW_AFTER_S`."""
     timer = threading.Timer(SLOW_AFTER_S, tell)
     timer.daemon = True
     timer.start()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Owners are cached for this time, since reading a process's owner takes 0.4 ms and a new thread.
+# Owners are cached for this long, since reading a process's owner takes 0.4 ms and a new thread.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
 # Cached owners by pid and start time, each with the monotonic time when it expires.
@@ -55,5 +55,5 @@ def _read(process: psutil.Process) -> Owner:
 def command_line(arguments: Iterable[str], most: int | None = 200) -> str:
     """Return the command line with secrets masked and the program's folder removed, truncated to `most` characters."""
     program, *rest = (*arguments,) or ("",)
-    # Mask before truncating, since a partial secret would not be recognised.
+    # Mask before truncating, since a truncated secret would not be recognised.
     return " ".join(masked_arguments([os.path.basename(program), *rest]))[:most]

@@ -20,14 +20,14 @@ BLANK = RingReading(0.0)
 
 @dataclass(frozen=True, slots=True)
 class RecentHistory:
-    """The readings of each GPU in the latest intervals, oldest first, and the last power limit that it reported."""
+    """Each GPU's readings in the latest intervals, oldest first, and the last power limit that the GPU reported."""
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
     is_period: bool = False  # True if the entire history is drawn, scaled to the available columns.
 
     def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
-        """Return the last `n` values of a GPU's field `name`, oldest first, or all values if this is a period.
+        """Return the last `n` values of the field `name` of a GPU, oldest first, or all values if this is a period.
 
         Missing values are None.
         """
@@ -69,7 +69,7 @@ def on_grid(newest_first: Iterable[RingReading], last: int, n: int, interval_s: 
     A reading is repeated in the following empty intervals for as long as a GPU may be silent (`SILENT_AFTER_S`).
     """
     first = last - n + 1
-    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # Add one for the read and one for the sampler's cycle.
+    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # One is added for the read, and one for the sampler's cycle.
     slots: list[Slot] = [BLANK] * n
     after: tuple[int, RingReading] | None = None
     for reading in newest_first:

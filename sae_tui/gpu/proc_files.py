@@ -1,7 +1,7 @@
 """Reads the files of a process in /proc with a time limit.
 
 The kernel locks the memory map of a process while its command line or environment is read. A process that hangs in a
-driver may hold this lock forever, and thus block the reader.
+driver may hold this lock forever, which blocks the reader.
 """
 
 from __future__ import annotations

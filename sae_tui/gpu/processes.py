@@ -146,13 +146,13 @@ class _OsProcess:
 
 
 def _process(pid: int) -> Any:
-    import psutil  # The import takes 15 ms, so import it only when the processes are displayed.
+    import psutil  # Importing psutil takes 15 ms, so import it only when the processes are displayed.
 
     return psutil.Process(pid)
 
 
 def _unless_gone() -> contextlib.AbstractContextManager[None]:
-    """Suppress the errors that occur if the process has exited or may not be read."""
+    """Suppress the errors that occur if a process has exited or may not be read."""
     import psutil
 
     return contextlib.suppress(psutil.Error, OSError)
@@ -181,7 +181,7 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job of a process, or "" if it runs in none, or in the same one as the app."""
+    """Return the container or cluster job of a process, or "" if there is none, or if the app runs in it too."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 

@@ -20,8 +20,8 @@ from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# The first probe starts this many seconds after a GPU is lost.
-# The delay doubles after each probe up to a maximum, since a probe takes 0.3 s of CPU time.
+# The first probe starts this many seconds after a GPU is lost. The delay doubles after each probe, up to a maximum,
+# since a probe takes 0.3 s of CPU time.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 
@@ -39,7 +39,10 @@ class Probe:
         self._due = self._pause_s = 0.0
 
     def finds(self, lost: Collection[int], now: float) -> bool:
-        """Return whether the latest probe has read one of these lost GPUs; start a probe if it is due. Never block."""
+        """Return whether the latest probe could read one of these lost GPUs; start the next probe if it is due.
+
+        Never block.
+        """
         if not lost:
             self._due = 0.0
             return False

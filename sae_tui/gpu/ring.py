@@ -51,7 +51,7 @@ class Ring:
     """A thread-safe ring buffer of the latest samples of one GPU; its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self.power_limit_w: float | None = None  # From the latest sample that contains it.
+        self.power_limit_w: float | None = None  # From the latest sample that contains a limit.
         self._lock = threading.Lock()
         self._readings: deque[RingReading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
@@ -106,8 +106,8 @@ class Ring:
     def since(self, position: int | None, uuid: str) -> tuple[list[RingReading], int]:
         """Return the live readings after a position, oldest first, and the new position.
 
-        If `position` is None, return all readings. If the GPU at this index has another UUID, return no readings. A
-        position is a number of readings rather than a time, since the clock may be set back.
+        If `position` is None, return all readings. If the GPU at this index has another UUID, return no readings.
+        Positions count readings rather than time, since the clock may be set back.
         """
         with self._lock:
             if self._uuid not in ("", uuid):

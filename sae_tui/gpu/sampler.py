@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
-# The minimum interval at which to reopen a driver that can be opened but does not recognise its GPUs.
+# The minimum interval between attempts to reopen a driver that can be opened but does not recognise its GPUs.
 _REOPEN_AFTER_S = 5.0
 SILENT_AFTER_S = 5.0
 # If a read takes longer than this, the driver's buffered samples are not read, since this requires more calls.
@@ -106,7 +106,7 @@ class Sampler:
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # Join the first thread first. Since it starts the other threads, none is added once it has exited.
+        # Join the first thread before the others: it starts them, so no thread is added once it has exited.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -218,7 +218,7 @@ class Sampler:
         with self._changed:
             if self._paused:
                 self._status = SamplerStatus.OPENING
-                # The last readings will be outdated after the pause.
+                # The last readings are outdated after the pause.
                 self._gpus = tuple(self._unread(gpu, faults.NO_ANSWER_YET) for gpu in self._gpus)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
             self._is_open = not self._stopping
@@ -230,12 +230,12 @@ class Sampler:
             self._changed.notify_all()
 
     def _must_reopen_safely(self) -> bool:
-        with contextlib.suppress(Exception):  # This thread must survive any error of a source.
+        with contextlib.suppress(Exception):  # No error of a source may end this thread.
             return self._must_reopen()
         return False
 
     def _must_reopen(self) -> bool:
-        """Return whether the driver must be reopened, since its GPUs have changed or recovered, or none can be read."""
+        """Return whether the driver must be reopened: its GPUs have changed or recovered, or none can be read."""
         now = time.monotonic()
         if now - self._opened < _REOPEN_AFTER_S:
             return False
@@ -267,14 +267,14 @@ class Sampler:
         index = gpu.sample.index
         deadline = processes_due = time.monotonic()
         while self._is_current(gpu):
-            # Add half an interval, since sums of floats are not exact.
+            # The half interval is a margin, since sums of floats are not exact.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
             # Also list the processes if an unlisted process uses the GPU.
             due = due or gpu.sample.is_used_unseen
             try:
                 self._turn(gpu, due)
             except Exception as error:
-                # This thread must survive any response from a driver.
+                # No response from a driver may end this thread.
                 blank = _blank(gpu.sample, f"reading it failed: {error!r}")
                 gpu.sample, gpu.answered = _lost(gpu.sample, blank), time.monotonic()
             if due:
@@ -304,7 +304,7 @@ class Sampler:
         gpu.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, gpu: _SampledGpu) -> bool:
-        """Return whether a GPU is still sampled, that is, the sampler has not stopped or reopened the driver."""
+        """Return whether a GPU is still sampled: the sampler has neither stopped nor reopened the driver."""
         index = gpu.sample.index
         return not self._stopping and index < len(self._gpus) and self._gpus[index] is gpu
 
@@ -423,7 +423,7 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Set `unread_since` of an unhealthy sample to the time when the previously readable GPU became unreadable."""
+    """Set `unread_since` of an unhealthy sample to the time when the GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 

@@ -16,13 +16,13 @@ _HARMLESS = re.compile(
     r"|MASTER_(ADDR|PORT)|HF_(HOME|HUB_OFFLINE|HUB_CACHE|DATASETS_CACHE)|TRANSFORMERS_(CACHE|OFFLINE)|TOKENIZERS_PARALLELISM"
     r"|WANDB_(MODE|PROJECT|DIR)|SAE_TUI_(DATA_DIR|JOB_ID)"
 )
-# Words that indicate a secret value if they occur in the name of an option or key.
+# Words that indicate a secret value if an option or key name contains them.
 _SECRET_WORD = re.compile(
     "key|token|secret|password|passwd|passphrase|pass|pwd|pw|pin|pat|credentials?|cookie|auth|authorization|bearer"
     "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Tokens with the prefixes of well-known services.
+# Tokens of well-known services, recognised by their prefixes.
 _TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
@@ -104,7 +104,7 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def _secret_option(program: str, argument: str) -> str:
-    """Return the option that an argument starts with if its value is secret for this program, or "" otherwise."""
+    """Return the option at the start of an argument if the option's value is secret for this program, otherwise ""."""
     for option in _OPTIONS.get(program, ()):
         if argument == option or argument.startswith(f"{option}=" if option.startswith("--") else option):
             return option

@@ -116,7 +116,7 @@ def public_values(reading: Any) -> dict[str, Any]:
 
 
 def is_possible(value: object, limits: Limits | None) -> bool:
-    """Return whether a sensor with these limits can have this value; None (unknown) is always possible."""
+    """Return whether a value is within the limits of its sensor; None (unknown) is always possible."""
     if value is None or limits is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):

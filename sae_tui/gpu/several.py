@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# Shorter than the time limit for opening the entire source, so that the drivers that respond can still be used.
+# This is shorter than the time limit for opening the entire source, so that the drivers that respond can be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 

@@ -164,7 +164,7 @@ class _SimulatedGpu:
         )  # fmt: skip
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
-        """Return details that are consistent with the utilisation in the sample."""
+        """Return details that match the utilisation in the sample."""
         from sae_tui.gpu.details import GpuDetails
 
         busy = (sample.utilization or 0) / 100
@@ -207,7 +207,7 @@ class _SimulatedGpu:
 
 
 class _Heat:
-    """A GPU temperature that exponentially approaches its idle or busy value."""
+    """A GPU temperature that approaches the idle or busy value exponentially."""
 
     def __init__(self, *, hot: bool) -> None:
         self._busy = hot

@@ -33,9 +33,9 @@ MOST_GPUS = 100_000
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The primary key contains the GPU index, which only one GPU has at any time. The UUID identifies that GPU.
-# Each row of `places` is a GPU index with the time ranges to read.
-# CROSS JOIN keeps the order of the tables, so that each row of `places` becomes a range of the primary key.
+# The primary key contains the GPU index, which belongs to one GPU at a time. The UUID identifies that GPU. Each row of
+# `places` is a GPU index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each row of
+# `places` becomes a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
     " json_extract(value, '$[2]') AS sample_end, json_extract(value, '$[3]') AS minute_begin,"
@@ -160,7 +160,7 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """Return when a GPU's utilisation was last above `above` percent, or `after` if it has not been above it since.
+    """Return when a GPU's utilisation last exceeded `above` percent, or `after` if it has not done so since then.
 
     Return None if this is unknown, because no utilisation is stored since `after` or in the last three minutes. For
     example, slices do not report their utilisation.
@@ -233,7 +233,7 @@ def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
     """Return the smallest or largest key ("min" or "max") of a GPU index's rows, or `default` if it has no rows."""
-    # Limit the key, since SQLite sorts text after all numbers.
+    # The range excludes keys that are text, which SQLite sorts after all numbers.
     query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
     key_value: float | None = db.execute(query, (host, index)).fetchone()[0]
     return default if key_value is None else key_value

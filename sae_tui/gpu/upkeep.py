@@ -24,9 +24,9 @@ SLACK, SLACK_PAGES = 0.1, 1000
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# The smallest change that is regarded as a clock jump, and how long the clock is distrusted after a jump.
+# The smallest change that counts as a clock jump, and how long the clock is distrusted after a jump.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
-# The smallest gap in the stored rows that is regarded as a clock jump, and how much time must be stored after the gap.
+# The smallest gap in the stored rows that counts as a clock jump, and how much time must be stored after the gap.
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
 
@@ -73,7 +73,7 @@ class Upkeep:
     def _pieces(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
         first, self._first = self._first, False
         yield from self._delete(db, now)
-        if not first:  # Do not slow down the first minute of the app.
+        if not first:  # Do not slow down the app in its first minute.
             yield from self._shrink(db)
 
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
@@ -123,7 +123,7 @@ class Upkeep:
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Return free pages to the file system if there are more than will soon be reused."""
+        """Return free pages to the file system if there are more of them than will soon be reused."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)

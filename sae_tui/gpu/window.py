@@ -1,4 +1,4 @@
-"""Reads GPU history in a given number of columns: the latest intervals of a GPU, or a stored time span of any GPUs."""
+"""Reads GPU history in a given number of columns: the latest intervals of one GPU, or a stored time span."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ _REFUSED_AGAIN_S = 300.0
 
 
 class Cause(NamedTuple):
-    """A sentence without its subject, which is the host's name, and the wait in seconds before the next attempt.
+    """A sentence without its subject (the host's name), and the wait in seconds before the next attempt.
 
-    If the wait is 0, the caller chooses it.
+    If `wait_s` is 0, the caller chooses the wait.
     """
 
     sentence: str

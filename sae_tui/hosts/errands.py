@@ -1,4 +1,4 @@
-"""Actions on the jobs of another host: runs a `sae-tui` command there and returns its output."""
+"""Acts on the jobs of another host: runs a `sae-tui` command there and returns the command's output."""
 
 from __future__ import annotations
 

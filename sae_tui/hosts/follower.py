@@ -17,7 +17,7 @@ from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.printable import printable
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-# If a connection lasted longer than this, the next reconnection waits only the initial delay again.
+# After a connection that lasted longer than this, the delay before reconnecting is reset to its initial value.
 _STEADY_S = 30.0
 # A host sends data every second. A host that sends nothing for 5 s is shown as silent.
 # After 30 s without data, its connection is cut and reopened.
@@ -67,9 +67,9 @@ def _greeting(lines: Iterator[bytes]) -> Hello | None:
 
 
 class HostFollower:
-    """Keeps a host's `view` and the history of its GPUs up to date; calls `on_change` from its thread.
+    """Keeps a host's `view` and GPU history up to date on a separate thread.
 
-    It calls `on_change` when the state or the jobs change, but not for every sample; screens poll for samples.
+    The thread calls `on_change` when the state or the jobs change, but not for every sample; screens poll for samples.
     """
 
     def __init__(self, name: str, argv: Sequence[str], on_change: Callable[[], object]) -> None:
@@ -198,7 +198,7 @@ class HostFollower:
 
 
 class FarLogReader:
-    """A thread that passes the lines of a log to `on_lines`; the last line explains why no more follow."""
+    """A thread that passes the lines of a log to `on_lines`; the last line explains why no more lines follow."""
 
     def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
         self._host, self._argv, self._on_lines = host, argv, on_lines

@@ -16,7 +16,7 @@ from trainer.contract.settings.toml import table_of
 class Hosts:
     """One follower per host. The views may be read from any thread.
 
-    With `demo`, the hosts show simulated GPUs and their demo jobs.
+    With `demo`, the hosts show simulated GPUs and demo jobs.
     """
 
     def __init__(self, names: Sequence[str], ssh: Sequence[str] = ("ssh",), *, demo: bool = False) -> None:
@@ -69,8 +69,8 @@ class Hosts:
 
         `gpus` selects GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
-        # The user has already allowed the job's code in the form.
-        # Pass the flag only if it is needed, since older versions lack it.
+        # The user has already allowed the job's code in the form. Pass the flag only if the job contains code, since
+        # older versions lack the flag.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

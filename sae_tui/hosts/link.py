@@ -56,7 +56,8 @@ class Link:
         self._stopped = threading.Event()
         self._errors = b""
         self._on_wait = on_wait
-        # When bytes last arrived on standard output, or the process start if none have: monotonic and wall-clock time.
+        # The times (monotonic, wall clock) when bytes last arrived on standard output; initially, when the process
+        # started.
         self.heard = (time.monotonic(), time.time())
 
     @property

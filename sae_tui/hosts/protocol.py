@@ -156,7 +156,7 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 Message = Hello | RemoteGpus | Jobs | Log
 
 
-# The sensors that a GPU list shows but that are not fields of `RemoteGpu`.
+# The sensors in a GPU list that are not fields of `RemoteGpu`.
 OTHERS = frozenset(one.name for one in columns()) - frozenset(RemoteGpu.__struct_fields__)
 
 

@@ -23,8 +23,8 @@ from trainer.contract.printable import printable
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
-# The time limit for requests other than sessions.
-# It is long, since loading the terminal's files (1 MB) takes a while over a slow connection.
+# The time limit for requests other than sessions. The limit is long, since loading the terminal's files (1 MB) takes a
+# while over a slow connection.
 PATIENCE_S = 60.0
 # Pasted text arrives in a single message.
 LONGEST_MESSAGE = 256 << 10
@@ -32,8 +32,8 @@ LONGEST_MESSAGE = 256 << 10
 _LEAST_COST = 512
 # A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
-# A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval.
-# It must be long, since a slow connection may queue the ping behind a lot of output.
+# A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval. The
+# interval must be long, since a slow connection may queue the ping behind a lot of output.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # maximum number of columns, and of lines
 _MOST_COMPLAINTS = 8
@@ -168,7 +168,7 @@ class Looks:
             return await _refuse(browser, "This server is shutting down.")
         if len(self._open) >= MOST_LOOKS:
             return await _refuse(
-                browser, f"{MOST_LOOKS} sessions are open already; close one of them and reload this page."
+                browser, f"{MOST_LOOKS} sessions are already open; close one of them and reload this page."
             )
         try:
             look = AppProcess(self._argv, _cells(request, "width", 80), _cells(request, "height", 24))
@@ -241,7 +241,7 @@ def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
 
 
 async def _run_until_first(jobs: Sequence[Any]) -> None:
-    """Run the coroutines until one of them returns. A browser or an app that disconnects meanwhile is not an error."""
+    """Run the coroutines until one of them returns. A disconnect of the browser or the app is not an error."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +270,7 @@ def nothing() -> web.Response:
 
 
 class _Connections(web.Server):
-    """Limits the number of connections, and closes connections that are not sessions after a time limit."""
+    """Limits the number of connections, and closes all connections except sessions after a time limit."""
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
@@ -285,7 +285,8 @@ class _Connection(web.RequestHandler):
         self._hanging_up: asyncio.TimerHandle | None = None
         assert self._manager is not None  # it is None only once the connection is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
-            # Refuse it before aiohttp starts a task for it. That task would fail as soon as the connection is closed.
+            # Refuse the connection before aiohttp starts a task for it, which would fail as soon as the connection is
+            # closed.
             transport.abort()  # type: ignore[attr-defined]
             return
         super().connection_made(transport)

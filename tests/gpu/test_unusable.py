@@ -34,9 +34,9 @@ def _used(percent: int, used: int, total: int) -> dict[str, Any]:
 # Maps each driver fault to the reason why the GPU is not offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
-    "pending": "rows of its memory wait to be replaced",
+    "pending": "rows of its memory are waiting to be replaced",
     "failed_rows": "a row of its memory could not be replaced",
-    "pages,{index}:no_rows": "rows of its memory wait to be replaced",
+    "pages,{index}:no_rows": "rows of its memory are waiting to be replaced",
     "ecc=7": "7 uncorrected memory errors",
     "xid=79": "Xid 79",
     "xid=95": "Xid 95",

@@ -103,7 +103,7 @@ async def test_only_a_few_sessions_are_open_at_a_time_and_one_more_gets_a_messag
         for look in looks:
             await look.wait_for("here")
         async with served.look() as late:
-            await late.wait_for(f"{MOST_LOOKS} sessions are open already")
+            await late.wait_for(f"{MOST_LOOKS} sessions are already open")
             await late.wait_until_closed()
         assert len(served.below) == MOST_LOOKS
         await looks[0].socket.close()
