@@ -147,8 +147,8 @@ class SaeApp(KeysInOrder, Notices):
             data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
         dashboard = Dashboard(self.session, settings.monitor_view_default)
-        # `Refresh` sets the theme. It is created before any style is read, since a theme change makes Textual read all
-        # styles again.
+        # `Refresh` sets the theme, which makes Textual read all styles again, so it is created before any style is
+        # read.
         self.redraw = Refresh(self, self.session, dashboard, make_hosts)
         self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()

@@ -114,7 +114,7 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     gc.disable()
     from sae_tui.start import run_app
 
-    # Without a command, all arguments are options, so the same command line opens the same app again.
+    # Without a command, all arguments are options, so repeating the command line reopens the same app.
     command = shlex.join(["sae-tui", *sys.argv[1:]])
     return run_app(
         data=context.data,

@@ -16,7 +16,8 @@ from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-# These characters are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full length.
+# The characters for bars are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full
+# length.
 LINE, HALF, RAIL = "━", "╸", "─"
 
 

@@ -26,7 +26,7 @@ _KEY_WIDTH = 5
 
 
 class Palette(CommandPalette):
-    """A command palette that can be opened or closed twice in a row and works in windows of any size."""
+    """A command palette that tolerates being opened or closed twice in a row, and works in windows of any size."""
 
     # The search icon is a magnifying glass, which many fonts lack.
     DEFAULT_CSS = """

@@ -1,7 +1,8 @@
 """The colour themes: four of this project, and one that uses the terminal's own colours.
 
-The greys of page, surface and panel remain distinct in a terminal with 256 colours, which is common over ssh. Such a
-terminal shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all three as black.
+The greys of page, surface and panel remain distinct in a terminal with 256 colours, which is common over ssh. A
+terminal with 256 colours shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all
+three as black.
 
 Colours have the same meaning in all themes: primary is utilisation, loss and FVU; secondary is memory; success is
 power and progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
@@ -148,8 +149,8 @@ COLOUR_BLIND_16 = replace(
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name
-# Maps each value of the setting `theme` to its theme and to a variant for terminals with only 16 colours.
-# Such terminals cannot show the surface colours.
+# Maps each value of the setting `theme` to its theme and to a variant for terminals with only 16 colours. Terminals
+# with 16 colours cannot show the surface colours.
 THEMES: dict[ThemeName, tuple[str, str]] = {
     "dark": (DARK.name, _TERMINAL),
     "light": (LIGHT.name, _TERMINAL),

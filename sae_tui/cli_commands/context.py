@@ -46,7 +46,7 @@ class CommandContext:
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
-        # The reason why the data folder cannot be used now, such as a disk that hangs, or "" if it can be used.
+        # Why the data folder cannot be used, for example because its disk hangs, or "" if it can be used.
         self.hung = _check_folder(base.root, getattr(flags, "folder_limit_s", _LIMIT_S))
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)

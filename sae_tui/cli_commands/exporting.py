@@ -49,7 +49,7 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
         show_text(PrometheusText(context.data, lambda: context.gpus.samples).text())
         return Exit.DONE
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    # The sampler uses one thread per GPU, so that a GPU that hangs does not delay the others.
+    # The sampler uses one thread per GPU, so that a hung GPU does not delay the other GPUs.
     sampler = Sampler(source, context.settings.sampling_interval_s)
     gpus = AskedGpus(sampler, source.name)
     figures = PrometheusText(context.data, gpus.samples, lambda: sampler.problem)

@@ -283,7 +283,7 @@ def _add_job_file_commands(add: Add) -> None:
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
     launch.add_argument(
-        "--share", action="store_true", help="also use GPUs that are in use, if they have enough free memory"
+        "--share", action="store_true", help="also take GPUs that are in use, if they have enough free memory"
     )
     launch.add_argument(
         "--priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first; default: 0"
@@ -545,7 +545,7 @@ def _examples(command: str) -> str:
 def _shared_flags(*, in_help: bool = True) -> CommandParser:
     """Return the flags allowed before and after the command.
 
-    They have no defaults, since the default of a flag after the command would overwrite the value given before it.
+    The flags have no defaults, since the default of a flag after the command would overwrite a value given before it.
     """
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")

@@ -1,4 +1,4 @@
-"""Streams the stored history for `sae-tui metrics --since` row by row: of one GPU, or the totals of all GPUs."""
+"""Streams stored history row by row for `sae-tui metrics --since`: the rows of one GPU, or the totals of all GPUs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
 
 
 def resolve(name: str) -> str:
-    """Resolve "auto" to the vendor whose driver is installed, or keep "auto" if the drivers of several are installed.
+    """Resolve "auto" to the vendor whose driver is installed, or keep "auto" if several vendors' drivers are installed.
 
     If no driver is installed, return the first supported vendor, so that its source reports what is missing. Return any
     other name unchanged.

@@ -96,7 +96,7 @@ class Amd:
 
     @property
     def _xgmi(self) -> int | None:
-        """AMD SMI's code for an XGMI link. Both the code and the name of the constant depend on the version."""
+        """AMD SMI's code for an XGMI link. The code and the name of the constant depend on the version of AMD SMI."""
         for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
             if found := getattr(getattr(self._smi, group, None), name, None):
                 return int(found)

@@ -1,6 +1,6 @@
 """Reads the details of an AMD GPU.
 
-This takes four driver calls with each process list, and about a dozen while the GPU's page is open.
+A read takes four driver calls with each process list, and about a dozen while the GPU's page is open.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class GpuSample:
         Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)
     ] = None  # fmt: skip
     power_limit_w: Annotated[Measured | None, Sensor("Power limit", (0.5, WATTS[1]), public="power_limit")] = None
-    # The energy since the driver was loaded. Only some samples include it.
+    # The energy since the driver was loaded, which only some samples include.
     energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True

@@ -1,6 +1,6 @@
 """Reads the details of an NVIDIA GPU from NVML.
 
-This takes five driver calls with each process list, and about two dozen while the GPU's page is open.
+A read takes five driver calls with each process list, and about two dozen while the GPU's page is open.
 """
 
 from __future__ import annotations

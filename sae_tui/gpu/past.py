@@ -69,7 +69,7 @@ def on_grid(newest_first: Iterable[RingReading], last: int, n: int, interval_s: 
     A reading is repeated in the following empty intervals for as long as a GPU may be silent (`SILENT_AFTER_S`).
     """
     first = last - n + 1
-    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # One is added for the read, and one for the sampler's cycle.
+    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # Allow one interval each for the read and the sampler's cycle.
     slots: list[Slot] = [BLANK] * n
     after: tuple[int, RingReading] | None = None
     for reading in newest_first:

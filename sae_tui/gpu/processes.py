@@ -246,8 +246,8 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     """Send a signal to exactly the process that was displayed; return a message about the result.
 
     Raise `UserError` if the process has exited, belongs to another user or is not visible here. In a container, also
-    raise it if the process with this pid has not opened the GPU driver, since this means that the driver's pid belongs
-    to a process in another container.
+    raise `UserError` if the process with this pid has not opened the GPU driver, since the driver's pid then belongs to
+    a process in another container.
     """
     what = f"process {process.pid}"
     if process.identity is None:

@@ -29,8 +29,8 @@ PROBE_LIMIT_S = 30.0
 class Probe:
     """Checks in a separate process whether lost GPUs can be read again, for example after a reset.
 
-    The app's own process reopens the driver only after a probe has succeeded in reading a lost GPU, since reopening
-    interrupts the history of the other GPUs and may hang.
+    The app's own process reopens the driver only after a probe has read a lost GPU, since reopening interrupts the
+    history of the other GPUs and may hang.
     """
 
     def __init__(self, source_name: str) -> None:

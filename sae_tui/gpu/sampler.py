@@ -246,7 +246,7 @@ class Sampler:
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in (AUTO, *VENDORS):
             return False
-        # Consider only GPUs that could be read before, since the reset of one GPU does not affect the others.
+        # Consider only GPUs that could be read before, since resetting one GPU does not affect the other GPUs.
         lost = [gpu.sample.index for gpu in unread if gpu.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
@@ -403,7 +403,10 @@ class Sampler:
 
 
 def interval_of(timestamp: float, interval_s: float) -> int:
-    """Return the number of the clock interval that contains a time. All GPUs, apps and hosts use the same numbers."""
+    """Return the number of the clock interval that contains a time.
+
+    The numbers are the same for all GPUs, apps and hosts.
+    """
     return math.floor(timestamp / interval_s)
 
 

@@ -40,7 +40,7 @@ class Several:
     def open(self) -> int:
         gpus: list[tuple[GpuSource, int]] = []
         self._faults = []
-        # Open each source on a separate thread, so that a driver that never responds does not block the others.
+        # Open each source on a separate thread, so that a driver that never responds does not block the other drivers.
         counts = [(source, on_thread(source.open)) for source in self._sources]
         deadline = time.monotonic() + LIMIT_S
         for source, count in counts:

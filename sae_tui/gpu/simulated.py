@@ -56,8 +56,8 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 class Simulated:
     """Simulates a machine with four GPUs, one of them used by another user; a larger `count` repeats the four GPUs.
 
-    `occupied` returns a dict that maps the UUID of each GPU on which one of our jobs runs to the job's pid and memory
-    in bytes. It may be called from any thread. All values of a GPU are computed from `occupied` and the clock.
+    `occupied` returns a dict that maps the UUID of each GPU that our jobs use to the job's pid and memory in bytes.
+    `occupied` may be called from any thread. All values of a GPU are computed from `occupied` and the clock.
     """
 
     name = "simulated"

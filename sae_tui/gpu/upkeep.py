@@ -79,8 +79,8 @@ class Upkeep:
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
         """Delete old rows.
 
-        Delete them separately for each GPU index, as a range of the primary key, to avoid reading entire tables. Delete
-        only complete minutes, so that there is no gap or overlap between minute means and samples.
+        Delete the rows of each GPU index separately, as a range of the primary key, to avoid reading entire tables.
+        Delete only complete minutes, so that there is no gap or overlap between minute means and samples.
         """
         now = self._believable(db, now)
         raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S

@@ -184,7 +184,7 @@ class HostFollower:
             self._on_change()
 
     def _tell_end(self, cause: Cause) -> None:
-        """Show why there is no connection. If the connection was cut, also show since when."""
+        """Show why there is no connection and, if the connection was cut, since when."""
         if self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT):
             since = time.time() if self.view.is_connected else self.view.since
             self._change(stage=ConnectionStage.CUT, sentence=cause.sentence, since=since, gpus=())

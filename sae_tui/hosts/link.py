@@ -42,7 +42,7 @@ class Allowance:
 class Link:
     """A subprocess and its output. Only one thread may use the link, but any thread may call `stop`.
 
-    Its standard input is a pipe that closes when this process exits, even if it is killed.
+    The subprocess's standard input is a pipe that closes when this process exits, even if this process is killed.
     """
 
     def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:

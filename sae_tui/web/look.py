@@ -23,7 +23,7 @@ _CHUNK = 64 << 10
 _KEPT_ERRORS = 4096
 # How many seconds the process has to exit after SIGTERM before it is killed.
 _LEAVE_S = 2.0
-# Environment variables of the terminal in which the server was started. They are wrong for a browser.
+# Environment variables that describe the terminal of the server; they do not apply to a browser.
 _OF_A_TERMINAL = ("LINES", "STY", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX")
 
 

@@ -26,12 +26,13 @@ body { font: 16px "Roboto Mono", monospace; }
 .closed, body.-first-byte .opening, body.-closed .opening { display: none; }
 body.-closed .closed { display: block; }
 """
-# Without this script, no key reaches the terminal until the user clicks. It must run after the script of textual-serve.
+# Without this script, no key reaches the terminal until the user clicks. This script must run after textual-serve's
+# script.
 _SCRIPT = """\
 addEventListener("load", () => document.querySelector(".textual-terminal textarea").focus());
 """
-# The script of textual-serve connects each element of the class `textual-terminal`.
-# It records the connection state in the classes of the body.
+# The script of textual-serve connects each element of the class `textual-terminal`. That script also records the
+# connection state in the classes of the body.
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">

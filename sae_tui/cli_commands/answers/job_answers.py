@@ -23,7 +23,7 @@ _STATE = (word(*JobState), "State of the job; finished, stopped, failed, lost an
 _MESSAGE = (str, "What was done, in a sentence.")
 ENERGY = {
     "energy_wh": "Energy of its GPUs, in Wh; null if not measured.",
-    "energy_share": "Share of the run time whose energy was measured (0 to 1); null if none.",
+    "energy_share": "Share of the run time with an energy measurement (0 to 1); null if none.",
     "energy_from": "Source of the measurement; null if not measured.",
     "cost": "Cost of the energy; null if no price is set.",
     "currency": "Currency of the price; null if no price is set.",
@@ -93,7 +93,10 @@ _JOB: dict[str, tuple[object, str]] = {
         ),
         "The running evaluation of its SAEs; null if none.",
     ),
-    "best_sae": (str | None, "In a sweep, the SAE whose loss and metrics are given; null if the job is not a sweep."),
+    "best_sae": (
+        str | None,
+        "In a sweep, the SAE that the loss and metrics belong to; otherwise null.",
+    ),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
 }
 JOB = fields("Job", _JOB)
@@ -179,7 +182,7 @@ _ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Rep
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
 _RESUMED = fields(
     "Resumed",
-    {"id": _ID, "step": (int, "Step from which it continues."), "notes": (list_of(str), "Changed settings.")},
+    {"id": _ID, "step": (int, "Step that it continues from."), "notes": (list_of(str), "Changed settings.")},
 )
 _LAUNCHED = fields(
     "Launched job",
