@@ -60,7 +60,7 @@ class Host:
             available, memory = machine_memory()
             used = memory - available
             swap = int(psutil.swap_memory().used)
-        # There is no CPU value yet at the first reading, since a value covers the interval between two readings.
+        # The first reading has no CPU value, since a value covers the interval between two readings.
         return HostLoad(None if elapsed_s is None else cpu, os.getloadavg()[0], used, memory, swap, disk, network)
 
 

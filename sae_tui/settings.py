@@ -28,7 +28,7 @@ _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
 # tomlkit takes seconds to parse a larger file.
 _MOST_CHANGED = 64 << 10
-# Settings that are read only when the app starts, so a change requires a restart.
+# Settings that the app reads only at its start, so a change requires a restart.
 AT_START = frozenset({"look"})
 
 

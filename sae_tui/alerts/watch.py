@@ -34,8 +34,8 @@ KILL_AFTER_S = 5
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
     """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
 
-    `timeout` kills the command even if this process has exited. The message is kept in memory rather than in a
-    temporary file, since the disk may be full.
+    The program `timeout` kills the command even if this process has exited. The message is kept in memory rather than
+    in a temporary file, since the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
     try:

@@ -71,7 +71,7 @@ sae-tui launch job.toml --gpus cpu --set sae.k=32 --after 1 --json
 ## 4. Watch
 
 `jobs --watch` prints a line after every change until the reader closes the pipe. `job ID --wait` returns when the job
-has ended; its exit code says how. `events`, `cause` and `sae-tui logs ID --json` say why a job failed.
+has ended, and its exit code says how the job ended. `events`, `cause` and `sae-tui logs ID --json` say why a job failed.
 `sae-tui resume ID` continues from its last checkpoint.
 
 ```sh
@@ -83,8 +83,9 @@ sae-tui job 2 --wait --json
 ## 5. Evaluate, compare, export
 
 `heldout_fvu` (lower is better) and `heldout_l0` in the output of `job` are measured on held-out rows; `fvu` is measured
-on the last training batches and is too optimistic. `card` has `figures` with errors: `fvu`, `l0`, `dead`. An export is
-a folder that SAELens loads; `--format` selects other formats. `output_path` of a job is already such a folder.
+on the last training batches and is too optimistic. `card` has `figures` with standard errors: `fvu`, `l0`, `dead`. An
+export is a folder that SAELens loads; `--format` selects other formats. `output_path` of a job is already such a
+folder.
 
 ```sh
 sae-tui compare 1 2 --json

@@ -299,7 +299,7 @@ class GpuPair:
 
 
 class DriverFault(NamedTuple):
-    """A fault of a driver that can nevertheless read its GPUs, and the remedy."""
+    """A fault of a driver that can still read its GPUs, and the remedy."""
 
     sentence: str
     remedy: str

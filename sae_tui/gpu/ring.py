@@ -51,7 +51,7 @@ class Ring:
     """A thread-safe ring buffer of the latest samples of one GPU; its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self.power_limit_w: float | None = None  # From the latest sample that contains a limit.
+        self.power_limit_w: float | None = None  # The limit in the latest sample that contains one.
         self._lock = threading.Lock()
         self._readings: deque[RingReading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None

@@ -214,7 +214,7 @@ class Sampler:
         return None
 
     def _may_open(self) -> bool:
-        """Wait until the sampler is not paused; return False once it stops."""
+        """Wait while the sampler is paused; return False once it stops."""
         with self._changed:
             if self._paused:
                 self._status = SamplerStatus.OPENING

@@ -26,7 +26,8 @@ SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
 # The smallest change that counts as a clock jump, and how long the clock is distrusted after a jump.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
-# The smallest gap in the stored rows that counts as a clock jump, and how much time must be stored after the gap.
+# The smallest gap in the stored rows that counts as a clock jump, and for how long rows must follow the gap before the
+# new time is accepted.
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
 
@@ -94,7 +95,7 @@ class Upkeep:
 
         A jump while this process runs is detected by comparison with the time since boot. The new time is accepted
         after a day. A jump before this process started is detected as a gap of hours in the stored rows. The new time
-        is accepted once half an hour of rows is stored after the gap.
+        is accepted once rows for half an hour have been stored after the gap.
         """
         boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         wall, at = self._clocks or (now, boot)

@@ -1,4 +1,7 @@
-"""The messages that `sae-tui stream` writes on another host, one JSON object per line. Readers must not trust them."""
+"""The messages that `sae-tui stream` writes on another host, one JSON object per line.
+
+Readers must not trust the messages.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "overfitting": (
         str | None,
         "How much better it fits training rows than held-out rows, and at which step it was best; null if it does not"
-        " overfit. For a job of an older version, only `job` reports it.",
+        " overfit. For jobs of older versions, only `sae-tui job` reports it.",
     ),
     "tokens_per_s": (float | None, "Tokens per second; null if not known yet."),
     "device": (word("cuda", "cpu"), "Devices that it runs on."),
