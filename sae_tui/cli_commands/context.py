@@ -172,7 +172,7 @@ def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, cons
 def read_training(
     path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT
 ) -> JobConfig:
-    """Return a training job like `read_job`; raise `JobFileError` for any other kind of job."""
+    """Return a job like `read_job`; raise `JobFileError` if it is not a training job."""
     judged = Judged(pipes=True)
     job = load_job(path, overrides_of(overrides, gpus), read=judged)
     _refuse_code(job, consent, overrides, judged)

@@ -71,8 +71,8 @@ sae-tui launch job.toml --gpus cpu --set sae.k=32 --after 1 --json
 ## 4. Watch
 
 `jobs --watch` prints a line after every change until the reader closes the pipe. `job ID --wait` returns when the job
-has ended, and its exit code says how the job ended. `events`, `cause` and `sae-tui logs ID --json` say why a job failed.
-`sae-tui resume ID` continues from its last checkpoint.
+has ended, and its exit code says how the job ended. `events`, `cause` and `sae-tui logs ID --json` say why a job
+failed. `sae-tui resume ID` continues from the job's last checkpoint.
 
 ```sh
 sae-tui jobs --watch --json | head -n 1

@@ -28,7 +28,7 @@ from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 
 Check = Callable[[CheckedMachine], Iterable[Finding]]
-# Checks for access by other users are first. The slowest check, which imports torch in a new process, is last.
+# Checks for access by other users come first. The slowest check, which imports torch in a new process, comes last.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
     trust.check_readers,

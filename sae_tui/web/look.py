@@ -74,7 +74,7 @@ class AppProcess:
             await self._input.drain()
 
     async def close(self) -> str:
-        """Stop the process with its children, except jobs; return the last line of its standard error, or ""."""
+        """Stop the process and its children, except jobs; return the last line of its standard error, or ""."""
         if self._closing:
             return ""
         self._closing = True
