@@ -60,7 +60,7 @@ class CommandContext:
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)
-        # Whether the command needs GPUs. If so, it warns if there are none.
+        # Whether the command needs GPUs and warns if there are none.
         self.wants_gpus = True
 
     @functools.cached_property

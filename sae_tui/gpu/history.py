@@ -157,7 +157,7 @@ class Recorder:
         except UserError as error:
             self._give_up(str(error))
         except Exception as error:
-            # No error of the store, the disk or a GPU may end this thread.
+            # Errors of the store, the disk or a GPU must not end this thread.
             self._give_up(f"the GPU history cannot be stored: {error!r}")
         finally:
             self._begun = None

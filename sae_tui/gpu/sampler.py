@@ -230,7 +230,7 @@ class Sampler:
             self._changed.notify_all()
 
     def _must_reopen_safely(self) -> bool:
-        with contextlib.suppress(Exception):  # No error of a source may end this thread.
+        with contextlib.suppress(Exception):  # Errors of a source must not end this thread.
             return self._must_reopen()
         return False
 
@@ -274,7 +274,7 @@ class Sampler:
             try:
                 self._turn(gpu, due)
             except Exception as error:
-                # No response from a driver may end this thread.
+                # Errors in a driver's response must not end this thread.
                 blank = _blank(gpu.sample, f"reading it failed: {error!r}")
                 gpu.sample, gpu.answered = _lost(gpu.sample, blank), time.monotonic()
             if due:

@@ -311,7 +311,7 @@ class _Connection(web.RequestHandler):
 
 
 class _Complaints:
-    """Reports each of asyncio's error messages once, except errors of connections.
+    """Reports each of asyncio's error messages once, except connection errors.
 
     Repeated messages would let another user fill the terminal or the log of the server.
     """
