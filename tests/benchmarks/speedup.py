@@ -67,7 +67,7 @@ GPUS = (
     Gpu("NVIDIA H100 80GB HBM3", 80, "NVLink"),
     Gpu("NVIDIA A100-SXM4-80GB", 80, "NVLink"),
     Gpu("NVIDIA L40S", 48, "PCIe"),
-    Gpu("NVIDIA GeForce RTX 3090", 24, "PCIe by way of the host's memory"),
+    Gpu("NVIDIA GeForce RTX 3090", 24, "PCIe, through host memory"),
 )
 
 

@@ -78,7 +78,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
     assert wait_for(hosts, lambda view: view.jobs[0].held)
     with pytest.raises(UserError, match="on gpu1: there is no job 99"):
         hosts.run("gpu1", "stop", "99")
-    assert hosts.run("gpu1", "stop", str(trains), "--finish").startswith(f"on gpu1: job {trains} cools down over")
+    assert hosts.run("gpu1", "stop", str(trains), "--finish").startswith(f"on gpu1: job {trains} cools down for")
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
         assert control.open_requests(trains) == {"finish"}
     sshd.cut()

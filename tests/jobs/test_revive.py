@@ -51,7 +51,7 @@ def test_after_a_restart_the_queue_continues_in_the_same_order(box):
         (JobState.QUEUED, queued) for queued in before.values()
     ]
     assert (box.job(after).after, box.job(held).held) == ((runs,), True)
-    box.resume(runs, "train.n_steps=5")
+    box.resume(runs, f"train.n_steps={box.job(runs).step + 50}")
     assert box.wait_ended(after).state == JobState.FINISHED
     assert box.job(after).started >= box.job(runs).ended
     edits.release(box.data, box.control, held)

@@ -203,7 +203,7 @@ def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
         ([0, 3], "GPU 3 is a MIG slice, and NCCL cannot connect slices; name only one slice, or whole GPUs"),
         (
             "auto:2",
-            "asks for 2 GPUs, but this machine has 1 that can be used; a MIG slice cannot join other GPUs",
+            "asks for 2 GPUs, but this machine has 1 that can be used; a MIG slice cannot be combined with other GPUs",
         ),
     ],
 )

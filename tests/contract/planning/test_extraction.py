@@ -152,7 +152,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
         (
             "auto:2",
             True,
-            ["asks for 2 GPUs, but this machine has 0 that can be used; a MIG slice cannot join other GPUs"],
+            ["asks for 2 GPUs, but this machine has 0 that can be used; a MIG slice cannot be combined with other GPUs"],
         ),
         (
             [0, 1],

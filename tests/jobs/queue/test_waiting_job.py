@@ -198,7 +198,7 @@ def test_a_job_that_is_no_longer_queued_does_not_start_and_holds_no_lock(box):
 def test_a_locked_store_delays_a_job_that_keeps_its_place_in_the_queue(box, locked_store):
     job_id = queued(box)
     entry = line(box, job_id)
-    with locked_store(box.data.control_db), pytest.raises(StoreError, match="is locked"):
+    with locked_store(box.data.control_db), pytest.raises(StoreError, match="has been locked"):
         entry.try_start()
     assert entry.locks.descriptors == ()
     assert entry.try_start()

@@ -105,7 +105,7 @@ def test_no_report_card_is_written_next_to_an_sae_replaced_during_the_evaluation
     sae, older = run / "sae", min((run / "checkpoints").iterdir())
     card = card_of(sae)
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
-    with pytest.raises(Exception, match="another SAE was written there while this one was evaluated"):
+    with pytest.raises(Exception, match="another SAE was written there during the evaluation"):
         write_card(sae, card)
     assert read_card(sae) is None
 

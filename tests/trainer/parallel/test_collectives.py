@@ -1,6 +1,6 @@
 """Tests that all ranks make the same `torch.distributed` calls in the same order.
 
-The ranks are real processes, so their process groups pack and shard tensors, and start several transfers at once. The
+The ranks are real processes. Their process groups pack and shard tensors, and start several transfers at once. The
 GPU code path uses gloo.
 """
 

@@ -163,7 +163,7 @@ class Proposal(Generic[J]):
         suited = [gpu for gpu in machine.gpus if self.takes_slices or not gpu.is_slice]
         usable = sum(not gpu.unhealthy for gpu in suited)
         if str(job.launch.gpus).startswith("auto:") and devices > usable:
-            slices = "" if len(suited) == len(machine.gpus) else "; a MIG slice cannot join other GPUs"
+            slices = "" if len(suited) == len(machine.gpus) else "; a MIG slice cannot be combined with other GPUs"
             here = f"{usable} that can be used{slices}" if machine.gpus else f'none; use "cpu:{devices}"'
             return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
         if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:
