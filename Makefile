@@ -20,10 +20,10 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 pytest: $(VENV)/.dev
-# Four processes on two cores, since many tests wait for other processes. Failed tests run once more, one at a time: a
+# Five processes on two cores, since many tests wait for other processes. Failed tests run once more, one at a time: a
 # test that timed out on a busy machine then passes, but a real fault fails again. The second run stops after three
 # failures. The last line, "flaky: …", names the tests that passed only then.
-	$(BIN)/pytest -n 4 --dist worksteal -m $(TESTS) || { [ $$? = 1 ] && \
+	$(BIN)/pytest -n 5 --dist worksteal -m $(TESTS) || { [ $$? = 1 ] && \
 	  $(BIN)/pytest -n 0 -m $(TESTS) --last-failed --last-failed-no-failures none --maxfail 3; }
 
 # Also runs the tests that are too slow to run on every change. Run it before a release.

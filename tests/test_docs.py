@@ -195,6 +195,7 @@ def test_the_architecture_guide_shows_the_tested_example() -> None:
     assert shown.text == (ROOT / shown.title).read_text(), "copy the file into docs/contributing/add-an-architecture.md"
 
 
+@pytest.mark.slow
 def test_the_guides_sensor_appears_in_every_view_and_answer(tmp_path: Path) -> None:
     for name in ("sae_tui", "trainer", "data"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -258,6 +259,7 @@ def test_every_link_target_exists(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_loads_nothing_external(tmp_path: Path) -> None:
     program = shutil.which("mkdocs", path=str(Path(sys.executable).parent))
     if program is None:

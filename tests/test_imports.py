@@ -137,6 +137,7 @@ print(json.dumps(sorted({"torch", "numpy", "sae_tui", "rich", "textual"} & set(s
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_training_on_a_cpu_loads_neither_the_compiler_nor_a_data_frame() -> None:
     code = """
 import sys, torch
@@ -171,6 +172,7 @@ def imported_by(module: str) -> Iterator[str]:
             yield str(node.module)
 
 
+@pytest.mark.slow
 def test_there_are_no_import_cycles() -> None:
     modules = {name for package in ("trainer", "sae_tui") for name in modules_below(package)}
     graph = {name: {other for other in imported_by(name) if other in modules - {name}} for name in modules}

@@ -108,6 +108,7 @@ def test_a_job_file_adds_its_memory_time_and_cost_on_1_to_8_gpus(quick_torch) ->
     assert headings == ["GPUS", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY", "HERE"]
 
 
+@pytest.mark.slow
 def test_on_the_cpu_the_rows_list_processes_only(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--gpus", "cpu")["job"]
     assert job["rows"]
@@ -117,6 +118,7 @@ def test_on_the_cpu_the_rows_list_processes_only(quick_torch) -> None:
     assert "COST" not in headings
 
 
+@pytest.mark.slow
 def test_the_bus_is_only_probed_when_asked_for(quick_torch) -> None:
     assert all(finding["subject"] != "bus" for finding in quick_torch.json("doctor")["findings"])
     bus = quick_torch.json("doctor", "--probe")["findings"][-1]

@@ -12,6 +12,7 @@ SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5", "--set", "train.batch_size=256"]
 
 
+@pytest.mark.slow
 def test_evaluating_a_job_writes_its_report_card_and_features(shell: Shell) -> None:
     shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, "--gpus", "cpu", "--wait")
     # The features are collected at the end of the run.

@@ -122,6 +122,7 @@ def rows_on_nvml(shell, drivers, **variables):
     return json.loads(on_nvml(shell, drivers, "gpus", "--json", **variables).stdout)
 
 
+@pytest.mark.slow
 def test_a_gpu_used_by_an_invisible_process_is_busy_and_not_recommended(shell, drivers):
     setting = {"GPUS": 4, "PIDS": "", "FAULTS": "2:idle,3:idle,3:perm_procs"}
     used, _, idle, unlisted = rows_on_nvml(shell, drivers, **setting)
@@ -190,6 +191,7 @@ def test_only_gpus_in_cuda_visible_devices_are_shown_under_their_own_indices(she
     assert done.stderr == 'sae-tui: CUDA_VISIBLE_DEVICES="" hides all 4 GPUs; unset it, or list GPUs in it\n'
 
 
+@pytest.mark.slow
 def test_commands_work_in_a_locale_without_a_degree_sign(shell):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = shell.run("gpus", **plain)

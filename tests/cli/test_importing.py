@@ -91,6 +91,7 @@ def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     assert [job["id"] for job in shell.json("jobs")] == [1]
 
 
+@pytest.mark.slow
 def test_escape_sequences_in_a_folder_name_do_not_reach_the_terminal(shell: Shell, foreign: Path) -> None:
     hostile = foreign.rename(shell.folder / "a\x1b[2Jb")
     shell.run("import", hostile, "--data", SAMPLE)

@@ -72,6 +72,7 @@ def test_a_warning_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     assert (code, "per process" in output or "per GPU" in output) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_finished_command_whose_output_is_lost_has_a_special_exit_code(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
     launch = ("launch", "job.toml", "--hold", "--set", "launch.gpus=cpu", "--json")

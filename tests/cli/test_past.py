@@ -146,6 +146,7 @@ def test_help_shows_an_example_of_intervals(shell):
     assert "--since 24h --every 5m" in " ".join(shell.run("metrics", "--help").stdout.split())
 
 
+@pytest.mark.slow
 def test_a_long_history_is_valid_json_and_never_entirely_in_memory(shell, tmp_path):
     n = 150_000
     store(shell, 0, time.time() - n, n)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.slow
 def test_an_impossible_export_names_the_reason_and_writes_nothing(shell) -> None:
     out = shell.folder / "out"
     assert shell.errors("export", 7, "--out", out, code=1) == [

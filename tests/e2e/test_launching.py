@@ -85,6 +85,7 @@ def told_need(screen: str) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_job_that_can_never_run_is_rejected_and_auto_selects_a_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
@@ -125,6 +126,7 @@ def test_a_width_typed_into_the_form_makes_auto_select_a_mode_that_fits(box: Box
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_launching_a_job_that_must_wait_for_memory_asks_with_full_numbers(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")

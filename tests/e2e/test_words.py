@@ -19,6 +19,7 @@ def in_line(box: Box, name: str, **fields: object) -> int:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_holds_dependencies_and_names_can_be_changed_and_are_shown_correctly(box: Box) -> None:
     first, second = in_line(box, "first", held=True), in_line(box, "second")
     terminal = box.app(120, 40)

@@ -220,6 +220,7 @@ def test_an_old_driver_provides_every_field_through_older_calls(read_all: Read) 
     assert [process["pid"] for process in sample["processes"]] == [os.getpid()]
 
 
+@pytest.mark.slow
 def test_sixteen_gpus_have_sixteen_indices_and_uuids(read_all: Read) -> None:
     samples = read_all(GPUS=16)
     assert [sample["index"] for sample in samples] == list(range(16))

@@ -263,6 +263,7 @@ def command(box, *words: str) -> None:
     assert (done.returncode, "\x1b" in done.stdout + done.stderr) == (0, False), done.stderr
 
 
+@pytest.mark.slow
 def test_waiting_supervisors_and_commands_continue_despite_unreadable_rows(box, wait_for):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)

@@ -172,6 +172,7 @@ def gpu_db(box, monkeypatch) -> Path:
     return box.data.gpu_db
 
 
+@pytest.mark.slow
 def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, gpu_db):
     pristine = box.data.root / "pristine.db"
     shutil.copy(gpu_db, pristine)

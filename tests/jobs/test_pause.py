@@ -253,6 +253,7 @@ def test_a_stopped_job_continues_from_its_checkpoint(box):
     assert record["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_earlier_requests_are_cleared_by_a_resume(box):
     job_id = stopped(box)
     box.control.request(job_id, "kill")
@@ -261,6 +262,7 @@ def test_earlier_requests_are_cleared_by_a_resume(box):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
+@pytest.mark.slow
 def test_a_job_continues_on_other_gpus_with_the_same_tokens_per_step(box):
     job_id = stopped(box, gpus=(0,))
     plan = box.resume(job_id, "launch.gpus=[1,2]", gpus=(1, 2))

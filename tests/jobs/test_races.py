@@ -96,6 +96,7 @@ def test_eight_launchers_never_book_one_of_four_gpus_twice(box, racers):
         assert got[0] == [f"GPU-{index}" for index in wanted[0]]
 
 
+@pytest.mark.slow
 def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
     GpuReader(box.data, SOURCE).samples()
     for _ in range(ROUNDS):

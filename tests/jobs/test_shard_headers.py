@@ -55,6 +55,7 @@ def n_asked(folder: Path) -> int:
     return len((folder / "asked").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_the_trainer_reads_every_format_as_it_does_in_a_training(tmp_path: Path, shards: Path) -> None:
     (arrow := tmp_path / "arrow").mkdir()
     table = pa.table({"x": pa.array(torch.randn(6, 4).tolist(), pa.list_(pa.float32()))})

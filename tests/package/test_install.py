@@ -96,6 +96,7 @@ def test_without_torch_the_dashboard_opens_and_the_review_names_what_is_missing(
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_with_torch_the_sample_trains_and_without_it_nothing_can_be_started(installed: Installed) -> None:
     where = "import sae_tui, sys, torch, trainer; print(sae_tui.__file__, trainer.__file__, sys.prefix)"
     printed = installed.with_torch("python", "-P", "-c", where).stdout

@@ -7,6 +7,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from support.box import ROOT
 from support.packages import build
@@ -37,6 +38,7 @@ def test_the_image_is_built_from_the_files_of_an_sdist() -> None:
     assert set(copied()) == set(re.findall(r"^!(.+)$", IGNORED, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_the_files_that_the_image_copies_give_the_same_wheel(dist: Path, tmp_path: Path) -> None:
     for name in copied():
         source, target = ROOT / name, tmp_path / "source" / name

@@ -85,6 +85,7 @@ def test_a_foreground_run_prints_its_result_last_and_stores_measured_speeds(
     assert stat.S_IMODE(DataDir(tmp_path / "home" / "data").box_file.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_its_log_interval_still_reports_the_rows_it_left_out(
     job_file: Path, activations: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_run_shorter_than_its_log_interval_still_reports_the_rows_it_left_out(
     assert " % of a sample" in (next((tmp_path / "runs").iterdir()) / "logs" / "rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path, tmp_path: Path) -> None:
     process = start("run", job_file, "--set", "sae.k=[2,4]", "--out", "out", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
@@ -138,6 +140,7 @@ def test_ctrl_c_a_batch_system_or_a_closed_terminal_stops_a_run_after_a_checkpoi
     assert list((tmp_path / "out" / "checkpoints").glob("step-*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_at_once_even_if_a_rank_does_not_respond(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:

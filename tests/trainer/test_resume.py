@@ -405,6 +405,7 @@ def run_trainer(*arguments: object) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_has_lost_its_last_steps_resumes_to_the_same_result(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path
 ) -> None:

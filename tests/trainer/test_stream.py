@@ -128,6 +128,7 @@ def test_a_killed_and_resumed_run_has_the_same_weights_as_an_uninterrupted_one(w
     assert whole.curve("heldout_fvu")[-1] == pytest.approx(whole.curve("fvu")[-1], rel=0.3)
 
 
+@pytest.mark.slow
 def test_a_stream_is_not_resumed_on_a_different_number_of_data_parallel_ranks(tmp_path: Path) -> None:
     run = Attempts(toy_job(train={"n_steps": 10}), tmp_path / "run")
     run.go()

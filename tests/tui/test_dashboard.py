@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from support.combinations import slow_except
 from support.features import features_file
 from support.tui import StillMonitor, record_job, record_metrics, wait_until
 from textual.geometry import Region
@@ -98,7 +99,7 @@ def are_apart(found: list[Region]) -> bool:
     return not any(one.overlaps(other) for one, other in itertools.combinations(found, 2))
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 8, 13, 16])
+@pytest.mark.parametrize("gpus", slow_except([1, 4, 16], [1, 2, 3, 4, 5, 8, 13, 16]))
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
 async def test_any_number_of_gpus_fits_any_window_size_without_overlap(make_app, gpus, size, view) -> None:
@@ -266,6 +267,7 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
     assert await steps(NoGpus()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
 
 
+@pytest.mark.slow
 async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_question(make_app) -> None:
     app = make_app()
 

@@ -389,6 +389,7 @@ async def test_a_job_file_is_loaded_with_its_gpus_and_its_hidden_settings(make_a
             assert job_of(screen).launch.max_restarts == 1
 
 
+@pytest.mark.slow
 async def test_for_a_cluster_the_number_of_gpus_per_node_is_chosen(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     path.write_text(FILE.format(gpus="[0, 5]") + 'backend = "slurm"\nnodes = 2\n')
@@ -524,6 +525,7 @@ async def test_a_training_on_rows_that_a_job_still_writes_is_launched_after_it(
             assert (control.job(2).after, control.job(2).d_in) == ((1,), 512)
 
 
+@pytest.mark.slow
 async def test_an_extraction_can_be_launched_from_the_form_and_cloned_into_it(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
@@ -603,6 +605,7 @@ async def test_a_sweep_in_a_job_file_shows_the_settings_of_all_its_architectures
         assert job.train.deterministic
 
 
+@pytest.mark.slow
 async def test_architecture_settings_of_a_job_file_are_kept(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     path.write_text('[data]\npath = "data/sample"\n[sae]\narchitecture = "batch_topk"\nthreshold_rate = 0.125\n')
@@ -647,6 +650,7 @@ async def test_changing_the_architecture_keeps_the_focus(make_app) -> None:
         await wait_until(pilot, lambda: has_focus("#row-sae-k"))
 
 
+@pytest.mark.slow
 async def test_a_boolean_setting_offers_both_values(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -801,6 +805,7 @@ async def test_an_empty_field_shows_and_uses_its_default(make_app) -> None:
         assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
 
 
+@pytest.mark.slow
 async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -861,6 +866,7 @@ async def test_in_a_text_field_the_footer_shows_the_help_key_that_works_there(ma
         assert app.get_key_display(screen.active_bindings["f1"].binding) == "F1"
 
 
+@pytest.mark.slow
 async def test_a_registered_architecture_and_optimizer_show_their_settings(make_app, monkeypatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, "loudest", toy_architecture.ENTRY)
     monkeypatch.setitem(OPTIMIZERS, "heavy_ball", toy_optimizer.ENTRY)
@@ -957,6 +963,7 @@ async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(m
             await reviewed(pilot, screen, "needs ")
 
 
+@pytest.mark.slow
 async def test_another_python_is_read_in_the_background_and_then_reviewed(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")

@@ -21,6 +21,8 @@ from trainer.ranks.devices import Device
 
 GIB = 2**30
 
+ALONE = "a MIG slice cannot be combined with other GPUs"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,7 +154,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
         (
             "auto:2",
             True,
-            ["asks for 2 GPUs, but this machine has 0 that can be used; a MIG slice cannot be combined with other GPUs"],
+            [f"asks for 2 GPUs, but this machine has 0 that can be used; {ALONE}"],
         ),
         (
             [0, 1],

@@ -32,6 +32,7 @@ def in_place_of_the_trainer(folder: Path, script: str) -> list[str]:
     return ["sh", "-c", f"echo . >> {folder}/asked; {script}"]
 
 
+@pytest.mark.slow
 def test_findings_and_remedies_come_from_the_trainer(shards: Path) -> None:
     told = Inspections().inspect(str(shards))
     assert told

@@ -47,6 +47,7 @@ def test_jobs_that_wait_during_an_upgrade_start_and_stop_in_the_new_version(box,
     assert all(box.job(job_id).supervisor != supervisor for job_id, supervisor in before.items())
 
 
+@pytest.mark.slow
 def test_a_job_waits_while_the_package_is_only_partly_installed(box, installed):
     job_id = box.launch("steps=1", place={"hold": True})
     left = installed / "sae_tui" / "jobs" / "supervisor" / "attempt.py"

@@ -270,6 +270,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     assert read.search("天气")
 
 
+@pytest.mark.slow
 def test_a_cache_contains_the_activations_of_the_exported_sae_on_each_token(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{SAMPLE}"\n[launch]\ngpus = "cpu"\n')
     small = ["sae.d_sae=384", "sae.k=8", "train.n_steps=4", "train.batch_size=512", "train.report_card=false"]
@@ -296,6 +297,7 @@ def test_a_cache_contains_the_activations_of_the_exported_sae_on_each_token(tmp_
     torch.testing.assert_close(acts.reshape(n, -1), expected[:n], rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_data_without_tokens_is_refused_before_any_file_is_written(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(
         '[data]\nsource = "synthetic"\n[sae]\nd_sae = 128\nk = 4\n[train]\nn_steps = 2\nbatch_size = 64\n'

@@ -108,6 +108,7 @@ class Gate(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
+@pytest.mark.slow
 def test_the_error_for_a_gated_model_names_its_licence_page_and_the_login_command(
     job_file: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +207,7 @@ def test_run_refuses_extraction_jobs_and_extract_refuses_training_jobs(job_file:
     assert 'kind: is "train" and not "extract"; ' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_training_job_can_read_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file)]) == EXIT_FINISHED
     (training := tmp_path / "training.toml").write_text(

@@ -307,6 +307,7 @@ def test_an_error_in_the_text_is_raised_only_after_the_rows_before_it(make: Make
     assert readers.next() is None
 
 
+@pytest.mark.slow
 def test_reading_threads_exit_with_their_owner_and_keep_no_process_alive() -> None:
     readers = Readers([lambda number: number], itertools.count())  # type: ignore[arg-type, list-item]
     readers.next()

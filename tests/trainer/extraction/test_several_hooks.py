@@ -201,6 +201,7 @@ def test_a_killed_run_at_two_hooks_resumes_to_the_same_weights(make: Make, long_
         assert {"fvu@hook=L0", "fvu@hook=L1", "heldout_fvu@hook=L1"} <= {*reader.latest()}
 
 
+@pytest.mark.slow
 def test_the_checkpoint_and_the_report_cards_record_the_hook_of_each_sae(
     stored: Path, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def test_an_invalid_job_is_refused_before_the_measurement(
     assert capsys.readouterr().err.startswith(start)
 
 
+@pytest.mark.slow
 def test_a_failed_rank_is_reported_with_its_reason(make_job: MakeJob) -> None:
     with pytest.raises(UserError, match=r"^launch\.gpus: PyTorch .* sees 0 GPUs, so rank 0 has none"):
         measure(make_job(), DataShape(16, None, 99), 1, world_size=1, gpu_uuids=("GPU-of-nobody",))

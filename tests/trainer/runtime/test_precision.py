@@ -171,6 +171,7 @@ print([*asked, getattr(config, "deterministic", None)])
 """
 
 
+@pytest.mark.slow
 def test_a_compiler_loaded_later_is_deterministic_but_is_not_loaded_just_for_this() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
     is_loaded, options = done.stdout.splitlines()

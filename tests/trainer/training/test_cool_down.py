@@ -124,6 +124,7 @@ def test_a_cooled_down_run_is_better_than_a_run_stopped_after_as_many_steps(
     )
 
 
+@pytest.mark.slow
 def test_a_run_stopped_during_its_cool_down_resumes_to_bit_identical_weights(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_a_dictionary_saved_by_dictionary_learning_gives_the_same_results(
     assert_same(computed(tmp_path / "run", x), (loaded.encode(x), loaded(x)))
 
 
+@pytest.mark.slow
 def test_an_imported_sae_can_be_evaluated_and_trained_further(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

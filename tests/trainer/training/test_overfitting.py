@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -18,6 +19,7 @@ from trainer.training.export_checkpoint import checkpoint_of
 MakeJob = Callable[..., JobConfig]
 
 
+@pytest.mark.slow
 def test_an_overfitting_run_warns_and_keeps_its_best_checkpoint(
     make_job: MakeJob, make_trainer: Callable[..., Any], kept: Any, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.slow
 def test_an_export_and_a_model_card_are_pushed_to_a_private_repository(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
